@@ -23,6 +23,7 @@ struct Segment {
   std::size_t device_bytes = 0;  // kind system: from here on, its pages stay on the host
   bool room_was_made = false;    // others were given back for it
   bool is_expandable = false;
+  bool is_alias = false;  // one block, at addresses where its handles are mapped a second time
 };
 
 enum class BlockState : std::uint8_t {

@@ -56,6 +56,11 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
 DeviceAllocator::~DeviceAllocator() {
   const BothLocks locks(*this);
   synchronize_events();
+  for (const auto& [stream, heaps] : heaps_)
+    for (const std::unique_ptr<Heap>& heap : heaps)
+      if (heap != nullptr)
+        for (const auto& [address, event] : heap->last_uses)
+          if (event != 0) driver_.wait(event);
   LeavingMemory leaving;  // but for the runs of expandable segments, whose heaps end them
   for (const auto& [address, segment] : segments_)
     if (!segment.is_expandable) append_piece(segment, leaving);
@@ -126,7 +131,7 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
   const auto best_cached = [&] {
     check_not_paused();
     std::tie(heap, bytes) = heap_and_bytes_for(request);
-    return heap->index.best_fit(bytes);
+    return find_cached(*heap, bytes);
   };
   if (config_.caching) {
     const std::lock_guard lock(mutex_);
@@ -166,9 +171,18 @@ Heap& DeviceAllocator::heap_for(std::uint8_t route, StreamId stream, Pool* pool)
   return *heap;
 }
 
+Block* DeviceAllocator::find_cached(Heap& heap, std::size_t bytes) const {
+  Block* block = free_alias(heap, bytes);
+  return block != nullptr ? block : heap.index.best_fit(bytes);
+}
+
 Block* DeviceAllocator::take_cached(Heap& heap, std::size_t bytes) {
-  Block* block = heap.index.best_fit(bytes);
+  Block* block = find_cached(heap, bytes);
   if (block == nullptr) return nullptr;
+  if (block->segment->is_alias) {
+    std::erase(heap.free_aliases, block);
+    return block;
+  }
   uncache(block);
   cut(block, bytes);
   return block;
@@ -334,9 +348,14 @@ bool DeviceAllocator::free(std::uintptr_t address) {
 
 // No stream uses the block any more: it goes back to its heap.
 void DeviceAllocator::settle(Block* block) {
-  const Heap& heap = *block->segment->heap;
+  Heap& heap = *block->segment->heap;
   stats_.active.decrease(heap.tier, 1);
   stats_.active_bytes.decrease(heap.tier, block->bytes);
+  if (block->segment->is_alias) {
+    block->state = BlockState::cached;
+    heap.free_aliases.push_back(block);
+    return;
+  }
   if (unspilled(*block)) count_unspilled(*block, false);  // what is next in its place is spilled
   if (Block* next = block->next; next != nullptr && next->state == BlockState::cached) {
     uncache(next);

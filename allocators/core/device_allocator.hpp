@@ -120,6 +120,8 @@ struct Heap {
   Pool* const pool;  // nullptr: not private
   FreeIndex index;
   std::unique_ptr<ExpandableSegment> expandable;  // nullptr: segments are the source's
+  std::vector<Block*> free_aliases;  // not in the index: smaller requests would keep them from ending
+  std::unordered_map<std::uintptr_t, EventId> last_uses;  // of aliases before they ended, by address
 
   // Two heaps that take each other's segments in every step would allocate and free without end.
   // So if a segment is given back for a smaller request of another heap, and this heap then needs
@@ -372,6 +374,7 @@ class DeviceAllocator {
   Pool* pool_for(StreamId stream);
   Heap& heap_for(std::uint8_t route, StreamId stream, Pool* pool);
 
+  Block* find_cached(Heap& heap, std::size_t bytes) const;
   Block* take_cached(Heap& heap, std::size_t bytes);
   Block* grow(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
   Block* place(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
@@ -401,11 +404,19 @@ class DeviceAllocator {
 
   VirtualMemory* virtual_memory();
   bool can_expand(Heap& heap);
+  Block* free_alias(const Heap& heap, std::size_t bytes) const;
+  Block* alias(Heap& heap, std::size_t bytes, const Range& growth);
+  void end_alias(Block* block);
+  EventId record_use(const Heap& heap);
+  Block* end_aliases_for(Heap& heap, std::size_t bytes);
+  void end_all_aliases();
   Range growth_for(Heap& heap, std::size_t bytes);
   bool expand(Heap& heap, const Range& growth, Shortage& shortage);
   void add_mapped(Heap& heap, const Range& mapped);
   void join(Segment& left, Segment& right);
   void take_out_mapped(const Spare& spare, LeavingMemory& leaving);
+  void take_out(Block* block, const Range& gone);
+  Block* add_run(Heap& heap, const Range& mapped);
   void release_moving();
   void remove_mapped(Block* block, const Range& gone);
   void count_mapped(const Heap& heap, std::size_t bytes);

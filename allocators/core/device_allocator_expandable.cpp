@@ -6,12 +6,8 @@
 namespace umem {
 namespace {
 
-// Handles are the unit in which memory passes between heaps, so that a hole between two tensors
-// keeps less than two of them. Small ones cost more calls of the driver for the same memory.
-constexpr std::size_t kSmallHandleBytes = kPageBytes;
-constexpr std::size_t kLargeHandleBytes = 4 * kPageBytes;
 // Addresses cost nothing, and holes in them must never be what a heap lacks.
-constexpr std::size_t kAddressesPerByte = 2;
+constexpr std::size_t kGrowthPerByte = 2, kAliasPerByte = 1;
 
 }  // namespace
 
@@ -34,24 +30,29 @@ bool DeviceAllocator::can_expand(Heap& heap) {
     return false;
   if (heap.expandable == nullptr)
     heap.expandable = unlocked([&] {
+      const std::size_t total_bytes = driver_.memory(device_).total_bytes;
       return ExpandableSegment::reserve(
-          *virtual_memory(), device_, kAddressesPerByte * driver_.memory(device_).total_bytes,
-          heap.tier == Tier::small ? kSmallHandleBytes : kLargeHandleBytes);
+          *virtual_memory(), device_, kGrowthPerByte * total_bytes,
+          heap.tier == Tier::small ? 0 : kAliasPerByte * total_bytes);
     });
   return heap.expandable != nullptr;
 }
 
 // Where the fewest mapped handles make a cached block of `bytes`: at one side of a hole, beside the
-// free memory there, or in all of it. 0 bytes where the heap does not grow by handles, or its
-// addresses have no place.
+// free memory there, or in all of it; rather where nothing must be unmapped before. 0 bytes where the
+// heap does not grow by handles, or its addresses have no place.
 Range DeviceAllocator::growth_for(Heap& heap, std::size_t bytes) {
   if (!can_expand(heap)) return {};
-  const Range& addresses = heap.expandable->addresses();
-  const std::size_t handle_bytes = heap.expandable->handle_bytes();
+  const Range addresses = heap.expandable->addresses();
   const std::uintptr_t end = addresses.address + addresses.bytes;
   Range best{};
+  std::size_t least_cost = SIZE_MAX;
   const auto consider = [&](const Range& range) {
-    if (best.bytes == 0 || range.bytes < best.bytes) best = range;
+    if (range.bytes >= least_cost) return;
+    const std::size_t cost = range.bytes + heap.expandable->shadow_bytes(range);
+    if (cost >= least_cost) return;
+    least_cost = cost;
+    best = range;
   };
   const auto free_bytes = [](const Block* block) {
     return block != nullptr && block->state == BlockState::cached ? block->bytes : 0;
@@ -59,9 +60,9 @@ Range DeviceAllocator::growth_for(Heap& heap, std::size_t bytes) {
   const auto consider_hole = [&](const Range& hole, const Block* before, const Block* after) {
     const std::size_t left = free_bytes(before), right = free_bytes(after);
     if (hole.bytes == 0 || left + hole.bytes + right < bytes) return;
-    if (left + hole.bytes >= bytes) consider({hole.address, round_up(bytes - left, handle_bytes)});
-    if (right + hole.bytes >= bytes) {
-      const std::size_t missing = round_up(bytes - right, handle_bytes);
+    if (left + hole.bytes >= bytes) consider({hole.address, round_up(bytes - left, kHandleBytes)});
+    if (after != nullptr && right + hole.bytes >= bytes) {
+      const std::size_t missing = round_up(bytes - right, kHandleBytes);
       consider({hole.address + hole.bytes - missing, missing});
     }
     consider(hole);
@@ -84,17 +85,27 @@ bool DeviceAllocator::expand(Heap& heap, const Range& growth, Shortage& shortage
     release_moving();
     return false;
   }
-  if (!unlocked([&] { return heap.expandable->map(growth, moving_); })) {
+  EventId last_use = 0;  // of what is mapped there
+  if (heap.expandable->shadow_bytes(growth) != 0 && (last_use = record_use(heap)) == 0) {
+    release_moving();
+    shortage.limit = Shortage::Limit::source;
+    return false;
+  }
+  if (!unlocked([&] {
+        if (last_use != 0) driver_.wait(last_use);
+        return heap.expandable->map(growth, moving_);
+      })) {
     shortage.limit = Shortage::Limit::source;
     return false;
   }
   heap.grow_patient();
+  count_mapped(heap, growth.bytes);
   add_mapped(heap, growth);
   return true;
 }
 
-// Books mapped handles as a cached block, together with what is free on both sides.
-void DeviceAllocator::add_mapped(Heap& heap, const Range& mapped) {
+// Books mapped handles as a block that is in no index.
+Block* DeviceAllocator::add_run(Heap& heap, const Range& mapped) {
   Segment& segment = segments_[mapped.address];
   segment = {.address = mapped.address,
              .bytes = mapped.bytes,
@@ -108,14 +119,20 @@ void DeviceAllocator::add_mapped(Heap& heap, const Range& mapped) {
   block->segment = &segment;
   block->advice = heap.profile;
   segment.first = segment.last = block;
-
   stats_.segment.increase(heap.tier, 1);
-  count_mapped(heap, mapped.bytes);
+  return block;
+}
 
+// Books mapped handles as a cached block, together with what is free on both sides.
+void DeviceAllocator::add_mapped(Heap& heap, const Range& mapped) {
+  Block* block = add_run(heap, mapped);
   const auto here = segments_.find(mapped.address);
+  Segment& segment = here->second;
+  const auto joins = [&](const Segment& it) {
+    return it.heap == &heap && it.is_expandable && !it.is_alias;
+  };
   const auto adjoins = [&](const Segment& left, const Segment& right) {
-    return left.heap == &heap && right.heap == &heap && left.is_expandable &&
-           right.is_expandable && left.address + left.bytes == right.address;
+    return joins(left) && joins(right) && left.address + left.bytes == right.address;
   };
   if (const auto right = std::next(here);
       right != segments_.end() && adjoins(segment, right->second)) {
@@ -155,6 +172,14 @@ void DeviceAllocator::take_out_mapped(const Spare& spare, LeavingMemory& leaving
   if (block->previous != nullptr || block->next == nullptr)
     gone.address += gone.bytes - spare.bytes;
   gone.bytes = spare.bytes;
+  take_out(block, gone);
+  if (paused_ != nullptr) return;  // its memory went back before
+  leaving.mapped.push_back({&heap, gone});
+  count_unmapped(heap, gone.bytes);
+}
+
+// Takes whole handles of a cached block out of the books.
+void DeviceAllocator::take_out(Block* block, const Range& gone) {
   uncache(block);
   const std::uintptr_t end = gone.address + gone.bytes;
   Block* const behind =
@@ -164,9 +189,6 @@ void DeviceAllocator::take_out_mapped(const Spare& spare, LeavingMemory& leaving
   remove_mapped(block, gone);
   if (ahead != nullptr) cache(ahead);
   if (behind != nullptr) cache(behind);
-  if (paused_ != nullptr) return;  // its memory went back before
-  leaving.mapped.push_back({&heap, gone});
-  count_unmapped(heap, gone.bytes);
 }
 
 void DeviceAllocator::count_mapped(const Heap& heap, std::size_t bytes) {
@@ -222,15 +244,16 @@ bool DeviceAllocator::add_peer(int peer) {
   const BothLocks locks(*this);
   if (virtual_memory() == nullptr) return true;
   std::vector<Range> mapped;
-  if (paused_ == nullptr)
-    for (const auto& [address, segment] : segments_)
-      if (segment.is_expandable) mapped.push_back({segment.address, segment.bytes});
+  for (const auto& [stream, heaps] : heaps_)
+    for (const std::unique_ptr<Heap>& heap : heaps)
+      if (heap != nullptr && heap->expandable != nullptr) heap->expandable->append_mapped(mapped);
   return unlocked([&] { return virtual_memory()->add_peer(device_, peer, mapped); });
 }
 
 void DeviceAllocator::stop_mapping() {
-  const std::lock_guard lock(mutex_);
+  const BothLocks locks(*this);
   virtual_memory_ = nullptr;
+  end_all_aliases();
   if (active_pools_.empty()) release_spares(spares());
 }
 

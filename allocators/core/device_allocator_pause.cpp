@@ -61,6 +61,7 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
       kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes;
   const std::size_t held_before = held_bytes;
   synchronize_events();
+  end_all_aliases();
   release_spares(spares());
 
   std::vector<Range> live, managed;
@@ -93,6 +94,9 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
     throw PauseError("the memory of " + gpu +
                      " cannot be copied to the host: an earlier CUDA call of the program has "
                      "failed");
+  for (auto& [address, segment] : segments_)
+    if (std::exchange(segment.is_alias, false))
+      segment.heap->expandable->keep_alias({segment.address, segment.bytes});
   const std::vector<Run> runs = mapped_runs();
   unlocked([&] {
     for (const Run& run : runs) run.heap->expandable->unmap(run.range, moving_);

@@ -38,6 +38,7 @@ void DeviceAllocator::empty_cache() {
   const BothLocks locks(*this);
   if (!active_pools_.empty()) return;  // freeing a segment would break a capture
   synchronize_events();
+  end_all_aliases();
   release_spares(spares());
 }
 
@@ -57,6 +58,11 @@ void DeviceAllocator::release_spares(std::vector<Spare> spares) {
   unlocked([&] { give_back(leaving); });
 }
 
+// An event behind the work of a heap's stream so far; 0 where it cannot be waited for.
+EventId DeviceAllocator::record_use(const Heap& heap) {
+  return driver_.capturing(heap.stream) ? 0 : driver_.record(device_, heap.stream);
+}
+
 // The driver's memory is freed behind the work of all streams. Unmapping handles and freeing the
 // system's memory wait for nothing: returns the work of the streams that used it, to be waited for,
 // and leaves out those that cannot be waited for. With `mutex_`: nobody may take the memory from the
@@ -71,7 +77,7 @@ std::vector<EventId> DeviceAllocator::record_work(std::vector<Spare>& spares) {
     const StreamId stream = segment.heap->stream;
     const auto [entry, is_new] = recorded.try_emplace(stream, false);
     if (is_new) {
-      const EventId event = driver_.capturing(stream) ? 0 : driver_.record(device_, stream);
+      const EventId event = record_use(*segment.heap);
       if (event != 0) work.push_back(event);
       entry->second = event != 0;
     }

@@ -41,10 +41,8 @@ std::size_t take_least(std::vector<Spare> from, std::size_t bytes, std::vector<S
       return spare.bytes >= bytes - taken_bytes;
     });
     if (enough == from.end()) --enough;
-    if (const Segment& segment = *enough->block->segment; segment.is_expandable)
-      enough->bytes = std::min(
-          enough->bytes,
-          round_up(bytes - taken_bytes, segment.heap->expandable->handle_bytes()));
+    if (enough->block->segment->is_expandable)
+      enough->bytes = std::min(enough->bytes, round_up(bytes - taken_bytes, kHandleBytes));
     taken_bytes += enough->bytes;
     taken.push_back(*enough);
     from.erase(enough);
@@ -57,7 +55,8 @@ std::size_t take_least(std::vector<Spare> from, std::size_t bytes, std::vector<S
 // A block that the cache of `heap` does not have. nullptr beyond a limit.
 Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t bytes,
                              Shortage& shortage) {
-  Block* block = place(heap, tensor_class, bytes, shortage);
+  Block* block = end_aliases_for(heap, bytes);
+  if (block == nullptr) block = place(heap, tensor_class, bytes, shortage);
   if (block != nullptr || !active_pools_.empty()) return block;
 
   ++stats_.num_alloc_retries;
@@ -66,11 +65,12 @@ Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t b
   if (block != nullptr) return block;
   // A card that is full: free handles move, as under a budget that is spent.
   if (const Range growth = growth_for(heap, bytes);
-      growth.bytes != 0 && shortage.limit == Shortage::Limit::source &&
-      make_room(heap, bytes, growth.bytes, growth) && expand(heap, growth, shortage)) {
-    block = take_cached(heap, bytes);
-    if (block != nullptr) return block;
+      growth.bytes != 0 && shortage.limit == Shortage::Limit::source) {
+    if (block = alias(heap, bytes, growth); block != nullptr) return block;
+    if (make_room(heap, bytes, growth.bytes, growth) && expand(heap, growth, shortage))
+      if (block = take_cached(heap, bytes); block != nullptr) return block;
   }
+  end_all_aliases();
   release_spares(spares());
   block = place(heap, tensor_class, bytes, shortage);
   if (block != nullptr || shortage.over_budget) return block;
@@ -93,6 +93,11 @@ Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t 
   };
   bool room_was_made = false;
   if (over_budget(profile, more_bytes()) && active_pools_.empty()) {
+    if (growth.bytes != 0)
+      if (Block* block = alias(heap, bytes, growth)) return block;
+    if (Block* block = end_aliases_for(heap, bytes)) return block;
+    end_all_aliases();
+    growth = growth_for(heap, bytes);
     if (waiting_helps(heap, bytes, more_bytes())) {
       synchronize_events();
       if (Block* block = take_cached(heap, bytes)) return block;
@@ -264,9 +269,9 @@ bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t exces
   for (const Spare& spare : given)
     if (spare.block->bytes >= bytes) spare.block->segment->heap->lent = true;
   const bool any = !given.empty();
-  if (growth.bytes != 0) moving_.handle_bytes = heap.expandable->handle_bytes();
+  moving_.collects = growth.bytes != 0;
   release_spares(std::move(given));
-  moving_.handle_bytes = 0;
+  moving_.collects = false;
   return any;
 }
 
@@ -479,6 +484,7 @@ void DeviceAllocator::count_page_tables(std::size_t more_locked_bytes) {
 void DeviceAllocator::trim_to_budget(std::size_t more_bytes) {
   if (excess_bytes(more_bytes) == 0 || !active_pools_.empty()) return;
   synchronize_events();
+  end_all_aliases();
   std::vector<Spare> cached = spares(), given;
   std::erase_if(cached, [this](const Spare& spare) { return !on_device(spare); });
   take_least(std::move(cached), excess_bytes(more_bytes), given);

@@ -10,61 +10,117 @@ void release(VirtualMemory& memory, MovingHandles& moving) {
 }
 
 std::unique_ptr<ExpandableSegment> ExpandableSegment::reserve(VirtualMemory& memory, int device,
-                                                              std::size_t bytes,
-                                                              std::size_t handle_bytes) {
-  bytes = round_up(bytes, handle_bytes);
-  const std::uintptr_t address = memory.reserve(device, bytes, handle_bytes);
+                                                              std::size_t growth_bytes,
+                                                              std::size_t alias_bytes) {
+  growth_bytes = round_up(growth_bytes, kHandleBytes);
+  const std::size_t bytes = growth_bytes + round_up(alias_bytes, kHandleBytes);
+  const std::uintptr_t address = memory.reserve(device, bytes, kHandleBytes);
   if (address == 0) return nullptr;
   return std::unique_ptr<ExpandableSegment>(
-      new ExpandableSegment(memory, device, {address, bytes}, handle_bytes));
+      new ExpandableSegment(memory, device, {address, bytes}, growth_bytes));
 }
 
 ExpandableSegment::~ExpandableSegment() {
-  for (std::size_t i = 0; i < handles_.size(); ++i) {
-    if (handles_[i] == 0) continue;
-    memory_.unmap({addresses_.address + i * handle_bytes_, handle_bytes_}, handle_bytes_);
-    memory_.release(handles_[i]);
-  }
+  for (std::size_t i = 0; i < places_.size(); ++i)
+    if (places_[i].owned != 0 || places_[i].shadow != 0)
+      memory_.unmap(range_of(i, 1), kHandleBytes);
+  for (const auto& [handle, state] : handles_) memory_.release(handle);
   memory_.unreserve(addresses_);
 }
 
 Range ExpandableSegment::whole_handles(Range range) const {
-  const std::size_t from = round_up(range.address - addresses_.address, handle_bytes_);
+  const std::size_t from = round_up(range.address - addresses_.address, kHandleBytes);
   const std::size_t to =
-      (range.address + range.bytes - addresses_.address) / handle_bytes_ * handle_bytes_;
+      (range.address + range.bytes - addresses_.address) / kHandleBytes * kHandleBytes;
   return {addresses_.address + from, to > from ? to - from : 0};
 }
 
 bool ExpandableSegment::map(Range range, MovingHandles& moving) {
-  const std::size_t count = range.bytes / handle_bytes_;
+  const std::size_t count = range.bytes / kHandleBytes;
   const std::size_t first = number_of(range.address);
   std::vector<HandleId>& handles = moving.handles;
   while (handles.size() < count) {
-    const HandleId handle = memory_.create(device_, handle_bytes_);
+    const HandleId handle = memory_.create(device_, kHandleBytes);
     if (handle == 0) break;
     handles.push_back(handle);
   }
-  if (handles.size() < count || !memory_.map(device_, range, handle_bytes_, handles)) {
+  for (std::size_t i = first; i < std::min(first + count, places_.size()); ++i) unmap_shadow(i);
+  if (handles.size() < count || !memory_.map(device_, range, kHandleBytes, handles)) {
     umem::release(memory_, moving);
     return false;
   }
-  handles_.resize(std::max(handles_.size(), first + count));
-  std::copy_n(handles.begin(), count, handles_.begin() + static_cast<std::ptrdiff_t>(first));
+  for (std::size_t i = 0; i < count; ++i) own(first + i, handles[i]);
   handles.erase(handles.begin(), handles.begin() + static_cast<std::ptrdiff_t>(count));
   umem::release(memory_, moving);
   return true;
 }
 
 void ExpandableSegment::unmap(Range range, MovingHandles& moving) {
-  memory_.unmap(range, handle_bytes_);
+  memory_.unmap(range, kHandleBytes);
   const std::size_t first = number_of(range.address);
-  for (std::size_t i = first; i < first + range.bytes / handle_bytes_; ++i) {
-    const HandleId handle = std::exchange(handles_[i], 0);
-    if (moving.handle_bytes == handle_bytes_)
+  for (std::size_t i = first; i < first + range.bytes / kHandleBytes; ++i) {
+    const HandleId handle = std::exchange(places_[i].owned, 0);
+    while (!handles_[handle].shadows.empty()) unmap_shadow(handles_[handle].shadows.back());
+    handles_.erase(handle);
+    if (moving.collects)
       moving.handles.push_back(handle);
     else
       memory_.release(handle);
   }
+}
+
+std::size_t ExpandableSegment::shadow_bytes(Range range) const {
+  const std::size_t first = number_of(range.address);
+  const std::size_t end = std::min(first + range.bytes / kHandleBytes, places_.size());
+  std::size_t count = 0;
+  for (std::size_t i = first; i < end; ++i) count += places_[i].shadow != 0;
+  return count * kHandleBytes;
+}
+
+void ExpandableSegment::append_mapped(std::vector<Range>& to) const {
+  std::vector<std::size_t> mapped;
+  for (std::size_t i = 0; i < places_.size(); ++i)
+    if (places_[i].owned != 0 || places_[i].shadow != 0) mapped.push_back(i);
+  for (const Range& range : ranges_of(std::move(mapped))) to.push_back(range);
+}
+
+// Adjacent places as one range.
+std::vector<Range> ExpandableSegment::ranges_of(std::vector<std::size_t> places) const {
+  std::sort(places.begin(), places.end());
+  std::vector<Range> ranges;
+  for (const std::size_t place : places) {
+    const Range next = range_of(place, 1);
+    if (!ranges.empty() && ranges.back().address + ranges.back().bytes == next.address)
+      ranges.back().bytes += next.bytes;
+    else
+      ranges.push_back(next);
+  }
+  return ranges;
+}
+
+// A handle that is mapped at a place is used from there.
+void ExpandableSegment::own(std::size_t place, HandleId handle) {
+  if (places_.size() <= place) places_.resize(place + 1);
+  if (places_[place].shadow != 0) forget_shadow(place);
+  places_[place].owned = handle;
+  handles_[handle].place = place;
+}
+
+// It is to be used from another place.
+void ExpandableSegment::leave(std::size_t place) {
+  Place& left = places_[place];
+  left.shadow = std::exchange(left.owned, 0);
+  handles_[left.shadow].shadows.push_back(place);
+}
+
+void ExpandableSegment::forget_shadow(std::size_t place) {
+  std::erase(handles_[std::exchange(places_[place].shadow, 0)].shadows, place);
+}
+
+void ExpandableSegment::unmap_shadow(std::size_t place) {
+  if (places_[place].shadow == 0) return;
+  memory_.unmap(range_of(place, 1), kHandleBytes);
+  forget_shadow(place);
 }
 
 }  // namespace umem

@@ -8,12 +8,15 @@
 
 namespace umem {
 
-// Reserved addresses cannot be accessed, mapped ones can. The contents of a handle are lost when it
-// is unmapped: callers must not rely on them.
+// Reserved addresses cannot be accessed, mapped ones can. A handle is a part of a file in memory, so
+// that it has the same contents wherever it is mapped.
 class HostVirtualMemory final : public VirtualMemory {
  public:
   // `total_bytes` bounds the handles of all devices together; 0 for no bound.
-  explicit HostVirtualMemory(std::size_t total_bytes) : total_bytes_(total_bytes) {}
+  explicit HostVirtualMemory(std::size_t total_bytes);
+  HostVirtualMemory(const HostVirtualMemory&) = delete;
+  HostVirtualMemory& operator=(const HostVirtualMemory&) = delete;
+  ~HostVirtualMemory() override;
 
   std::size_t granularity(int) noexcept override { return kPageBytes; }
   std::uintptr_t reserve(int device, std::size_t bytes, std::size_t alignment) noexcept override;
@@ -27,10 +30,11 @@ class HostVirtualMemory final : public VirtualMemory {
 
  private:
   const std::size_t total_bytes_;
+  const int file_;
   std::mutex mutex_;
-  std::map<HandleId, std::size_t> handles_;  // their bytes
+  std::map<HandleId, std::size_t> handles_;  // their bytes; a handle is its offset + 1
   std::size_t held_bytes_ = 0;
-  HandleId last_handle_ = 0;
+  std::size_t file_bytes_ = 0;  // grows only: given back, a part takes no memory
 };
 
 }  // namespace umem

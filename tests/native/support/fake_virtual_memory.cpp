@@ -53,7 +53,7 @@ void FakeVirtualMemory::release(HandleId id) noexcept {
   const std::lock_guard lock(mutex_);
   const auto found = handles_.find(id);
   CHECK(found != handles_.end());
-  CHECK_EQUAL(found->second.address, 0U);
+  CHECK_EQUAL(found->second.mappings, 0U);
   held_bytes_ -= found->second.bytes;
   handles_.erase(found);
 }
@@ -71,10 +71,10 @@ bool FakeVirtualMemory::map(int device, Range range, std::size_t handle_bytes,
     Handle& handle = handles_.at(handles[i]);
     CHECK_EQUAL(handle.device, device);
     CHECK_EQUAL(handle.bytes, handle_bytes);
-    CHECK_EQUAL(handle.address, 0U);
-    handle.address = range.address + i * handle_bytes;
-    CHECK(mapped_.emplace(handle.address, handles[i]).second);
-    accessible_[handle.address] = peers_[device];
+    ++handle.mappings;
+    const std::uintptr_t address = range.address + i * handle_bytes;
+    CHECK(mapped_.emplace(address, handles[i]).second);
+    accessible_[address] = peers_[device];
   }
   ++maps_;
   return true;
@@ -87,7 +87,7 @@ void FakeVirtualMemory::unmap(Range range, std::size_t handle_bytes) noexcept {
     const auto found = mapped_.find(range.address + offset);
     CHECK(found != mapped_.end());
     CHECK_EQUAL(handles_.at(found->second).bytes, handle_bytes);
-    handles_.at(found->second).address = 0;
+    --handles_.at(found->second).mappings;
     accessible_.erase(found->first);
     mapped_.erase(found);
   }
@@ -152,12 +152,12 @@ std::size_t FakeVirtualMemory::unmaps() const {
   return unmaps_;
 }
 
-bool FakeVirtualMemory::is_mapped(std::uintptr_t address) const {
+HandleId FakeVirtualMemory::handle_at(std::uintptr_t address) const {
   const std::lock_guard lock(mutex_);
   const auto after = mapped_.upper_bound(address);
-  if (after == mapped_.begin()) return false;
+  if (after == mapped_.begin()) return 0;
   const auto& [start, id] = *std::prev(after);
-  return address < start + handles_.at(id).bytes;
+  return address < start + handles_.at(id).bytes ? id : 0;
 }
 
 bool FakeVirtualMemory::holds(std::uintptr_t address, std::size_t bytes,

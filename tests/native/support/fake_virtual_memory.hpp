@@ -16,8 +16,9 @@
 
 namespace umem {
 
-// Physical memory that is handed out in handles, and addresses that they are mapped into. Nothing
-// may be mapped over, unmapped, released or given to a peer that is not as the core says.
+// Physical memory that is handed out in handles, and addresses that they are mapped into, each at as
+// many as the core wants. Nothing may be mapped over, unmapped, released or given to a peer that is
+// not as the core says.
 class FakeVirtualMemory final : public VirtualMemory {
  public:
   explicit FakeVirtualMemory(std::shared_ptr<Faults> faults) : faults_(std::move(faults)) {}
@@ -43,7 +44,8 @@ class FakeVirtualMemory final : public VirtualMemory {
   std::size_t created() const;
   std::size_t maps() const;
   std::size_t unmaps() const;
-  bool is_mapped(std::uintptr_t address) const;
+  bool is_mapped(std::uintptr_t address) const { return handle_at(address) != 0; }
+  HandleId handle_at(std::uintptr_t address) const;  // 0: none
   // Whether each byte is mapped, for the GPU itself and for `peers`.
   bool holds(std::uintptr_t address, std::size_t bytes, const std::set<int>& peers = {}) const;
 
@@ -53,7 +55,7 @@ class FakeVirtualMemory final : public VirtualMemory {
   struct Handle {
     int device;
     std::size_t bytes;
-    std::uintptr_t address;  // 0: not mapped
+    std::size_t mappings;
   };
   struct Reserved {
     std::size_t bytes;

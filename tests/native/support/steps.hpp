@@ -8,8 +8,7 @@ namespace umem {
 inline constexpr StreamId kMain = 0;
 
 // Of expandable segments.
-inline constexpr std::size_t kHandle = 8 * MiB;       // of large blocks
-inline constexpr std::size_t kSmallHandle = 2 * MiB;  // of small ones
+inline constexpr std::size_t kHandle = kHandleBytes;
 
 inline FakeVirtualMemory& mapped(const Machine& machine) {
   return *machine.driver.virtual_memory();

@@ -1,0 +1,100 @@
+// Large requests that no hole fits: free memory lies side by side at other addresses meanwhile.
+#include <algorithm>
+
+#include "core/device_allocator.hpp"
+
+namespace umem {
+namespace {
+
+// An alias is one block: what it has beyond the request is lost meanwhile.
+constexpr std::size_t kRequestPerLoss = 8;
+
+// Handles that move to a hole are waited for: the device runs dry, for as long as so many calls of
+// the driver take.
+constexpr std::size_t kCallsPerWait = 256;
+
+}  // namespace
+
+// A free alias of the size that a request would get.
+Block* DeviceAllocator::free_alias(const Heap& heap, std::size_t bytes) const {
+  for (Block* block : heap.free_aliases)
+    if (block->bytes >= bytes && block->bytes - bytes < kHandleBytes)
+      return block;
+  return nullptr;
+}
+
+// A block of free memory of the heap, wherever that lies. It was used on the heap's stream, and so
+// is the block: nothing has to be waited for. nullptr where that memory does not suffice, where moving
+// it to `growth` takes less time, or where the driver refuses.
+Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth) {
+  if (!can_expand(heap)) return nullptr;
+  ExpandableSegment& expandable = *heap.expandable;
+  const std::size_t whole_bytes = round_up(bytes, kHandleBytes);
+  if (whole_bytes - bytes > bytes / kRequestPerLoss) return nullptr;
+  std::vector<Spare> all = spares();
+  std::erase_if(all, [&](const Spare& spare) {
+    return spare.block->segment->heap != &heap || !spare.block->segment->is_expandable;
+  });
+  std::vector<Range> free;
+  for (const Spare& spare : all)
+    free.push_back(expandable.whole_handles({spare.block->address, spare.block->bytes}));
+  const std::optional<AliasPlan> plan = expandable.plan_alias(whole_bytes / kHandleBytes, free);
+  if (!plan || driver_.capturing(heap.stream) ||
+      plan->calls > kCallsPerWait + 2 * growth.bytes / kHandleBytes)
+    return nullptr;
+  const auto last_use = heap.last_uses.find(expandable.alias_range(*plan).address);
+  const EventId event = plan->unmaps ? last_use->second : 0;
+  if (event != 0) heap.last_uses.erase(last_use);
+
+  // From the last one on: what lies before it in a block stays that block.
+  const std::vector<Range> sources = expandable.sources_of(*plan, free);
+  for (auto source = sources.rbegin(); source != sources.rend(); ++source) {
+    while (all.back().block->address > source->address) all.pop_back();
+    const bool is_whole = all.back().block->address == source->address;
+    take_out(all.back().block, *source);
+    if (is_whole) all.pop_back();
+  }
+  const bool is_mapped = unlocked([&] {
+    if (event != 0) driver_.wait(event);
+    return expandable.map_alias(*plan);
+  });
+  if (!is_mapped) {
+    for (const Range& source : sources) add_mapped(heap, source);
+    return nullptr;
+  }
+  Block* block = add_run(heap, expandable.alias_range(*plan));
+  block->segment->is_alias = true;
+  return block;
+}
+
+// Ends a free one: its memory is free where it was before.
+void DeviceAllocator::end_alias(Block* block) {
+  Heap& heap = *block->segment->heap;
+  std::erase(heap.free_aliases, block);
+  const Range alias{block->address, block->bytes};
+  remove_mapped(block, alias);
+  for (const Range& range : heap.expandable->end_alias(alias)) add_mapped(heap, range);
+  // What will be mapped there in another one's place waits for this moment, not for a later one.
+  const EventId now = record_use(heap);
+  const EventId before = std::exchange(heap.last_uses[alias.address], now);
+  if (before != 0) unlocked([&] { driver_.wait(before); });
+  if (now == 0) heap.expandable->keep_alias(alias);
+}
+
+// A cached block, for which free aliases end one by one: the others may serve again.
+Block* DeviceAllocator::end_aliases_for(Heap& heap, std::size_t bytes) {
+  Block* block = nullptr;
+  while (block == nullptr && !heap.free_aliases.empty()) {
+    end_alias(heap.free_aliases.back());
+    block = take_cached(heap, bytes);
+  }
+  return block;
+}
+
+void DeviceAllocator::end_all_aliases() {
+  for (auto& [stream, heaps] : heaps_)
+    for (std::unique_ptr<Heap>& heap : heaps)
+      while (heap != nullptr && !heap->free_aliases.empty()) end_alias(heap->free_aliases.back());
+}
+
+}  // namespace umem

@@ -1,0 +1,187 @@
+// Aliases: which addresses, for which handles, and back.
+#include <algorithm>
+#include <utility>
+
+#include "core/expandable_segment.hpp"
+
+namespace umem {
+namespace {
+
+// Requests of ever other sizes would leave shadows without end, which cost time to unmap.
+constexpr std::size_t kMostAliases = 32;
+
+struct PlaceRun {
+  std::size_t first, count;
+};
+
+// Places of which `holds`, adjacent ones as one run.
+std::vector<PlaceRun> runs_of(const std::vector<bool>& holds) {
+  std::vector<PlaceRun> runs;
+  for (std::size_t i = 0; i < holds.size(); ++i) {
+    if (!holds[i]) continue;
+    if (i != 0 && holds[i - 1])
+      ++runs.back().count;
+    else
+      runs.push_back({i, 1});
+  }
+  return runs;
+}
+
+// `count` places of those in `runs`: of the smallest run that is enough, or else of the largest.
+std::vector<std::size_t> take_places(std::vector<PlaceRun> runs, std::size_t count) {
+  std::sort(runs.begin(), runs.end(),
+            [](const PlaceRun& a, const PlaceRun& b) { return a.count < b.count; });
+  std::vector<std::size_t> places;
+  while (places.size() < count) {
+    auto enough = std::find_if(runs.begin(), runs.end(), [&](const PlaceRun& run) {
+      return run.count >= count - places.size();
+    });
+    if (enough == runs.end()) --enough;
+    const std::size_t taken = std::min(enough->count, count - places.size());
+    for (std::size_t i = enough->count - taken; i < enough->count; ++i)
+      places.push_back(enough->first + i);
+    runs.erase(enough);
+  }
+  return places;
+}
+
+}  // namespace
+
+// The first place of the addresses where the fewest handles must be mapped and unmapped: those of an
+// alias that has ended, or new ones.
+std::optional<std::size_t> ExpandableSegment::cheapest_alias(
+    std::size_t count, const std::vector<bool>& is_free) const {
+  std::optional<std::size_t> cheapest;
+  std::size_t least_calls = SIZE_MAX, ended = 0;
+  for (const Alias& alias : aliases_) {
+    if (!alias.homes.empty()) continue;
+    ++ended;
+    if (alias.count < count) continue;
+    std::size_t calls = 0;
+    for (std::size_t i = alias.first; i < alias.first + count; ++i)
+      if (const HandleId shadow = places_[i].shadow; shadow == 0)
+        ++calls;
+      else if (!is_free[handles_.at(shadow).place])
+        calls += 2;
+    if (calls >= least_calls) continue;
+    least_calls = calls;
+    cheapest = alias.first;
+  }
+  const bool may_be_new = end_of_aliases_ + count <= addresses_.bytes / kHandleBytes &&
+                          (ended < kMostAliases || !cheapest);
+  if (may_be_new && count < least_calls) cheapest = end_of_aliases_;
+  return cheapest;
+}
+
+std::optional<AliasPlan> ExpandableSegment::plan_alias(std::size_t count,
+                                                       const std::vector<Range>& free) const {
+  std::vector<bool> is_free(places_.size());
+  std::size_t free_count = 0;
+  for (const Range& range : free) {
+    const std::size_t first = number_of(range.address), more = range.bytes / kHandleBytes;
+    std::fill_n(is_free.begin() + static_cast<std::ptrdiff_t>(first), more, true);
+    free_count += more;
+  }
+  if (free_count < count) return std::nullopt;
+  const std::optional<std::size_t> first = cheapest_alias(count, is_free);
+  if (!first) return std::nullopt;
+
+  AliasPlan plan;
+  plan.first = *first;
+  plan.sources.resize(count);
+  std::vector<std::size_t> missing;  // places of the plan
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t place = *first + i;
+    const HandleId shadow = place < places_.size() ? places_[place].shadow : 0;
+    if (shadow != 0 && is_free[handles_.at(shadow).place]) {
+      plan.sources[i] = handles_.at(shadow).place;
+      is_free[plan.sources[i]] = false;
+    } else {
+      missing.push_back(i);
+      plan.unmaps = plan.unmaps || shadow != 0;
+      plan.calls += shadow != 0 ? 2 : 1;
+    }
+  }
+  const std::vector<std::size_t> others = take_places(runs_of(is_free), missing.size());
+  for (std::size_t i = 0; i < missing.size(); ++i) plan.sources[missing[i]] = others[i];
+  return plan;
+}
+
+std::vector<Range> ExpandableSegment::sources_of(const AliasPlan& plan,
+                                                 const std::vector<Range>& free) const {
+  const std::vector<Range> taken = ranges_of(plan.sources);
+  std::vector<Range> sources;
+  for (const Range& range : free)
+    for (const Range& part : taken) {
+      const std::uintptr_t from = std::max(range.address, part.address);
+      const std::uintptr_t to =
+          std::min(range.address + range.bytes, part.address + part.bytes);
+      if (from < to) sources.push_back({from, to - from});
+    }
+  return sources;
+}
+
+bool ExpandableSegment::map_alias(const AliasPlan& plan) {
+  const std::size_t count = plan.sources.size(), end = plan.first + count;
+  if (places_.size() < end) places_.resize(end);
+  std::vector<HandleId> handles;
+  for (const std::size_t source : plan.sources) handles.push_back(places_[source].owned);
+  std::vector<Range> mapped;
+  for (std::size_t i = 0; i < count;) {
+    const auto is_mapped = [&](std::size_t number) {
+      return places_[plan.first + number].shadow == handles[number];
+    };
+    std::size_t after = i;
+    for (; after < count && !is_mapped(after); ++after) unmap_shadow(plan.first + after);
+    if (after != i) {
+      const Range range = range_of(plan.first + i, after - i);
+      if (!memory_.map(device_, range, kHandleBytes, std::span(handles).subspan(i, after - i))) {
+        for (const Range& done : mapped) memory_.unmap(done, kHandleBytes);
+        return false;
+      }
+      mapped.push_back(range);
+    }
+    i = after + 1;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    leave(plan.sources[i]);
+    own(plan.first + i, handles[i]);
+  }
+  const auto ended = std::find_if(aliases_.begin(), aliases_.end(), [&](const Alias& alias) {
+    return alias.first == plan.first;
+  });
+  if (ended != aliases_.end()) {
+    ended->homes = plan.sources;
+  } else {
+    aliases_.push_back({plan.first, count, plan.sources});
+    end_of_aliases_ = end;
+  }
+  return true;
+}
+
+std::vector<Range> ExpandableSegment::end_alias(Range range) {
+  const std::size_t first = number_of(range.address);
+  const auto alias = std::find_if(aliases_.begin(), aliases_.end(),
+                                  [&](const Alias& it) { return it.first == first; });
+  const std::vector<std::size_t> homes = std::exchange(alias->homes, {});
+  std::vector<std::size_t> places;
+  bool all_return = true;
+  for (std::size_t i = 0; i < homes.size(); ++i) {
+    const HandleId handle = places_[first + i].owned;
+    const bool returns = places_[homes[i]].shadow == handle;
+    all_return = all_return && returns;
+    places.push_back(returns ? homes[i] : first + i);
+    if (!returns) continue;
+    leave(first + i);
+    own(homes[i], handle);
+  }
+  if (!all_return) keep_alias(range);
+  return ranges_of(std::move(places));
+}
+
+void ExpandableSegment::keep_alias(Range range) {
+  std::erase_if(aliases_,
+                [&](const Alias& alias) { return alias.first == number_of(range.address); });
+}
+
+}  // namespace umem
