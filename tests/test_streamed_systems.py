@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import tempfile
 import warnings
 import weakref
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
 
 transformers: Any = pytest.importorskip("transformers")
+accelerate: Any = pytest.importorskip("accelerate")
 peft: Any = pytest.importorskip("peft")
 Trainer: Any = transformers.Trainer
 
@@ -82,6 +84,25 @@ def lora() -> Any:
         r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.1, init_lora_weights=False
     )
     return peft.get_peft_model(llama(), config)
+
+
+def mapped_llama() -> Any:
+    """Loaded from a file, each weight to where a device map says."""
+    with tempfile.TemporaryDirectory() as folder:
+        llama().save_pretrained(folder)
+        return transformers.LlamaForCausalLM.from_pretrained(folder, device_map={"": "cpu"})
+
+
+def hooked_llama() -> Any:
+    """With accelerate's hooks around every module; the Trainer leaves it where it is."""
+    model = accelerate.dispatch_model(
+        mapped_llama(), {"": "cpu"}, main_device="cpu", force_hooks=True
+    )
+    assert model.hf_device_map == {"": "cpu"}
+    assert all(
+        hasattr(it, "_hf_hook") for it in model.modules() if list(it.parameters(recurse=False))
+    )
+    return model
 
 
 class WithoutNorms(Trainer):  # type: ignore[misc]
@@ -168,6 +189,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "autocast, checkpointed": {"bf16": True, **BLOCKS_AGAIN},
     "reentrant checkpoints": {"optim": "adamw_torch_fused", **REENTRANT},
     "adafactor": {"optim": "adafactor"},
+    "loaded with a device map": {"make_model": mapped_llama, **CHECKPOINTS},
+    "with hooks of accelerate": {"make_model": hooked_llama, **CHECKPOINTS},
     "the best is loaded": {
         **EVALUATIONS,
         "save_strategy": "steps",
