@@ -522,6 +522,30 @@ def a_recipe_of_torchtune(seen: list[Any]) -> None:
     seen += model.parameters()
 
 
+def a_loop_of_accelerate(seen: list[Any]) -> None:
+    """Batches are accumulated: `step` and `zero_grad` of its optimizer mostly do nothing."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    rows: Any = [*_batch(0), *_batch(1)]
+    net = _wide(2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer := _adamw(net), lambda it: 1 / (1 + it))
+    model, optimizer, batches, schedule = accelerator.prepare(
+        net, optimizer, torch.utils.data.DataLoader(rows, 2), schedule
+    )
+    for _ in range(3):
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(batch).square().mean()
+                accelerator.backward(loss)
+                seen.append(loss.detach())
+                if accelerator.sync_gradients:
+                    seen.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        seen.append(copy.deepcopy(accelerator.get_state_dict(model)))
+    seen += [*net.parameters(), *schedule.get_last_lr()]
+
+
 def an_optimizer_for_each_parameter(seen: list[Any]) -> None:
     """As torchtune's `optimizer_in_bwd`: each steps in the backward pass and frees its gradient."""
     model = _wide(2)  # whose state is large enough to be streamed
@@ -574,7 +598,7 @@ def test_a_model_that_is_trained_again_keeps_nothing_of_its_first_training(
 LOOPS: list[Callable[[list[Any]], None]] = [
     *(average_beside, two_networks, one_optimizer_of_two_networks, two_optimizers_of_one_network),
     *(interrupted, forked_workers, copied_and_continued, a_recipe_of_torchtune),
-    an_optimizer_for_each_parameter,
+    *(an_optimizer_for_each_parameter, a_loop_of_accelerate),
 ]
 
 
