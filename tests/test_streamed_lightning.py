@@ -57,17 +57,42 @@ class Decoder(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         return torch.optim.AdamW(trained, lr=1e-2)
 
 
+class Manual(Decoder):
+    """Steps by itself, behind every second batch."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, number)
+        self.manual_backward(loss / 2)
+        if number % 2:
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
 def batches(count: int) -> Any:
     rows = torch.randn(ROWS * count, WIDTH, generator=torch.Generator().manual_seed(count))
     return torch.utils.data.DataLoader(rows, ROWS)  # type: ignore[arg-type]
 
 
-def train(folder: Path, *, adapts: bool = False, offloaded: int = 0, **options: Any) -> Any:
+def train(
+    folder: Path,
+    make_decoder: type[Decoder] = Decoder,
+    *,
+    adapts: bool = False,
+    offloaded: int = 0,
+    **options: Any,
+) -> Any:
     """Train, then begin anew from the checkpoint in the middle. Returns what can be compared."""
     found: list[Any] = []
     for checkpoint in (None, folder / f"step={STEPS // 2}.ckpt"):
         torch.manual_seed(0)
-        decoder = Decoder(adapts=adapts, offloaded=offloaded)
+        decoder = make_decoder(adapts=adapts, offloaded=offloaded)
         saves = lightning.pytorch.callbacks.ModelCheckpoint(
             folder, "{step}", every_n_train_steps=STEPS // 2, save_top_k=-1
         )
@@ -101,6 +126,7 @@ def train(folder: Path, *, adapts: bool = False, offloaded: int = 0, **options: 
         pytest.param({}, id="plain"),
         pytest.param({"gradient_clip_val": 0.5}, id="clipped"),
         pytest.param({"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, id="accumulated"),
+        pytest.param({"make_decoder": Manual}, id="manual"),
     ],
 )
 def test_a_lightning_training_is_exact(
