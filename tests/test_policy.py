@@ -873,6 +873,7 @@ def test_the_policies_for_users_of_other_systems(tmp_path: Path) -> None:
         "megatron-half-of-the-state": (0.5, 1.0),
         "nemo-sft": (1.0, 1.0),
         "nemo-lora": (1.0, 0.5),
+        "bmtrain-adam-offload": (0.0, 1.0),
     }
 
 

@@ -11,19 +11,37 @@ from found_trainings import Streams, streaming
 from streamed_programs import WIDTH, Net, bits
 from torch import nn
 
+from umem.offloading import offload_blocks
+
 lightning: Any = pytest.importorskip("lightning")
 
 pytestmark = pytest.mark.slow
 
-STEPS = 8
+STEPS, ROWS = 8, 4
 
 
 class Decoder(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
-    """Trained with automatic optimization."""
+    """Trained with automatic optimization.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    adapts
+        Train adapters of PEFT alone, beside frozen layers.
+    offloaded
+        Copy the activations of so many layers, whatever a plan says.
+    """
+
+    def __init__(self, *, adapts: bool = False, offloaded: int = 0) -> None:
         super().__init__()
         self.net: nn.Module = Net()
+        if adapts:
+            peft: Any = pytest.importorskip("peft")
+            config = peft.LoraConfig(r=4, target_modules=r"layers\.\d", init_lora_weights=False)
+            self.net.requires_grad_(False)
+            peft.inject_adapter_in_model(config, self.net)
+        self.offloaded = (
+            offload_blocks(self.net, offloaded, min_bytes=ROWS * WIDTH) if offloaded else None
+        )
         self.seen: list[torch.Tensor] = []
 
     def training_step(self, batch: torch.Tensor, _number: int) -> torch.Tensor:
@@ -35,20 +53,46 @@ class Decoder(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         self.seen.append(self.net(batch).square().mean())
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        trained = [it for it in self.parameters() if it.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-2)
+
+
+class Manual(Decoder):
+    """Steps by itself, behind every second batch."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, number)
+        self.manual_backward(loss / 2)
+        if number % 2:
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
 
 
 def batches(count: int) -> Any:
-    rows = torch.randn(4 * count, WIDTH, generator=torch.Generator().manual_seed(count))
-    return torch.utils.data.DataLoader(rows, 4)  # type: ignore[arg-type]
+    rows = torch.randn(ROWS * count, WIDTH, generator=torch.Generator().manual_seed(count))
+    return torch.utils.data.DataLoader(rows, ROWS)  # type: ignore[arg-type]
 
 
-def train(folder: Path, **options: Any) -> Any:
+def train(
+    folder: Path,
+    make_decoder: type[Decoder] = Decoder,
+    *,
+    adapts: bool = False,
+    offloaded: int = 0,
+    **options: Any,
+) -> Any:
     """Train, then begin anew from the checkpoint in the middle. Returns what can be compared."""
     found: list[Any] = []
     for checkpoint in (None, folder / f"step={STEPS // 2}.ckpt"):
         torch.manual_seed(0)
-        decoder = Decoder()
+        decoder = make_decoder(adapts=adapts, offloaded=offloaded)
         saves = lightning.pytorch.callbacks.ModelCheckpoint(
             folder, "{step}", every_n_train_steps=STEPS // 2, save_top_k=-1
         )
@@ -68,6 +112,9 @@ def train(folder: Path, **options: Any) -> Any:
         )
         path = None if checkpoint is None else str(checkpoint)
         trainer.fit(decoder, batches(20), batches(2), ckpt_path=path)
+        if decoder.offloaded is not None:
+            (counts,) = decoder.offloaded.statistics.values()
+            assert counts.tensors_out > 0
         state = trainer.optimizers[0].state_dict()
         found.append([decoder.seen, dict(decoder.state_dict()), state])
     return bits(found)
@@ -79,6 +126,7 @@ def train(folder: Path, **options: Any) -> Any:
         pytest.param({}, id="plain"),
         pytest.param({"gradient_clip_val": 0.5}, id="clipped"),
         pytest.param({"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, id="accumulated"),
+        pytest.param({"make_decoder": Manual}, id="manual"),
     ],
 )
 def test_a_lightning_training_is_exact(
@@ -93,3 +141,20 @@ def test_a_lightning_training_is_exact(
         for training in streams.trainings:
             assert training.counts.streamed > 1
             assert training.counts.in_line == 0
+
+
+@pytest.mark.parametrize("adapts", [False, True], ids=["sft", "lora"])
+@pytest.mark.parametrize("offloaded", [0, 2])
+def test_the_keys_of_nemo(
+    adapts: bool, offloaded: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `peft_scheme`, `precision=bf16-mixed` and `cpu_offloading_num_layers`, by Lightning."""
+    options: dict[str, Any] = {"precision": "bf16-mixed", "gradient_clip_val": 0.5}
+    expected = train(tmp_path / "stock", adapts=adapts, **options)
+    for more_bytes in (-1, 10_000):
+        streams = Streams(more_bytes)
+        folder = tmp_path / str(more_bytes)
+        with streaming(streams, monkeypatch):
+            found = train(folder, adapts=adapts, offloaded=offloaded, **options)
+        assert found == expected
+        assert all(it.counts.streamed > 1 for it in streams.trainings)

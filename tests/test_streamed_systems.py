@@ -7,8 +7,10 @@ Each runs twice: as it is, and with its trainings found at their optimizers' fir
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import json
+import tempfile
 import warnings
 import weakref
 from collections.abc import Callable
@@ -35,6 +37,7 @@ from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
 
 transformers: Any = pytest.importorskip("transformers")
+accelerate: Any = pytest.importorskip("accelerate")
 peft: Any = pytest.importorskip("peft")
 Trainer: Any = transformers.Trainer
 
@@ -82,6 +85,25 @@ def lora() -> Any:
         r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.1, init_lora_weights=False
     )
     return peft.get_peft_model(llama(), config)
+
+
+def mapped_llama() -> Any:
+    """Loaded from a file, each weight to where a device map says."""
+    with tempfile.TemporaryDirectory() as folder:
+        llama().save_pretrained(folder)
+        return transformers.LlamaForCausalLM.from_pretrained(folder, device_map={"": "cpu"})
+
+
+def hooked_llama() -> Any:
+    """With accelerate's hooks around every module; the Trainer leaves it where it is."""
+    model = accelerate.dispatch_model(
+        mapped_llama(), {"": "cpu"}, main_device="cpu", force_hooks=True
+    )
+    assert model.hf_device_map == {"": "cpu"}
+    assert all(
+        hasattr(it, "_hf_hook") for it in model.modules() if list(it.parameters(recurse=False))
+    )
+    return model
 
 
 class WithoutNorms(Trainer):  # type: ignore[misc]
@@ -168,6 +190,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "autocast, checkpointed": {"bf16": True, **BLOCKS_AGAIN},
     "reentrant checkpoints": {"optim": "adamw_torch_fused", **REENTRANT},
     "adafactor": {"optim": "adafactor"},
+    "loaded with a device map": {"make_model": mapped_llama, **CHECKPOINTS},
+    "with hooks of accelerate": {"make_model": hooked_llama, **CHECKPOINTS},
     "the best is loaded": {
         **EVALUATIONS,
         "save_strategy": "steps",
@@ -499,6 +523,97 @@ def a_recipe_of_torchtune(seen: list[Any]) -> None:
     seen += model.parameters()
 
 
+def a_loop_of_accelerate(seen: list[Any]) -> None:
+    """Batches are accumulated: `step` and `zero_grad` of its optimizer mostly do nothing."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    rows: Any = [*_batch(0), *_batch(1)]
+    net = _wide(2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer := _adamw(net), lambda it: 1 / (1 + it))
+    model, optimizer, batches, schedule = accelerator.prepare(
+        net, optimizer, torch.utils.data.DataLoader(rows, 2), schedule
+    )
+    for _ in range(3):
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(batch).square().mean()
+                accelerator.backward(loss)
+                seen.append(loss.detach())
+                if accelerator.sync_gradients:
+                    seen.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        seen.append(copy.deepcopy(accelerator.get_state_dict(model)))
+    seen += [*net.parameters(), *schedule.get_last_lr()]
+
+
+class Replayed(torch.autograd.Function):
+    """Two functions that find all memory by its address, as the replay of a CUDA graph does."""
+
+    @staticmethod
+    def forward(ctx: Any, part: GraphedPart, x: torch.Tensor, *_weights: torch.Tensor) -> Any:
+        ctx.part = part
+        part.x.copy_(x)
+        torch.addmm(part.bias, part.x, part.weight.T, out=part.y)
+        return part.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        part = ctx.part
+        part.of_y.copy_(gradients[0])
+        torch.mm(part.of_y, part.weight, out=part.of_x)
+        torch.mm(part.of_y.T, part.x, out=part.of_weight)
+        torch.sum(part.of_y, 0, out=part.of_bias)
+        return (None, *(it.detach() for it in (part.of_x, part.of_weight, part.of_bias)))
+
+
+class GraphedPart:
+    """A stand-in for what `torch.cuda.make_graphed_callables` makes of a linear layer.
+
+    Its tensors keep their memory. It knows the layer's by their addresses, so that nothing else
+    sees it use them.
+    """
+
+    def __init__(self, layer: nn.Linear, rows: int) -> None:
+        self.weight, self.bias = (_at_its_address(it) for it in (layer.weight, layer.bias))
+        self.x, self.of_x = (torch.empty(rows, layer.in_features) for _ in range(2))
+        self.y, self.of_y = (torch.empty(rows, layer.out_features) for _ in range(2))
+        self.of_weight, self.of_bias = map(torch.empty_like, (self.weight, self.bias))
+        weights = tuple(layer.parameters())
+        eager = layer.forward
+
+        def forward(x: torch.Tensor) -> Any:
+            if not layer.training:
+                return eager(x)
+            return Replayed.apply(self, x, *weights)  # type: ignore[no-untyped-call]
+
+        layer.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _at_its_address(weight: torch.Tensor) -> torch.Tensor:
+    memory = (ctypes.c_char * weight.nbytes).from_address(weight.data_ptr())
+    return torch.frombuffer(memory, dtype=weight.dtype).view(weight.shape)
+
+
+def parts_that_are_replayed(seen: list[Any]) -> None:
+    model = _wide(4)
+    optimizer = _adamw(model)
+    parts = [GraphedPart(model.layers[number], 8) for number in (0, 2, 3)]  # type: ignore[arg-type]
+    for number in range(10):
+        for batch in range(1 + number % 2):
+            loss = model(_batch(2 * number + batch)).square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+        if number % 3:
+            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 4 > 0)
+        if number % 5 == 4:
+            seen.append(model.eval()(_batch(-number)).detach())
+            model.train()
+    seen += [*model.parameters(), *(it.weight for it in parts)]
+
+
 def an_optimizer_for_each_parameter(seen: list[Any]) -> None:
     """As torchtune's `optimizer_in_bwd`: each steps in the backward pass and frees its gradient."""
     model = _wide(2)  # whose state is large enough to be streamed
@@ -551,7 +666,7 @@ def test_a_model_that_is_trained_again_keeps_nothing_of_its_first_training(
 LOOPS: list[Callable[[list[Any]], None]] = [
     *(average_beside, two_networks, one_optimizer_of_two_networks, two_optimizers_of_one_network),
     *(interrupted, forked_workers, copied_and_continued, a_recipe_of_torchtune),
-    an_optimizer_for_each_parameter,
+    *(an_optimizer_for_each_parameter, a_loop_of_accelerate, parts_that_are_replayed),
 ]
 
 

@@ -19,7 +19,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[1]
-SYSTEMS = ("hf_trainer_sft", "ddp", "trl_sft", "deepspeed_zero2")
+SYSTEMS = ("hf_trainer_sft", "hf_trainer_device_map", "ddp", "trl_sft", "deepspeed_zero2")
 """By Python and by torchrun; `make systems` and tests/gpu/test_systems.py run all of them."""
 
 

@@ -19,8 +19,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 INFERENCE = ("transformer_lens_forward", "transformer_lens_cache", "hf_generate")
 SYSTEMS = (
-    *("hf_trainer_sft", "hf_trainer_lora", "trl_sft", "accelerate_loop", "lightning_fit"),
-    *("torch_compile", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "ddp", "megatron_core"),
+    *("hf_trainer_sft", "hf_trainer_device_map", "hf_trainer_lora", "trl_sft", "accelerate_loop"),
+    *("lightning_fit", "torch_compile", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "ddp"),
+    "megatron_core",
     *INFERENCE,
 )
 VARIANTS = ("stock", "stock-again", "umem", "umem-budget")

@@ -63,6 +63,10 @@ class System:
 
     packages: tuple[str, ...]
     """Distributions that it imports, beside torch."""
+    program: str = ""
+    """Its file's name, if it is not the system's."""
+    options: tuple[str, ...] = ()
+    """Of the program, beside those of all."""
     policy: str = "sft"
     launched: bool = False
     """By torchrun."""
@@ -71,6 +75,9 @@ class System:
 
 SYSTEMS: dict[str, System] = {
     "hf_trainer_sft": System(("transformers", "accelerate")),
+    "hf_trainer_device_map": System(
+        ("transformers", "accelerate"), program="hf_trainer_sft", options=("--device-map", "auto")
+    ),
     "hf_trainer_lora": System(("transformers", "accelerate", "peft"), policy="lora"),
     "trl_sft": System(("transformers", "accelerate", "datasets", "trl")),
     "accelerate_loop": System(("transformers", "accelerate")),
@@ -85,7 +92,7 @@ SYSTEMS: dict[str, System] = {
     "transformer_lens_cache": System(("transformer-lens",), policy="inference"),
     "hf_generate": System(("transformers",), policy="inference"),
 }
-"""Name of a program -> how it is started."""
+"""Name of a system, mostly its program's -> how it is started."""
 
 Row = tuple[str, Variant]
 """System and variant: what one process runs."""
@@ -250,7 +257,8 @@ class Runner:
             yield from ("--fallback",) if variant == "umem-fallback" else ()
         elif not system.launched:
             yield sys.executable
-        yield str(PROGRAMS / f"{name}.py")
+        yield str(PROGRAMS / f"{system.program or name}.py")
+        yield from system.options
         yield from ("--size", self.size, "--steps", str(self.steps))
         yield from ("--deterministic",) if self.deterministic else ()
 

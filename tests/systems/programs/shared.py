@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -65,6 +66,7 @@ class Program:
         parser.add_argument("--steps", type=int, default=16)
         parser.add_argument("--output", type=Path, required=True, help="of one JSON object")
         parser.add_argument("--deterministic", action="store_true")
+        parser.add_argument("--device-map", help="load the Llama from a file with this map")
         self.options = parser.parse_args()
         self.shape = SHAPES[self.options.size]
         self.steps: int = self.options.steps
@@ -105,10 +107,15 @@ class Program:
         )
 
     def llama(self) -> Any:
-        """A Llama with random weights in float32, on the CPU, to be trained."""
+        """A Llama with random weights in float32, to be trained; on the CPU if no map is given."""
         from transformers import LlamaForCausalLM
 
-        return self.trainable(LlamaForCausalLM(self.config(use_cache=False)))
+        model = LlamaForCausalLM(self.config(use_cache=False))
+        if (places := self.options.device_map) is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                model = LlamaForCausalLM.from_pretrained(folder, device_map=places)
+        return self.trainable(model)
 
     def trainable(self, model: Any) -> Any:
         """A model of transformers in training mode; it checkpoints if the shape says."""
