@@ -121,7 +121,8 @@ struct Heap {
   FreeIndex index;
   std::unique_ptr<ExpandableSegment> expandable;  // nullptr: segments are the source's
   std::vector<Block*> free_aliases;  // not in the index: smaller requests would keep them from ending
-  std::unordered_map<std::uintptr_t, EventId> last_uses;  // of aliases before they ended, by address
+  // Of aliases before they ended, by address; 0: that work has finished.
+  std::unordered_map<std::uintptr_t, EventId> last_uses;
 
   // Two heaps that take each other's segments in every step would allocate and free without end.
   // So if a segment is given back for a smaller request of another heap, and this heap then needs
@@ -404,6 +405,7 @@ class DeviceAllocator {
 
   VirtualMemory* virtual_memory();
   bool can_expand(Heap& heap);
+  std::size_t large_handle_bytes() const;
   Block* free_alias(const Heap& heap, std::size_t bytes) const;
   Block* alias(Heap& heap, std::size_t bytes, const Range& growth);
   void end_alias(Block* block);
@@ -483,6 +485,7 @@ class DeviceAllocator {
   std::vector<ActivePool> active_pools_;
 
   EventQueues pending_events_;
+  std::vector<EventId> earlier_uses_;  // of aliases that have ended again since
   std::vector<Block*> deferred_;  // freed during a capture: their events must wait for its end
 
   DeviceStats stats_;

@@ -9,16 +9,12 @@ namespace {
 // An alias is one block: what it has beyond the request is lost meanwhile.
 constexpr std::size_t kRequestPerLoss = 8;
 
-// Handles that move to a hole are waited for: the device runs dry, for as long as so many calls of
-// the driver take.
-constexpr std::size_t kCallsPerWait = 256;
-
 }  // namespace
 
 // A free alias of the size that a request would get.
 Block* DeviceAllocator::free_alias(const Heap& heap, std::size_t bytes) const {
   for (Block* block : heap.free_aliases)
-    if (block->bytes >= bytes && block->bytes - bytes < kHandleBytes)
+    if (block->bytes >= bytes && block->bytes - bytes < heap.expandable->handle_bytes())
       return block;
   return nullptr;
 }
@@ -29,7 +25,7 @@ Block* DeviceAllocator::free_alias(const Heap& heap, std::size_t bytes) const {
 Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth) {
   if (!can_expand(heap)) return nullptr;
   ExpandableSegment& expandable = *heap.expandable;
-  const std::size_t whole_bytes = round_up(bytes, kHandleBytes);
+  const std::size_t whole_bytes = round_up(bytes, expandable.handle_bytes());
   if (whole_bytes - bytes > bytes / kRequestPerLoss) return nullptr;
   std::vector<Spare> all = spares();
   std::erase_if(all, [&](const Spare& spare) {
@@ -38,13 +34,16 @@ Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth
   std::vector<Range> free;
   for (const Spare& spare : all)
     free.push_back(expandable.whole_handles({spare.block->address, spare.block->bytes}));
-  const std::optional<AliasPlan> plan = expandable.plan_alias(whole_bytes / kHandleBytes, free);
+  for (auto& [address, event] : heap.last_uses)
+    if (event != 0 && driver_.finished(event)) event = 0;
+  const auto is_busy = [&](std::uintptr_t address) { return heap.last_uses.at(address) != 0; };
+  const std::optional<AliasPlan> plan =
+      expandable.plan_alias(whole_bytes / expandable.handle_bytes(), free, is_busy);
   if (!plan || driver_.capturing(heap.stream) ||
-      plan->calls > kCallsPerWait + 2 * growth.bytes / kHandleBytes)
+      plan->calls > kCallsPerWait + 2 * growth.bytes / expandable.handle_bytes())
     return nullptr;
-  const auto last_use = heap.last_uses.find(expandable.alias_range(*plan).address);
-  const EventId event = plan->unmaps ? last_use->second : 0;
-  if (event != 0) heap.last_uses.erase(last_use);
+  const EventId event =
+      plan->unmaps ? std::exchange(heap.last_uses.at(expandable.alias_range(*plan).address), 0) : 0;
 
   // From the last one on: what lies before it in a block stays that block.
   const std::vector<Range> sources = expandable.sources_of(*plan, free);
@@ -75,10 +74,11 @@ void DeviceAllocator::end_alias(Block* block) {
   remove_mapped(block, alias);
   for (const Range& range : heap.expandable->end_alias(alias)) add_mapped(heap, range);
   // What will be mapped there in another one's place waits for this moment, not for a later one.
-  const EventId now = record_use(heap);
-  const EventId before = std::exchange(heap.last_uses[alias.address], now);
-  if (before != 0) unlocked([&] { driver_.wait(before); });
-  if (now == 0) heap.expandable->keep_alias(alias);
+  EventId& last_use = heap.last_uses[alias.address];
+  if (last_use != 0) earlier_uses_.push_back(last_use);
+  last_use = record_use(heap);
+  if (last_use == 0) heap.expandable->keep_alias(alias);
+  std::erase_if(earlier_uses_, [this](EventId event) { return driver_.finished(event); });
 }
 
 // A cached block, for which free aliases end one by one: the others may serve again.

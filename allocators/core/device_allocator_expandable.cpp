@@ -1,10 +1,19 @@
 // Plain device memory that grows by mapped handles: where they are mapped, and when they are not.
 #include <algorithm>
+#include <bit>
 
 #include "core/device_allocator.hpp"
 
 namespace umem {
 namespace {
+
+// Handles are the unit in which memory passes between heaps, and a hole between two tensors keeps less
+// than two of them. The driver takes its time for each, whatever its size (about 40 µs to map one). A
+// budget is as good as cut into kHandlesPerBudget: what the holes of a training keep is then the same
+// share of each budget.
+constexpr std::size_t kLeastHandleBytes = kPageBytes;
+constexpr std::size_t kMostHandleBytes = 4 * kPageBytes;
+constexpr std::size_t kHandlesPerBudget = 768;
 
 // Addresses cost nothing, and holes in them must never be what a heap lacks.
 constexpr std::size_t kGrowthPerByte = 2, kAliasPerByte = 1;
@@ -22,6 +31,12 @@ VirtualMemory* DeviceAllocator::virtual_memory() {
   return *virtual_memory_;
 }
 
+std::size_t DeviceAllocator::large_handle_bytes() const {
+  if (budget_bytes_ == 0) return kMostHandleBytes;
+  return std::clamp(std::bit_floor(budget_bytes_ / kHandlesPerBudget), kLeastHandleBytes,
+                    kMostHandleBytes);
+}
+
 // Whether the heap has, or now gets, an expandable segment. Memory of graphs has segments of its
 // own: it stays where it is until the graph is gone.
 bool DeviceAllocator::can_expand(Heap& heap) {
@@ -31,9 +46,10 @@ bool DeviceAllocator::can_expand(Heap& heap) {
   if (heap.expandable == nullptr)
     heap.expandable = unlocked([&] {
       const std::size_t total_bytes = driver_.memory(device_).total_bytes;
-      return ExpandableSegment::reserve(
-          *virtual_memory(), device_, kGrowthPerByte * total_bytes,
-          heap.tier == Tier::small ? 0 : kAliasPerByte * total_bytes);
+      const bool is_small = heap.tier == Tier::small;
+      return ExpandableSegment::reserve(*virtual_memory(), device_, kGrowthPerByte * total_bytes,
+                                        is_small ? 0 : kAliasPerByte * total_bytes,
+                                        is_small ? kLeastHandleBytes : large_handle_bytes());
     });
   return heap.expandable != nullptr;
 }
@@ -44,6 +60,7 @@ bool DeviceAllocator::can_expand(Heap& heap) {
 Range DeviceAllocator::growth_for(Heap& heap, std::size_t bytes) {
   if (!can_expand(heap)) return {};
   const Range addresses = heap.expandable->addresses();
+  const std::size_t handle_bytes = heap.expandable->handle_bytes();
   const std::uintptr_t end = addresses.address + addresses.bytes;
   Range best{};
   std::size_t least_cost = SIZE_MAX;
@@ -60,9 +77,9 @@ Range DeviceAllocator::growth_for(Heap& heap, std::size_t bytes) {
   const auto consider_hole = [&](const Range& hole, const Block* before, const Block* after) {
     const std::size_t left = free_bytes(before), right = free_bytes(after);
     if (hole.bytes == 0 || left + hole.bytes + right < bytes) return;
-    if (left + hole.bytes >= bytes) consider({hole.address, round_up(bytes - left, kHandleBytes)});
+    if (left + hole.bytes >= bytes) consider({hole.address, round_up(bytes - left, handle_bytes)});
     if (after != nullptr && right + hole.bytes >= bytes) {
-      const std::size_t missing = round_up(bytes - right, kHandleBytes);
+      const std::size_t missing = round_up(bytes - right, handle_bytes);
       consider({hole.address + hole.bytes - missing, missing});
     }
     consider(hole);

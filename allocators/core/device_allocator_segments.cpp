@@ -41,8 +41,10 @@ std::size_t take_least(std::vector<Spare> from, std::size_t bytes, std::vector<S
       return spare.bytes >= bytes - taken_bytes;
     });
     if (enough == from.end()) --enough;
-    if (enough->block->segment->is_expandable)
-      enough->bytes = std::min(enough->bytes, round_up(bytes - taken_bytes, kHandleBytes));
+    if (const Segment& segment = *enough->block->segment; segment.is_expandable)
+      enough->bytes = std::min(
+          enough->bytes,
+          round_up(bytes - taken_bytes, segment.heap->expandable->handle_bytes()));
     taken_bytes += enough->bytes;
     taken.push_back(*enough);
     from.erase(enough);
@@ -269,9 +271,9 @@ bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t exces
   for (const Spare& spare : given)
     if (spare.block->bytes >= bytes) spare.block->segment->heap->lent = true;
   const bool any = !given.empty();
-  moving_.collects = growth.bytes != 0;
+  if (growth.bytes != 0) moving_.handle_bytes = heap.expandable->handle_bytes();
   release_spares(std::move(given));
-  moving_.collects = false;
+  moving_.handle_bytes = 0;
   return any;
 }
 

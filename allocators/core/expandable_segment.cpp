@@ -11,41 +11,42 @@ void release(VirtualMemory& memory, MovingHandles& moving) {
 
 std::unique_ptr<ExpandableSegment> ExpandableSegment::reserve(VirtualMemory& memory, int device,
                                                               std::size_t growth_bytes,
-                                                              std::size_t alias_bytes) {
-  growth_bytes = round_up(growth_bytes, kHandleBytes);
-  const std::size_t bytes = growth_bytes + round_up(alias_bytes, kHandleBytes);
-  const std::uintptr_t address = memory.reserve(device, bytes, kHandleBytes);
+                                                              std::size_t alias_bytes,
+                                                              std::size_t handle_bytes) {
+  growth_bytes = round_up(growth_bytes, handle_bytes);
+  const std::size_t bytes = growth_bytes + round_up(alias_bytes, handle_bytes);
+  const std::uintptr_t address = memory.reserve(device, bytes, handle_bytes);
   if (address == 0) return nullptr;
   return std::unique_ptr<ExpandableSegment>(
-      new ExpandableSegment(memory, device, {address, bytes}, growth_bytes));
+      new ExpandableSegment(memory, device, {address, bytes}, growth_bytes, handle_bytes));
 }
 
 ExpandableSegment::~ExpandableSegment() {
   for (std::size_t i = 0; i < places_.size(); ++i)
     if (places_[i].owned != 0 || places_[i].shadow != 0)
-      memory_.unmap(range_of(i, 1), kHandleBytes);
+      memory_.unmap(range_of(i, 1), handle_bytes_);
   for (const auto& [handle, state] : handles_) memory_.release(handle);
   memory_.unreserve(addresses_);
 }
 
 Range ExpandableSegment::whole_handles(Range range) const {
-  const std::size_t from = round_up(range.address - addresses_.address, kHandleBytes);
+  const std::size_t from = round_up(range.address - addresses_.address, handle_bytes_);
   const std::size_t to =
-      (range.address + range.bytes - addresses_.address) / kHandleBytes * kHandleBytes;
+      (range.address + range.bytes - addresses_.address) / handle_bytes_ * handle_bytes_;
   return {addresses_.address + from, to > from ? to - from : 0};
 }
 
 bool ExpandableSegment::map(Range range, MovingHandles& moving) {
-  const std::size_t count = range.bytes / kHandleBytes;
+  const std::size_t count = range.bytes / handle_bytes_;
   const std::size_t first = number_of(range.address);
   std::vector<HandleId>& handles = moving.handles;
   while (handles.size() < count) {
-    const HandleId handle = memory_.create(device_, kHandleBytes);
+    const HandleId handle = memory_.create(device_, handle_bytes_);
     if (handle == 0) break;
     handles.push_back(handle);
   }
   for (std::size_t i = first; i < std::min(first + count, places_.size()); ++i) unmap_shadow(i);
-  if (handles.size() < count || !memory_.map(device_, range, kHandleBytes, handles)) {
+  if (handles.size() < count || !memory_.map(device_, range, handle_bytes_, handles)) {
     umem::release(memory_, moving);
     return false;
   }
@@ -56,13 +57,13 @@ bool ExpandableSegment::map(Range range, MovingHandles& moving) {
 }
 
 void ExpandableSegment::unmap(Range range, MovingHandles& moving) {
-  memory_.unmap(range, kHandleBytes);
+  memory_.unmap(range, handle_bytes_);
   const std::size_t first = number_of(range.address);
-  for (std::size_t i = first; i < first + range.bytes / kHandleBytes; ++i) {
+  for (std::size_t i = first; i < first + range.bytes / handle_bytes_; ++i) {
     const HandleId handle = std::exchange(places_[i].owned, 0);
     while (!handles_[handle].shadows.empty()) unmap_shadow(handles_[handle].shadows.back());
     handles_.erase(handle);
-    if (moving.collects)
+    if (moving.handle_bytes == handle_bytes_)
       moving.handles.push_back(handle);
     else
       memory_.release(handle);
@@ -71,10 +72,10 @@ void ExpandableSegment::unmap(Range range, MovingHandles& moving) {
 
 std::size_t ExpandableSegment::shadow_bytes(Range range) const {
   const std::size_t first = number_of(range.address);
-  const std::size_t end = std::min(first + range.bytes / kHandleBytes, places_.size());
+  const std::size_t end = std::min(first + range.bytes / handle_bytes_, places_.size());
   std::size_t count = 0;
   for (std::size_t i = first; i < end; ++i) count += places_[i].shadow != 0;
-  return count * kHandleBytes;
+  return count * handle_bytes_;
 }
 
 void ExpandableSegment::append_mapped(std::vector<Range>& to) const {
@@ -119,7 +120,7 @@ void ExpandableSegment::forget_shadow(std::size_t place) {
 
 void ExpandableSegment::unmap_shadow(std::size_t place) {
   if (places_[place].shadow == 0) return;
-  memory_.unmap(range_of(place, 1), kHandleBytes);
+  memory_.unmap(range_of(place, 1), handle_bytes_);
   forget_shadow(place);
 }
 

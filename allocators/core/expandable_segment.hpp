@@ -1,7 +1,8 @@
-// Plain device memory of one heap that grows and shrinks: physical memory is mapped, in handles, into
-// an address range that is reserved once.
+// Plain device memory of one heap that grows and shrinks: physical memory is mapped, in handles of
+// one size, into an address range that is reserved once.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <unordered_map>
@@ -12,15 +13,14 @@
 
 namespace umem {
 
-// A hole between two tensors keeps less than two handles. The driver takes its time for each MiB that
-// it maps, whatever the size of the handles.
-inline constexpr std::size_t kHandleBytes = kPageBytes;
-
-// Unmapped handles on their way to another address.
+// Unmapped handles on their way to another address, all of `handle_bytes`.
 struct MovingHandles {
-  bool collects = false;  // those that are unmapped now; otherwise they are given back
+  std::size_t handle_bytes = 0;
   std::vector<HandleId> handles;
 };
+
+// While work is waited for, the device runs dry: about as long as so many handles take to be mapped.
+inline constexpr std::size_t kCallsPerWait = 64;
 
 // Handles of free memory that are to lie side by side at other addresses, whatever lies between them.
 struct AliasPlan {
@@ -37,10 +37,11 @@ struct AliasPlan {
 // and nothing has to be called or waited for.
 class ExpandableSegment {
  public:
-  // nullptr where the addresses cannot be reserved. They begin at a multiple of kHandleBytes.
+  // nullptr where the addresses cannot be reserved. They begin at a multiple of `handle_bytes`.
   static std::unique_ptr<ExpandableSegment> reserve(VirtualMemory& memory, int device,
                                                     std::size_t growth_bytes,
-                                                    std::size_t alias_bytes);
+                                                    std::size_t alias_bytes,
+                                                    std::size_t handle_bytes);
   ExpandableSegment(const ExpandableSegment&) = delete;
   ExpandableSegment& operator=(const ExpandableSegment&) = delete;
   ~ExpandableSegment();  // gives back what is mapped
@@ -48,21 +49,26 @@ class ExpandableSegment {
   // For growth: but for the last place, so that no run reaches into the aliases.
   Range addresses() const { return range_of(0, first_alias_ - 1); }
 
+  std::size_t handle_bytes() const { return handle_bytes_; }
   // The largest part of a range that consists of whole handles; 0 bytes where there is none.
   Range whole_handles(Range range) const;
   // Maps `range`, whole handles of which none is owned: first those of `moving`, then new ones.
   // False where memory or the driver has no more; then nothing is owned, and `moving` is empty.
   // No work may use the shadows there.
   bool map(Range range, MovingHandles& moving);
-  // Unmaps `range`, whole handles that are owned and that no work uses, and their shadows.
+  // Unmaps `range`, whole handles that are owned and that no work uses, and their shadows. Handles
+  // of the size of `moving` are added to it, others are given back.
   void unmap(Range range, MovingHandles& moving);
   std::size_t shadow_bytes(Range range) const;
   // All that is mapped.
   void append_mapped(std::vector<Range>& to) const;
 
   // How to put `count` of the owned handles in `free` side by side with the fewest calls of the
-  // driver. Nothing where they are too few, or where the addresses are used up.
-  std::optional<AliasPlan> plan_alias(std::size_t count, const std::vector<Range>& free) const;
+  // driver. Waiting for work counts as kCallsPerWait: other handles cannot be mapped in the place of
+  // shadows at an address for which `is_busy`. Nothing where handles are too few, or where the
+  // addresses are used up.
+  std::optional<AliasPlan> plan_alias(std::size_t count, const std::vector<Range>& free,
+                                      const std::function<bool(std::uintptr_t)>& is_busy) const;
   Range alias_range(const AliasPlan& plan) const {
     return range_of(plan.first, plan.sources.size());
   }
@@ -90,28 +96,33 @@ class ExpandableSegment {
     std::vector<std::size_t> homes;  // of the handles there; empty: it has ended
   };
 
-  ExpandableSegment(VirtualMemory& memory, int device, Range addresses, std::size_t growth_bytes)
+  ExpandableSegment(VirtualMemory& memory, int device, Range addresses, std::size_t growth_bytes,
+                    std::size_t handle_bytes)
       : memory_(memory),
         device_(device),
         addresses_(addresses),
-        first_alias_(growth_bytes / kHandleBytes),
+        handle_bytes_(handle_bytes),
+        first_alias_(growth_bytes / handle_bytes),
         end_of_aliases_(first_alias_) {}
   std::size_t number_of(std::uintptr_t address) const {
-    return (address - addresses_.address) / kHandleBytes;
+    return (address - addresses_.address) / handle_bytes_;
   }
   Range range_of(std::size_t first, std::size_t count) const {
-    return {addresses_.address + first * kHandleBytes, count * kHandleBytes};
+    return {addresses_.address + first * handle_bytes_, count * handle_bytes_};
   }
   std::vector<Range> ranges_of(std::vector<std::size_t> places) const;
   void own(std::size_t place, HandleId handle);
   void leave(std::size_t place);
   void forget_shadow(std::size_t place);
   void unmap_shadow(std::size_t place);
-  std::optional<std::size_t> cheapest_alias(std::size_t count, const std::vector<bool>& is_free) const;
+  std::optional<std::size_t> cheapest_alias(
+      std::size_t count, const std::vector<bool>& is_free,
+      const std::function<bool(std::uintptr_t)>& is_busy) const;
 
   VirtualMemory& memory_;
   const int device_;
   const Range addresses_;
+  const std::size_t handle_bytes_;
   const std::size_t first_alias_;  // place
   std::size_t end_of_aliases_;     // behind the last one so far
   std::vector<Place> places_;

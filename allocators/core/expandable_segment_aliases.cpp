@@ -50,7 +50,8 @@ std::vector<std::size_t> take_places(std::vector<PlaceRun> runs, std::size_t cou
 // The first place of the addresses where the fewest handles must be mapped and unmapped: those of an
 // alias that has ended, or new ones.
 std::optional<std::size_t> ExpandableSegment::cheapest_alias(
-    std::size_t count, const std::vector<bool>& is_free) const {
+    std::size_t count, const std::vector<bool>& is_free,
+    const std::function<bool(std::uintptr_t)>& is_busy) const {
   std::optional<std::size_t> cheapest;
   std::size_t least_calls = SIZE_MAX, ended = 0;
   for (const Alias& alias : aliases_) {
@@ -58,32 +59,36 @@ std::optional<std::size_t> ExpandableSegment::cheapest_alias(
     ++ended;
     if (alias.count < count) continue;
     std::size_t calls = 0;
-    for (std::size_t i = alias.first; i < alias.first + count; ++i)
-      if (const HandleId shadow = places_[i].shadow; shadow == 0)
-        ++calls;
-      else if (!is_free[handles_.at(shadow).place])
-        calls += 2;
+    bool unmaps = false;
+    for (std::size_t i = alias.first; i < alias.first + count; ++i) {
+      const HandleId shadow = places_[i].shadow;
+      if (shadow != 0 && is_free[handles_.at(shadow).place]) continue;
+      calls += shadow == 0 ? 1 : 2;
+      unmaps = unmaps || shadow != 0;
+    }
+    if (unmaps && is_busy(range_of(alias.first, 1).address)) calls += kCallsPerWait;
     if (calls >= least_calls) continue;
     least_calls = calls;
     cheapest = alias.first;
   }
-  const bool may_be_new = end_of_aliases_ + count <= addresses_.bytes / kHandleBytes &&
+  const bool may_be_new = end_of_aliases_ + count <= addresses_.bytes / handle_bytes_ &&
                           (ended < kMostAliases || !cheapest);
   if (may_be_new && count < least_calls) cheapest = end_of_aliases_;
   return cheapest;
 }
 
-std::optional<AliasPlan> ExpandableSegment::plan_alias(std::size_t count,
-                                                       const std::vector<Range>& free) const {
+std::optional<AliasPlan> ExpandableSegment::plan_alias(
+    std::size_t count, const std::vector<Range>& free,
+    const std::function<bool(std::uintptr_t)>& is_busy) const {
   std::vector<bool> is_free(places_.size());
   std::size_t free_count = 0;
   for (const Range& range : free) {
-    const std::size_t first = number_of(range.address), more = range.bytes / kHandleBytes;
+    const std::size_t first = number_of(range.address), more = range.bytes / handle_bytes_;
     std::fill_n(is_free.begin() + static_cast<std::ptrdiff_t>(first), more, true);
     free_count += more;
   }
   if (free_count < count) return std::nullopt;
-  const std::optional<std::size_t> first = cheapest_alias(count, is_free);
+  const std::optional<std::size_t> first = cheapest_alias(count, is_free, is_busy);
   if (!first) return std::nullopt;
 
   AliasPlan plan;
@@ -104,6 +109,7 @@ std::optional<AliasPlan> ExpandableSegment::plan_alias(std::size_t count,
   }
   const std::vector<std::size_t> others = take_places(runs_of(is_free), missing.size());
   for (std::size_t i = 0; i < missing.size(); ++i) plan.sources[missing[i]] = others[i];
+  if (plan.unmaps && is_busy(alias_range(plan).address)) plan.calls += kCallsPerWait;
   return plan;
 }
 
@@ -135,8 +141,8 @@ bool ExpandableSegment::map_alias(const AliasPlan& plan) {
     for (; after < count && !is_mapped(after); ++after) unmap_shadow(plan.first + after);
     if (after != i) {
       const Range range = range_of(plan.first + i, after - i);
-      if (!memory_.map(device_, range, kHandleBytes, std::span(handles).subspan(i, after - i))) {
-        for (const Range& done : mapped) memory_.unmap(done, kHandleBytes);
+      if (!memory_.map(device_, range, handle_bytes_, std::span(handles).subspan(i, after - i))) {
+        for (const Range& done : mapped) memory_.unmap(done, handle_bytes_);
         return false;
       }
       mapped.push_back(range);

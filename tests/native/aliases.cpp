@@ -23,8 +23,8 @@ void check_apart(const Machine& machine) {
   for (const SegmentSnapshot& segment : machine.device.segments())
     for (const BlockSnapshot& block : segment.blocks) {
       if (!segment.is_expandable || block.state == BlockState::cached) continue;
-      const std::uintptr_t first = block.address / kHandle * kHandle;
-      for (std::uintptr_t at = first; at < block.address + block.bytes; at += kHandle) {
+      const std::uintptr_t first = block.address / kSmallHandle * kSmallHandle;
+      for (std::uintptr_t at = first; at < block.address + block.bytes; at += kSmallHandle) {
         const HandleId handle = mapped(machine).handle_at(at);
         CHECK(handle != 0);
         CHECK_EQUAL(used.emplace(handle, at).first->second, at);
@@ -32,10 +32,11 @@ void check_apart(const Machine& machine) {
     }
 }
 
-// Blocks of 24 MiB that fill the budget; the first and the third are free.
+// Blocks that fill the budget; the first and the third are free.
 struct Holes {
-  explicit Holes(std::size_t count = 5) : machine(machine_of(count * 24 * MiB)) {
-    while (blocks.size() < count) blocks.push_back(machine.allocate(24 * MiB));
+  explicit Holes(std::size_t count = 5, std::size_t bytes = 24 * MiB)
+      : machine(machine_of(count * bytes)) {
+    while (blocks.size() < count) blocks.push_back(machine.allocate(bytes));
     machine.free(blocks[0]);
     machine.free(blocks[2]);
   }
@@ -99,21 +100,40 @@ void steps_that_repeat_call_nothing() {
   check_apart(machine);
 }
 
-// Other handles are mapped where an alias was: behind its last use, not behind all work.
+// Few other handles are mapped where an alias was: behind its last use, not behind all work.
 void only_the_last_use_is_waited_for() {
-  Holes holes(7);
+  Holes holes(7, 160 * MiB);
   Machine& machine = holes.machine;
-  const std::uintptr_t large = machine.allocate(48 * MiB);
+  const std::uintptr_t large = machine.allocate(320 * MiB);
   const std::uint64_t used = machine.driver.launch(kMain);
   machine.free(large);
-  machine.allocate(24 * MiB);  // ends it
+  machine.allocate(4 * MiB);  // ends it
   machine.free(holes.blocks[4]);
   machine.driver.launch(kMain);
   CHECK_EQUAL(machine.driver.done(kMain), 0U);
-  CHECK_EQUAL(machine.allocate(48 * MiB), large);  // half of its handles are others
-  CHECK(mapped(machine).unmaps() > 0);
+  CHECK_EQUAL(machine.allocate(320 * MiB), large);
+  CHECK_EQUAL(mapped(machine).unmaps(), 2U);
   CHECK_EQUAL(machine.driver.done(kMain), used);
   check_apart(machine);
+}
+
+// Many are rather mapped at new addresses, while work uses the old ones.
+void work_is_not_waited_for_if_that_is_slower() {
+  for (const bool is_busy : {true, false}) {
+    Holes holes(7);
+    Machine& machine = holes.machine;
+    const std::uintptr_t large = machine.allocate(48 * MiB);
+    machine.driver.launch(kMain);
+    machine.free(large);
+    machine.allocate(24 * MiB);  // ends it
+    machine.free(holes.blocks[4]);
+    if (!is_busy) machine.driver.finish(kMain);
+    const std::uint64_t done = machine.driver.done(kMain);
+    CHECK_EQUAL(machine.allocate(48 * MiB) == large, !is_busy);
+    CHECK_EQUAL(mapped(machine).unmaps() == 0, is_busy);
+    CHECK_EQUAL(machine.driver.done(kMain), done);
+    check_apart(machine);
+  }
 }
 
 void other_streams_have_used_it_before() {
@@ -302,6 +322,7 @@ int main() {
   RUN(it_returns_when_smaller_tensors_need_it);
   RUN(steps_that_repeat_call_nothing);
   RUN(only_the_last_use_is_waited_for);
+  RUN(work_is_not_waited_for_if_that_is_slower);
   RUN(other_streams_have_used_it_before);
   RUN(all_of_it_goes_back);
   RUN(a_hole_is_filled_meanwhile);

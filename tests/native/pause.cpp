@@ -194,7 +194,7 @@ void without_room_it_stays_paused() {
   const std::uintptr_t large = machine.allocate(40 * MiB);
   const std::uintptr_t small = machine.allocate(100);
   machine.device.pause(kHost);
-  for (const std::size_t capacity : {kHandle, 40 * MiB}) {
+  for (const std::size_t capacity : {kSmallHandle, 40 * MiB}) {
     mapped(machine).set_capacity(capacity);
     const std::string error = pause_error([&] { machine.device.resume(); });
     CHECK(contains(error, "42.00 MiB") && contains(error, "umem.resume() again"));

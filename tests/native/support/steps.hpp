@@ -7,8 +7,10 @@ namespace umem {
 
 inline constexpr StreamId kMain = 0;
 
-// Of expandable segments.
-inline constexpr std::size_t kHandle = kHandleBytes;
+// Handles of expandable segments: of large blocks without a budget; of all others, under the budgets
+// of most tests too.
+inline constexpr std::size_t kHandle = 8 * MiB;
+inline constexpr std::size_t kSmallHandle = 2 * MiB;
 
 inline FakeVirtualMemory& mapped(const Machine& machine) {
   return *machine.driver.virtual_memory();
