@@ -245,7 +245,7 @@ class StepTimer:
         if not self._clock.is_usable():
             return
         self._marks.append(self._clock.mark())
-        if len(self._marks) < _MOST_MARKS:
+        if len(self._marks) < _MOST_MARKS or not self._clock.is_past(self._marks[1]):
             return
         # The one before the last: the device has hardly come to the last one.
         for end in range(len(self._marks) - 2, 0, -1):
