@@ -24,8 +24,8 @@ optimizer is loaded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,22 @@ class _PieceUpdate:
     """Whether it counts the step of a parameter that is divided."""
     operands: StagedOperands | None = None
     """Weights and gradients that are staged for it."""
+
+
+class _Changing(AbstractContextManager[None]):
+    """Calls a function with an exception that ends the block. A generator takes longer."""
+
+    __slots__ = ("_fail",)
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None:
+            self._fail(error)
 
 
 class StreamedStep:
@@ -187,17 +203,16 @@ class StreamedStep:
 
     # ------------------------------------------------------------------ errors in a step
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> AbstractContextManager[None]:
         """For what must run as a whole: behind an exception in the block, later steps raise."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            self._loaded.clear()
-            for lane in (Lane.COPY_IN, Lane.UPDATE, Lane.COPY_OUT):
-                self._lanes.wait(self._lanes.run(lane, lambda: None))
-            raise
+        return _Changing(self._fail)
+
+    def _fail(self, error: BaseException) -> None:
+        """An error has left some parameters updated and others not."""
+        self._failure = f"{type(error).__name__}: {error}"
+        self._loaded.clear()
+        for lane in (Lane.COPY_IN, Lane.UPDATE, Lane.COPY_OUT):
+            self._lanes.wait(self._lanes.run(lane, lambda: None))
 
     def step_ended(self) -> None:
         """The optimizer has run its part of a step."""
