@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -321,6 +322,26 @@ class TestOptimizerState:
             optimizer.classes.clear()
             train(model, optimizer, steps=2)
             assert optimizer.classes == ["optimizer_state", "other"]
+
+    def test_loaded_into_an_optimizer_with_the_id_of_another(self, witness: Witness) -> None:
+        model = Spy(witness)
+
+        def train_another() -> tuple[int, Any]:
+            first = WatchedSGD(model.parameters(), witness)
+            train(model, first, steps=2)
+            return id(first), copy.deepcopy(first.state_dict())
+
+        known, saved = train_another()
+        gc.collect()
+        made = [WatchedSGD.__new__(WatchedSGD)]
+        while id(made[-1]) != known:
+            assert len(made) < 10_000
+            made.append(WatchedSGD.__new__(WatchedSGD))
+        second = made[-1]
+        WatchedSGD.__init__(second, model.parameters(), witness)
+        second.load_state_dict(saved)
+        train(model, second, steps=2)
+        assert second.classes == ["optimizer_state", "other"]
 
     def test_grown(self, witness: Witness) -> None:
         """Parameters added later: their state is new, and their gradients are tagged."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
@@ -30,10 +31,10 @@ from measured_models import (
 )
 from torch import nn
 
-from umem.capture.live import NO_BLOCK, Block, PhaseTracker, find_blocks
+from umem.capture.live import NO_BLOCK, Block, PhaseTracker, WallClock, find_blocks
 from umem.core.classes import TensorClass
 from umem.executor import stream_tuning
-from umem.executor.phase_measurement import StepFigures, StepMeter
+from umem.executor.phase_measurement import StepFigures, StepMeter, StepTimer
 from umem.executor.state_memory import CudaRoom
 from umem.executor.stream_tuning import StreamTuner, TuningState
 from umem.executor.streamed_training import StreamedTraining
@@ -394,6 +395,97 @@ def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
     assert (managed.model, managed.predicted_s) == ("Net", status.predicted_s)
     assert 0 < managed.planned < managed.count
     assert managed.late() == 0
+
+
+def test_a_step_for_which_nothing_moves_marks_no_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events take time, and nothing would wait for them."""
+    run = Training(Machine(), copies_gradients=True, streams_weights=True)
+    run.run(8)
+    assert run.tuner.is_settled
+    moments: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        original = getattr(LazyLanes, name)
+
+        def counted(*args: Any) -> Any:
+            moments[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(LazyLanes, name, counted)
+
+    for name in ("mark", "run"):
+        count(name)
+    resident = run.training.counts.resident
+    run.run(3)
+    assert run.training.counts.resident == resident + 3
+    assert not moments
+    run.training.step.units.set_plan(frozenset(), 2)
+    run.run(3)
+    assert run.training.counts.resident == resident + 3
+    assert moments["mark"] > 0
+    assert moments["run"] > 0
+
+
+class LateDevice(WallClock):
+    """Is some steps behind the program. A step takes two nanoseconds more than the one before."""
+
+    def __init__(self, steps_behind: int) -> None:
+        self.steps_behind = steps_behind
+        self.steps = self.held = self.questions = 0
+        self.is_capturing = False
+
+    def is_usable(self) -> bool:
+        return not self.is_capturing
+
+    def mark(self) -> int:
+        self.steps += 1
+        self.held += 1
+        return self.steps**2
+
+    def is_past(self, mark: int) -> bool:
+        self.questions += 1
+        return self._has_come_to(mark)
+
+    def _has_come_to(self, mark: int) -> bool:
+        return mark <= max(0, self.steps - self.steps_behind) ** 2
+
+    def seconds(self, first: int, second: int) -> float:
+        assert self._has_come_to(second)
+        return super().seconds(first, second)
+
+    def release(self, marks: Iterable[int]) -> None:
+        self.held -= len(list(marks))
+
+
+@pytest.mark.parametrize(("steps_behind", "most"), [(0, 40), (1, 40), (3, 100)])
+def test_steps_are_timed_with_few_questions_to_the_device(steps_behind: int, most: int) -> None:
+    device = LateDevice(steps_behind)
+    timer = StepTimer(device)
+    steps = 100
+    for _ in range(steps):
+        timer.step_begins()
+    assert timer.last_s is not None
+    (number,) = (it for it in range(steps) if round(timer.last_s * 1e9) == 2 * it - 1)
+    assert steps - 16 < number <= steps - steps_behind
+    assert device.questions <= most
+    assert device.held < 16
+    device.is_capturing = True  # a question would end the capture
+    questions = device.questions
+    for _ in range(steps):
+        timer.step_begins()
+    assert (device.questions, device.steps) == (questions, steps)
+
+
+def test_a_device_that_is_far_behind_is_timed_when_it_has_come_so_far() -> None:
+    device = LateDevice(1000)
+    timer = StepTimer(device)
+    for _ in range(20):
+        timer.step_begins()
+    assert timer.last_s is None
+    assert device.questions <= 20
+    device.steps_behind = 0
+    timer.step_begins()
+    assert timer.last_s is not None
 
 
 def test_what_does_not_fit_is_streamed_and_copied() -> None:

@@ -94,6 +94,41 @@ def test_a_plain_loop_waits_block_by_block_only() -> None:
     assert all(type(it) is torch.Tensor for it in states)
 
 
+class Turned(Net):
+    """Calls its layers in the other order from some step on."""
+
+    is_turned = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer in reversed(self.layers) if self.is_turned else self.layers:
+            x = x + torch.tanh(layer(x))
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+def test_state_leaves_the_device_after_many_steps_without_work() -> None:
+    """The units have the order of the last forward pass, and no update is used early."""
+    units = frozenset(("stem", *(f"layers.{it}" for it in range(4)), "norm", "head", ""))
+
+    def change(program: Program) -> None:
+        program.model.is_turned = program.steps > 3
+        training = program.training
+        if training is None or program.steps < 6:
+            return
+        if program.is_first("leaves"):
+            assert (training.counts.resident, training.counts.streamed) == (5, 0)
+            training.step.units.set_plan(frozenset(), 2)
+        else:
+            layers = [name for name in training.step.units.sizes() if name.startswith("layers.")]
+            assert layers == ["layers.3", "layers.2", "layers.1", "layers.0"]
+            assert training.counts.early == 0
+
+    run = compare(change, steps=8, make_model=Turned, resident=units)
+    assert run.training is not None
+    assert (run.training.counts.resident, run.training.counts.streamed) == (5, 4)
+
+
 @pytest.mark.parametrize("arguments", [((None,), {}), ((), {"closure": None})])
 def test_a_step_that_names_no_closure_is_streamed(arguments: Any) -> None:
     """As Accelerate calls it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -221,8 +221,12 @@ class StepMeter(StepListener):
         return found
 
 
+_MOST_MARKS = 8
+"""Marks that are taken before any is read: a question to the device takes longer than a mark."""
+
+
 class StepTimer:
-    """Times steps without waiting for the device.
+    """Times steps without waiting for the device, some of them.
 
     Parameters
     ----------
@@ -234,13 +238,19 @@ class StepTimer:
         self.last_s: float | None = None
         """The last known time from one optimizer step to the next; None before the first."""
         self._clock = clock
-        self._marks: deque[Any] = deque()
+        self._marks: list[Any] = []
 
     def step_begins(self) -> None:
         """The optimizer's step begins."""
-        if self._clock.is_usable():
-            self._marks.append(self._clock.mark())
-        while len(self._marks) > 2 and self._clock.is_past(self._marks[1]):
-            begin = self._marks.popleft()
-            self.last_s = self._clock.seconds(begin, self._marks[0])
-            self._clock.release([begin])
+        if not self._clock.is_usable():
+            return
+        self._marks.append(self._clock.mark())
+        if len(self._marks) < _MOST_MARKS or not self._clock.is_past(self._marks[1]):
+            return
+        # The one before the last: the device has hardly come to the last one.
+        for end in range(len(self._marks) - 2, 0, -1):
+            if self._clock.is_past(self._marks[end]):
+                self.last_s = self._clock.seconds(self._marks[end - 1], self._marks[end])
+                self._clock.release(self._marks[:end])
+                del self._marks[:end]
+                return

@@ -436,9 +436,10 @@ class StreamTuner:
         if self._tracker is None or self._state == TuningState.OFF:
             return
         try:
+            figures = None
             if self._state == TuningState.MEASURING:
                 self._tracker.optimizer_ends()
-            figures = self._meter.take()
+                figures = self._meter.take()
             if self._is_stale or self._changes != self._shared.changes:
                 self._start_over()
             elif self._state == TuningState.MEASURING:
@@ -610,7 +611,8 @@ class StreamTuner:
         found: dict[str, tuple[int, ...]] = {}
         for optimizer in self._optimizers:
             for name, pieces in optimizer.state.sizes().items():
-                found[name] = (*filter(None, found.get(name, ())), *pieces)
+                others = found.get(name)
+                found[name] = pieces if others is None else (*filter(None, others), *pieces)
         return found
 
     def _join(self) -> None:
@@ -781,7 +783,10 @@ class StreamTuner:
 
     def _has_other_part(self) -> bool:
         """Whether the plan is for another part of the budget than this training has now."""
-        known, now = self._part, self._own_part()
+        known = self._part
+        if known.most_bytes is None and self._changes == self._shared.changes:
+            return False  # it was alone on the device, and is still
+        now = self._own_part()
         if known.most_bytes is None or now.most_bytes is None:
             return known != now
         gain_bytes = now.most_bytes - known.most_bytes, known.others_bytes - now.others_bytes

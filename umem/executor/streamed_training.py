@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
-from umem.capture.live import NO_BLOCK, find_blocks
+from umem.capture.live import find_blocks
 from umem.capture.live.timing import CudaClock
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
@@ -281,9 +282,9 @@ class StreamedTraining:
             )
             self._undo.append(lambda: tuner.detach(tuned))
         for block in blocks:
-            wait = Hook(functools.partial(self._before_block, block.name))
+            wait = Hook(functools.partial(self._step.wait, block.name))
             self._undo.append(block.module.register_forward_pre_hook(wait, prepend=True).remove)
-        begins = Hook(functools.partial(self._before_block, NO_BLOCK))
+        begins = Hook(self._before_model)
         self._undo.append(model.register_forward_pre_hook(begins, prepend=True).remove)
         self._undo.append(model.register_forward_hook(Hook(self._after_model)).remove)
         self._handle = optimizer.register_step_pre_hook(self._before_step)
@@ -447,25 +448,22 @@ class StreamedTraining:
 
     # ------------------------------------------------------------------ hooks
 
-    def _before_block(self, name: str, _module: nn.Module, _args: object) -> None:
-        if torch.compiler.is_compiling():
-            # Compiled code checks the classes of its parameters before it runs.
-            self._step.may_defer = False
+    def _before_model(self, _module: nn.Module, _args: object) -> None:
+        if is_compiling():
+            self._step.may_defer = False  # as before a block
             return
-        if name == NO_BLOCK:
-            self._gradients.settle()
-            self._move_last()
-            if self._tuner is not None and _computes_anew():
+        self._gradients.settle()
+        self._move_last()
+        if _computes_anew():
+            if self._tuner is not None:
                 self._tuner.forward_begins()
-            if self._backward is not None and _computes_anew():
+            if self._backward is not None:
                 self._backward.forward_begins()
-            for outside in self._names.outside:
-                self._step.wait(outside)
-        else:
-            self._step.wait(name)
+        for outside in self._names.outside:
+            self._step.wait(outside)
 
     def _after_model(self, _module: nn.Module, _args: object, _result: object) -> None:
-        if torch.compiler.is_compiling() or not _computes_anew():
+        if is_compiling() or not _computes_anew():
             return
         optimizer = self._optimizer()
         if self._backward is not None and optimizer is not None:
@@ -476,8 +474,8 @@ class StreamedTraining:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         named = _arguments(args, kwargs)
-        may_call = self._streams_state and self._backward is None and self._comes_last()
-        if not may_call or named.keys() != {"closure"}:
+        may_call = named.keys() == {"closure"} and self._streams_state and self._backward is None
+        if not may_call or not self._comes_last():
             return self._begin_step(optimizer, named)
         closure = named.pop("closure")
         # Known optimizers call it once, before they use a gradient.
@@ -499,7 +497,9 @@ class StreamedTraining:
             self._tuner.step_begins(id(next(optimizer_parameters(optimizer), None)))
         if not self._streams_state:
             return None
-        obstacle, is_last = self._obstacle(optimizer, arguments), self._comes_last()
+        may_divide = self._backward is not None or self._step.may_divide(optimizer)
+        obstacle = self._obstacle(optimizer, arguments, may_divide=may_divide)
+        is_last = self._comes_last()
         self._is_in_line = bool(obstacle) or not is_last
         if self._backward is not None:
             self._backward.step_begins(optimizer, obstacle, is_last=is_last)
@@ -507,6 +507,9 @@ class StreamedTraining:
             self._step.join()
             self._step.counts.in_line += 1
             self._note_whole_step(obstacle)
+            return None
+        if not may_divide:
+            self._step.pass_whole(optimizer)
             return None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Collectives take tensors past the guard.
@@ -571,17 +574,18 @@ class StreamedTraining:
         )
         self._temporary.close()
 
-    def _obstacle(self, optimizer: Optimizer, arguments: Mapping[str, Any]) -> str:
+    def _obstacle(
+        self, optimizer: Optimizer, arguments: Mapping[str, Any], *, may_divide: bool
+    ) -> str:
         """Why the optimizer has to run the step itself; empty if it does not."""
         if arguments:
             return f"step() has {', '.join(f'a {it}' for it in arguments)}"
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return "step() is compiled"
         if self._lanes.is_capturing():
             return "step() is captured into a CUDA graph"
-        if self._backward is None and not self._step.may_divide(optimizer):
-            return ""  # it runs as a whole: nothing to look for in all gradients
-        return whole_step_reason(optimizer)
+        # One that runs as a whole anyway needs no look at all gradients.
+        return whole_step_reason(optimizer) if may_divide else ""
 
     def _note_whole_step(self, reason: str) -> None:
         """Warn once of steps that use state where it is, if some of it is in host memory."""
@@ -608,6 +612,8 @@ class StreamedTraining:
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What ``step()`` was called with, by name, but None: Accelerate calls ``step(None)``."""
+    if len(args) == 1 and not kwargs:
+        return {}
     named = {**dict(zip(("closure",), args[1:], strict=False)), **kwargs}
     return {name: value for name, value in named.items() if value is not None}
 

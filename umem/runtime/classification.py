@@ -8,6 +8,7 @@ state that were allocated in another phase are retagged one by one.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,8 @@ class Classifier:
         self._first_inside: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """What roots call first whose ``forward`` the program calls itself: no hook sees them."""
         self._hooked_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._known_states: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._known_states: dict[int, tuple[int, int] | None] = {}
+        """By ``id`` of the optimizer, until its end."""
         self._moving = threading.local()
 
     def install(self) -> None:
@@ -166,11 +168,13 @@ class Classifier:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if optimizer not in self._known_states:
+        if id(optimizer) not in self._known_states:
             self._forget_state(optimizer)
             optimizer.register_load_state_dict_post_hook(self._forget_state)
+            forget = self._known_states.pop
+            weakref.finalize(optimizer, forget, id(optimizer), None).atexit = False
         phase = TensorClass.OTHER  # a step frees its temporary tensors before it ends
-        if self._known_states[optimizer] != _state_sizes(optimizer):
+        if self._known_states[id(optimizer)] != _state_sizes(optimizer):
             phase = TensorClass.OPTIMIZER_STATE
             parameters = list(optimizer_parameters(optimizer))
             self._tag_parameters(parameters)
@@ -203,8 +207,8 @@ class Classifier:
 
     def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         sizes = _state_sizes(optimizer)
-        if self._known_states[optimizer] != sizes:
-            self._known_states[optimizer] = sizes
+        if self._known_states[id(optimizer)] != sizes:
+            self._known_states[id(optimizer)] = sizes
             if self._state_room is not None:
                 self._state_room.close(optimizer)
             state = (tensor for _, tensor in optimizer_state(optimizer, {}))
@@ -213,7 +217,7 @@ class Classifier:
 
     def _forget_state(self, optimizer: Optimizer) -> None:
         """Tag an optimizer's state after its next step: it is new, or was loaded."""
-        self._known_states[optimizer] = None
+        self._known_states[id(optimizer)] = None
 
     def _tag_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         classes: dict[int, TensorClass] = {}
@@ -234,7 +238,9 @@ class Classifier:
 
 def _state_sizes(optimizer: Optimizer) -> tuple[int, int]:
     """Numbers of parameters with state, and of parameters, which change when the state grows."""
-    parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    parameters = 0
+    for group in optimizer.param_groups:
+        parameters += len(group["params"])
     return len(optimizer.state), parameters
 
 

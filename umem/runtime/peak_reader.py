@@ -30,16 +30,19 @@ class PeakReader:
         self._device = device
         self._peak_bytes = 0
         """Since its last look, as others have found."""
-        _readers.add(self)
+        _readers.append(weakref.ref(self, _readers.remove))
 
     def take(self) -> int:
         """Bytes of live tensors at the fullest moment since the last look."""
         peak_bytes: int = self._allocator.take_peak_bytes(self._device)
-        for reader in list(_readers):
-            if reader._allocator is self._allocator and reader._device == self._device:
+        for reference in _readers.copy():  # one may end meanwhile
+            reader = reference()
+            if reader is None or reader._device != self._device:
+                continue
+            if reader._allocator is self._allocator:
                 reader._peak_bytes = max(reader._peak_bytes, peak_bytes)
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         return peak_bytes
 
 
-_readers: weakref.WeakSet[PeakReader] = weakref.WeakSet()
+_readers: list[weakref.ref[PeakReader]] = []

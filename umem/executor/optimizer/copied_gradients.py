@@ -244,7 +244,10 @@ class CopiedGradients:
 
     def _send(self) -> None:
         """Start the copies of what has arrived."""
-        arrived, self._arriving = self._arriving, _Arriving("")
+        arrived = self._arriving
+        if not arrived.name and not arrived.gradients:
+            return  # nothing has arrived since the last call
+        self._arriving = _Arriving("")
         leaving = [it for it in arrived.gradients.values() if self._can_leave(it)]
         homes = []
         for it in leaving:

@@ -24,12 +24,13 @@ optimizer is loaded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import PlanError
@@ -84,6 +85,22 @@ class _PieceUpdate:
     """Whether it counts the step of a parameter that is divided."""
     operands: StagedOperands | None = None
     """Weights and gradients that are staged for it."""
+
+
+class _Changing(AbstractContextManager[None]):
+    """Calls a function with an exception that ends the block. A generator takes longer."""
+
+    __slots__ = ("_fail",)
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None:
+            self._fail(error)
 
 
 class StreamedStep:
@@ -150,7 +167,7 @@ class StreamedStep:
             self.check_known()
             self.join()
             is_deferred = is_deferred and self.may_defer
-            if any(unit.ahead for unit in self.units):
+            if self._units_ahead():
                 with self.changing():
                     return self._step(optimizer, self._end_ahead(is_deferred), is_deferred)
             return self._step(optimizer, frozenset(), is_deferred)
@@ -186,17 +203,16 @@ class StreamedStep:
 
     # ------------------------------------------------------------------ errors in a step
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> AbstractContextManager[None]:
         """For what must run as a whole: behind an exception in the block, later steps raise."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            self._loaded.clear()
-            for lane in (Lane.COPY_IN, Lane.UPDATE, Lane.COPY_OUT):
-                self._lanes.wait(self._lanes.run(lane, lambda: None))
-            raise
+        return _Changing(self._fail)
+
+    def _fail(self, error: BaseException) -> None:
+        """An error has left some parameters updated and others not."""
+        self._failure = f"{type(error).__name__}: {error}"
+        self._loaded.clear()
+        for lane in (Lane.COPY_IN, Lane.UPDATE, Lane.COPY_OUT):
+            self._lanes.wait(self._lanes.run(lane, lambda: None))
 
     def step_ended(self) -> None:
         """The optimizer has run its part of a step."""
@@ -226,7 +242,7 @@ class StreamedStep:
 
     def _end_ahead(self, is_deferred: bool) -> frozenset[Any]:
         """The program's step has come: what was updated ahead of it may be used."""
-        ahead = [unit for unit in self.units if unit.ahead]
+        ahead = self._units_ahead()
         done = frozenset(parameter for unit in ahead for parameter in unit.ahead)
         for unit in ahead:
             unit.ahead = []
@@ -234,10 +250,23 @@ class StreamedStep:
                 self.settle(unit)
         return done
 
+    def _units_ahead(self) -> list[StreamedUnit]:
+        """Units that the backward pass has updated, whose ``step()`` is still to come."""
+        return [unit for unit in self.units if unit.ahead]
+
     def may_divide(self, optimizer: Optimizer) -> bool:
         """Whether the next step may be queued in parts. It is not if all state is on the device."""
         with self.lock:
             return bool(self.units.queued) or not self.units.knows(optimizer)
+
+    def pass_whole(self, optimizer: Optimizer) -> None:
+        """Leave a step to the optimizer for which :meth:`may_divide` is false.
+
+        No unit has state that is streamed. So no update is under way, and none was made ahead.
+        """
+        with self.lock:
+            self._lay_out_known(optimizer)
+            self.counts.resident += 1
 
     def lay_out(self, optimizer: Optimizer) -> None:
         """Find units and their state before a step, behind the updates of the one before."""
@@ -247,6 +276,9 @@ class StreamedStep:
 
     def _lay_out(self, optimizer: Optimizer) -> None:
         self._find_units(optimizer)
+        self._lay_out_known(optimizer)
+
+    def _lay_out_known(self, optimizer: Optimizer) -> None:
         self.units.lay_out(optimizer, self._called)
         self._called.clear()
 
@@ -464,8 +496,12 @@ class StreamedStep:
 
     # ------------------------------------------------------------------ waiting
 
-    def wait(self, name: str) -> None:
-        """Before a block's forward pass: wait for the update of its unit."""
+    def wait(self, name: str, *_: object) -> None:
+        """Before a block's forward pass: wait for the update of its unit. A hook, with the name."""
+        if is_compiling():
+            # Compiled code checks the classes of its parameters before it runs.
+            self.may_defer = False
+            return
         if current_graph_task_id() == -1:  # a checkpoint's second pass is in the other order
             self._called.setdefault(name)
         unit = self.units.get(name)
@@ -482,7 +518,7 @@ class StreamedStep:
         """Let the current stream wait for all updates. State in host memory may still arrive."""
         # What is waited for may hold the last reference to the optimizer, whose end clears units.
         for unit in list(self.units):
-            if not unit.ahead:
+            if unit.pending is not None and not unit.ahead:
                 self.settle(unit)
 
     def settle(self, unit: StreamedUnit, *, is_early: bool = False) -> None:

@@ -318,15 +318,14 @@ class StreamedUnits:
 
     def has_members_of(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters that it had at its last step."""
-        groups = [group["params"] for group in optimizer.param_groups]
-        return (
-            list(map(len, groups)) == list(map(len, self._members))
-            and all(
-                all(map(is_, some, known))
-                for some, known in zip(groups, self._members, strict=True)
-            )
-            and all(parameter in optimizer.state for parameter in self.absent)
-        )
+        groups = optimizer.param_groups
+        if len(groups) != len(self._members):
+            return False
+        for group, known in zip(groups, self._members, strict=True):
+            some = group["params"]
+            if len(some) != len(known) or not all(map(is_, some, known)):
+                return False
+        return not self.absent or all(parameter in optimizer.state for parameter in self.absent)
 
     def are_laid_out(self, state: OptimizerState) -> bool:
         """Whether the last layout was for as much state, and under the present plan."""
@@ -387,7 +386,6 @@ class StreamedUnits:
         """
         self._order(called)
         state = optimizer.state
-        piece_bytes = self._piece_bytes if is_elementwise(optimizer) else None
         is_known = self.are_laid_out(state)
         changed = [
             unit
@@ -402,7 +400,9 @@ class StreamedUnits:
             # What leaves the device makes room for what comes.
             self.pool.take_back()
             changed.sort(key=lambda unit: unit.name in (self._resident or ()))
-            on_parts = is_elementwise(optimizer) and not replaces_state(optimizer)
+            in_pieces = is_elementwise(optimizer)
+            piece_bytes = self._piece_bytes if in_pieces else None
+            on_parts = in_pieces and not replaces_state(optimizer)
             for unit in changed:
                 self._lay_out_unit(unit, state, piece_bytes, on_parts=on_parts)
             self.layouts += 1
@@ -648,7 +648,9 @@ class StreamedUnits:
         They are for the first pieces of all optimizers of the model together.
         """
         with self.lock:
-            count = max(0, len(self.pool.slots) - self._first)
+            count = len(self.pool.slots) - self._first
+            if count <= 0:
+                return  # and records no event, as every step does whose state is on the device
             streamed = [it for unit in self.queued for it in unit.pieces if it.slot]
             if self.runs_backward:
                 streamed.reverse()

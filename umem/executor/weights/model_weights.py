@@ -157,8 +157,11 @@ def manage_weights(model: nn.Module) -> ModelWeights:
 
 def _step_begins(*_: object) -> None:
     """An optimizer is about to change weights: nothing that was fetched before counts."""
-    for its in list(_models.values()):
-        its.streamed.step_begins()
+    for reference in _models.keyrefs():
+        model = reference()
+        its = None if model is None else _models.get(model)
+        if its is not None:
+            its.streamed.step_begins()
 
 
 @dataclass(frozen=True, eq=False)
