@@ -457,6 +457,20 @@ def test_a_missed_limit_fails(
     assert f"FAIL  {missed}" in done.stdout
 
 
+@pytest.mark.parametrize(("umem_s", "passes"), [(0.107, True), (0.109, False)])
+def test_of_two_processes_with_torchs_cache_the_slower_one_counts(
+    umem_s: float, passes: bool
+) -> None:
+    run = made_up_run(
+        step("torch", 0.1, GIB), step("umem", umem_s, GIB), step("torch-again", 0.107, GIB)
+    )
+
+    times = next(it for it in checks(run) if "time of" in it.subject)
+
+    assert times.passed is passes
+    assert "which is 1.070x itself" in times.subject
+
+
 def test_a_run_without_limits_fails_the_check(tmp_path: Path) -> None:
     path = tmp_path / "core.jsonl"
     case = Measurement(benchmark="core", case="512 B", subject="umem", rounds_s=(1e-7,))
