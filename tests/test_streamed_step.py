@@ -108,7 +108,7 @@ class Turned(Net):
 
 
 def test_state_leaves_the_device_after_many_steps_without_work() -> None:
-    """The units have the order of the last forward pass, and no update is used early."""
+    """Blocks have hooks from then on, and units the order of the forward pass one step later."""
     units = frozenset(("stem", *(f"layers.{it}" for it in range(4)), "norm", "head", ""))
 
     def change(program: Program) -> None:
@@ -116,17 +116,21 @@ def test_state_leaves_the_device_after_many_steps_without_work() -> None:
         training = program.training
         if training is None or program.steps < 6:
             return
+        hooked = [bool(layer._forward_pre_hooks) for layer in program.model.layers]
         if program.is_first("leaves"):
             assert (training.counts.resident, training.counts.streamed) == (5, 0)
+            assert hooked == [False] * 4
             training.step.units.set_plan(frozenset(), 2)
-        else:
+            return
+        assert hooked == [True] * 4
+        if program.steps > 7:
             layers = [name for name in training.step.units.sizes() if name.startswith("layers.")]
             assert layers == ["layers.3", "layers.2", "layers.1", "layers.0"]
             assert training.counts.early == 0
 
-    run = compare(change, steps=8, make_model=Turned, resident=units)
+    run = compare(change, steps=9, make_model=Turned, resident=units)
     assert run.training is not None
-    assert (run.training.counts.resident, run.training.counts.streamed) == (5, 4)
+    assert (run.training.counts.resident, run.training.counts.streamed) == (5, 5)
 
 
 @pytest.mark.parametrize("arguments", [((None,), {}), ((), {"closure": None})])

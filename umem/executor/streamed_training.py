@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
@@ -18,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from umem.capture.live import find_blocks
 from umem.capture.live.timing import CudaClock
 from umem.core.classes import TensorClass
-from umem.core.errors import PlanError
+from umem.core.errors import PlanError, TraceError
 from umem.executor.copied_activations import is_compiled
 from umem.executor.optimizer.backward_updates import BackwardUpdates
 from umem.executor.optimizer.clipped_gradients import ClippedGradients
@@ -281,9 +282,11 @@ class StreamedTraining:
                 self._temporary,
             )
             self._undo.append(lambda: tuner.detach(tuned))
-        for block in blocks:
-            wait = Hook(functools.partial(self._step.wait, block.name))
-            self._undo.append(block.module.register_forward_pre_hook(wait, prepend=True).remove)
+        self._blocks = blocks
+        self._block_hooks: list[Callable[[], None]] = []
+        """Each removes one; none while no update can be under way in a forward pass."""
+        self._hook_blocks()
+        self._undo.append(self._unhook_blocks)
         begins = Hook(self._before_model)
         self._undo.append(model.register_forward_pre_hook(begins, prepend=True).remove)
         self._undo.append(model.register_forward_hook(Hook(self._after_model)).remove)
@@ -448,6 +451,20 @@ class StreamedTraining:
 
     # ------------------------------------------------------------------ hooks
 
+    def _hook_blocks(self) -> None:
+        """Have each block wait for its update, if they do not yet."""
+        if self._block_hooks:
+            return
+        for block in self._blocks:
+            with contextlib.suppress(TraceError):  # the program has replaced it
+                wait = Hook(functools.partial(self._step.wait, block.name))
+                handle = block.module.register_forward_pre_hook(wait, prepend=True)
+                self._block_hooks.append(handle.remove)
+
+    def _unhook_blocks(self) -> None:
+        while self._block_hooks:
+            self._block_hooks.pop()()
+
     def _before_model(self, _module: nn.Module, _args: object) -> None:
         if is_compiling():
             self._step.may_defer = False  # as before a block
@@ -498,6 +515,8 @@ class StreamedTraining:
         if not self._streams_state:
             return None
         may_divide = self._backward is not None or self._step.may_divide(optimizer)
+        if may_divide:
+            self._hook_blocks()
         obstacle = self._obstacle(optimizer, arguments, may_divide=may_divide)
         is_last = self._comes_last()
         self._is_in_line = bool(obstacle) or not is_last
@@ -510,6 +529,8 @@ class StreamedTraining:
             return None
         if not may_divide:
             self._step.pass_whole(optimizer)
+            if self._step.may_defer:  # a compiled model would be compiled again
+                self._unhook_blocks()
             return None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Collectives take tensors past the guard.

@@ -253,6 +253,8 @@ class StreamedWeights:
 
     def step_begins(self) -> None:
         """An optimizer's step is about to change weights: forget copies of those that it may."""
+        if not self._staged and self._in_backward is None:
+            return
         with self._lock:
             self.end_backward()
             for staged in self._staged:
