@@ -409,6 +409,7 @@ class DeviceAllocator {
   Block* free_alias(const Heap& heap, std::size_t bytes) const;
   Block* alias(Heap& heap, std::size_t bytes, const Range& growth);
   void end_alias(Block* block);
+  void forget_finished_uses(Heap& heap);
   EventId record_use(const Heap& heap);
   Block* end_aliases_for(Heap& heap, std::size_t bytes);
   void end_all_aliases();

@@ -34,8 +34,7 @@ Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth
   std::vector<Range> free;
   for (const Spare& spare : all)
     free.push_back(expandable.whole_handles({spare.block->address, spare.block->bytes}));
-  for (auto& [address, event] : heap.last_uses)
-    if (event != 0 && driver_.finished(event)) event = 0;
+  forget_finished_uses(heap);
   const auto is_busy = [&](std::uintptr_t address) { return heap.last_uses.at(address) != 0; };
   const std::optional<AliasPlan> plan =
       expandable.plan_alias(whole_bytes / expandable.handle_bytes(), free, is_busy);
@@ -78,6 +77,11 @@ void DeviceAllocator::end_alias(Block* block) {
   if (last_use != 0) earlier_uses_.push_back(last_use);
   last_use = record_use(heap);
   if (last_use == 0) heap.expandable->keep_alias(alias);
+}
+
+void DeviceAllocator::forget_finished_uses(Heap& heap) {
+  for (auto& [address, event] : heap.last_uses)
+    if (event != 0 && driver_.finished(event)) event = 0;
   std::erase_if(earlier_uses_, [this](EventId event) { return driver_.finished(event); });
 }
 
@@ -93,8 +97,11 @@ Block* DeviceAllocator::end_aliases_for(Heap& heap, std::size_t bytes) {
 
 void DeviceAllocator::end_all_aliases() {
   for (auto& [stream, heaps] : heaps_)
-    for (std::unique_ptr<Heap>& heap : heaps)
-      while (heap != nullptr && !heap->free_aliases.empty()) end_alias(heap->free_aliases.back());
+    for (std::unique_ptr<Heap>& heap : heaps) {
+      if (heap == nullptr) continue;
+      while (!heap->free_aliases.empty()) end_alias(heap->free_aliases.back());
+      forget_finished_uses(*heap);
+    }
 }
 
 }  // namespace umem

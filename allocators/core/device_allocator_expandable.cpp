@@ -8,9 +8,8 @@ namespace umem {
 namespace {
 
 // Handles are the unit in which memory passes between heaps, and a hole between two tensors keeps less
-// than two of them. The driver takes its time for each, whatever its size (about 40 µs to map one). A
-// budget is as good as cut into kHandlesPerBudget: what the holes of a training keep is then the same
-// share of each budget.
+// than two of them. The driver takes its time for each, whatever its size (about 40 µs to map one). By
+// kHandlesPerBudget, what the holes of a training keep is about the same share of each budget.
 constexpr std::size_t kLeastHandleBytes = kPageBytes;
 constexpr std::size_t kMostHandleBytes = 4 * kPageBytes;
 constexpr std::size_t kHandlesPerBudget = 768;

@@ -50,6 +50,7 @@ class Program {
       allocate(150 * MiB);  // more than the budget
       machine.device.unspill();
       in_a_graph();
+      in_holes();
       attempt([&] { machine.device.pause(kHost); });
       attempt([&] { machine.device.resume(); });
       machine.device.set_device_budget(60 * MiB);
@@ -77,6 +78,7 @@ class Program {
   void end() {
     while (!live_.empty()) free(live_.begin()->first);
     machine.driver.finish(kSide);
+    machine.driver.finish(kMain);
     machine.allocator.empty_cache();
     check();
     CHECK_EQUAL(machine.driver.events(), 0U);
@@ -140,6 +142,21 @@ class Program {
     machine.device.end_pool(kPool);
     free(block);
     machine.device.release_pool(kPool);
+  }
+
+  // Within a budget that is spent, a tensor lies in the holes that others have left.
+  void in_holes() {
+    std::vector<std::uintptr_t> blocks;
+    for (int i = 0; i < 5; ++i) blocks.push_back(allocate(6 * MiB));
+    for (const std::size_t i : {1, 3}) free(blocks[i]);
+    machine.device.set_device_budget(budget_bytes(machine));
+    for (int i = 0; i < 2; ++i) {
+      free(allocate(12 * MiB));
+      blocks[1] = allocate(6 * MiB);  // ends it
+      free(blocks[1]);
+    }
+    for (const std::size_t i : {0, 2, 4}) free(blocks[i]);
+    machine.device.set_device_budget(200 * MiB);
   }
 
   std::map<std::uintptr_t, std::pair<int, std::size_t>> live_;  // device and bytes
