@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -117,3 +118,17 @@ def test_no_hook_is_traced() -> None:
     calls = list(log.calls)
     assert torch.equal(compiled(x, scale=2.0), expected)
     assert log.calls == calls
+
+
+def test_what_a_caller_deletes_is_freed() -> None:
+    net = make_net(lambda forward: forward)()
+    Log(net)
+
+    def train(model: nn.Module) -> bool:
+        batch = torch.ones(2, 4)
+        freed = weakref.ref(batch)
+        model(batch)
+        del batch
+        return freed() is None
+
+    assert train(net)

@@ -120,7 +120,7 @@ struct Heap {
   Pool* const pool;  // nullptr: not private
   FreeIndex index;
   std::unique_ptr<ExpandableSegment> expandable;  // nullptr: segments are the source's
-  std::vector<Block*> free_aliases;  // not in the index: smaller requests would keep them from ending
+  std::vector<Block*> free_aliases;  // not in the index: smaller requests would keep them alive
   // Of aliases before they ended, by address; 0: that work has finished.
   std::unordered_map<std::uintptr_t, EventId> last_uses;
 

@@ -20,8 +20,8 @@ Block* DeviceAllocator::free_alias(const Heap& heap, std::size_t bytes) const {
 }
 
 // A block of free memory of the heap, wherever that lies. It was used on the heap's stream, and so
-// is the block: nothing has to be waited for. nullptr where that memory does not suffice, where moving
-// it to `growth` takes less time, or where the driver refuses.
+// is the block: nothing has to be waited for. nullptr where that memory does not suffice, where
+// moving it to `growth` takes less time, or where the driver refuses.
 Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth) {
   if (!can_expand(heap)) return nullptr;
   ExpandableSegment& expandable = *heap.expandable;
@@ -38,9 +38,9 @@ Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth
   const auto is_busy = [&](std::uintptr_t address) { return heap.last_uses.at(address) != 0; };
   const std::optional<AliasPlan> plan =
       expandable.plan_alias(whole_bytes / expandable.handle_bytes(), free, is_busy);
-  if (!plan || driver_.capturing(heap.stream) ||
-      plan->calls > kCallsPerWait + 2 * growth.bytes / expandable.handle_bytes())
-    return nullptr;
+  const std::size_t cost_of_growth =
+      kWaitCost + (kMapCost + kUnmapCost) * growth.bytes / expandable.handle_bytes();
+  if (!plan || plan->cost > cost_of_growth || driver_.capturing(heap.stream)) return nullptr;
   const EventId event =
       plan->unmaps ? std::exchange(heap.last_uses.at(expandable.alias_range(*plan).address), 0) : 0;
 

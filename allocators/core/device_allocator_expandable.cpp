@@ -7,9 +7,9 @@
 namespace umem {
 namespace {
 
-// Handles are the unit in which memory passes between heaps, and a hole between two tensors keeps less
-// than two of them. The driver takes its time for each, whatever its size (about 40 µs to map one). By
-// kHandlesPerBudget, what the holes of a training keep is about the same share of each budget.
+// Handles are the unit in which memory passes between heaps, and a hole between two tensors keeps
+// less than two of them. The driver takes its time for each, whatever its size (about 40 µs to map
+// one). By kHandlesPerBudget, what the holes of a training keep is about the same share of budgets.
 constexpr std::size_t kLeastHandleBytes = kPageBytes;
 constexpr std::size_t kMostHandleBytes = 4 * kPageBytes;
 constexpr std::size_t kHandlesPerBudget = 768;
@@ -54,8 +54,8 @@ bool DeviceAllocator::can_expand(Heap& heap) {
 }
 
 // Where the fewest mapped handles make a cached block of `bytes`: at one side of a hole, beside the
-// free memory there, or in all of it; rather where nothing must be unmapped before. 0 bytes where the
-// heap does not grow by handles, or its addresses have no place.
+// free memory there, or in all of it; rather where nothing must be unmapped before. 0 bytes where
+// the heap does not grow by handles, or its addresses have no place.
 Range DeviceAllocator::growth_for(Heap& heap, std::size_t bytes) {
   if (!can_expand(heap)) return {};
   const Range addresses = heap.expandable->addresses();

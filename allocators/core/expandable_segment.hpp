@@ -19,22 +19,23 @@ struct MovingHandles {
   std::vector<HandleId> handles;
 };
 
-// While work is waited for, the device runs dry: about as long as so many handles take to be mapped.
-inline constexpr std::size_t kCallsPerWait = 64;
+// What takes about as long as another: mapping a handle, unmapping one, and the time in which the
+// device runs dry because work was waited for.
+inline constexpr std::size_t kMapCost = 2, kUnmapCost = 1, kWaitCost = 128;
 
-// Handles of free memory that are to lie side by side at other addresses, whatever lies between them.
+// Handles of free memory that are to lie side by side at other addresses.
 struct AliasPlan {
   std::size_t first = 0;             // place of the first one there
   std::vector<std::size_t> sources;  // places now, in the order of their places there
-  std::size_t calls = 0;             // of the driver
+  std::size_t cost = 0;
   bool unmaps = false;               // something else is mapped there, which no work may use
 };
 
-// A place is a part of the addresses that one handle fills. The first ones are for growth, the others
-// for aliases: places at which handles are mapped a second time, so that free memory between tensors
-// serves a large request at once. A handle is owned at one place, and what is mapped elsewhere (a
-// shadow) is not used meanwhile. Shadows stay mapped: the next step of a training needs them again,
-// and nothing has to be called or waited for.
+// A place is a part of the addresses that one handle fills. The first ones are for growth, the
+// others for aliases: places at which handles are mapped a second time, so that free memory between
+// tensors serves a large request at once. A handle is owned at one place, and what is mapped
+// elsewhere (a shadow) is not used meanwhile. Shadows stay mapped: the next step of a training needs
+// them again, and nothing has to be called or waited for.
 class ExpandableSegment {
  public:
   // nullptr where the addresses cannot be reserved. They begin at a multiple of `handle_bytes`.
@@ -63,10 +64,9 @@ class ExpandableSegment {
   // All that is mapped.
   void append_mapped(std::vector<Range>& to) const;
 
-  // How to put `count` of the owned handles in `free` side by side with the fewest calls of the
-  // driver. Waiting for work counts as kCallsPerWait: other handles cannot be mapped in the place of
-  // shadows at an address for which `is_busy`. Nothing where handles are too few, or where the
-  // addresses are used up.
+  // How to put `count` of the owned handles in `free` side by side at the least cost. Other handles
+  // are mapped in the place of shadows at an address that `is_busy` behind a wait only. Nothing where
+  // handles are too few, or where the addresses are used up.
   std::optional<AliasPlan> plan_alias(std::size_t count, const std::vector<Range>& free,
                                       const std::function<bool(std::uintptr_t)>& is_busy) const;
   Range alias_range(const AliasPlan& plan) const {

@@ -47,33 +47,32 @@ std::vector<std::size_t> take_places(std::vector<PlaceRun> runs, std::size_t cou
 
 }  // namespace
 
-// The first place of the addresses where the fewest handles must be mapped and unmapped: those of an
-// alias that has ended, or new ones.
+// The first place of the addresses that cost least: those of an alias that has ended, or new ones.
 std::optional<std::size_t> ExpandableSegment::cheapest_alias(
     std::size_t count, const std::vector<bool>& is_free,
     const std::function<bool(std::uintptr_t)>& is_busy) const {
   std::optional<std::size_t> cheapest;
-  std::size_t least_calls = SIZE_MAX, ended = 0;
+  std::size_t least_cost = SIZE_MAX, ended = 0;
   for (const Alias& alias : aliases_) {
     if (!alias.homes.empty()) continue;
     ++ended;
     if (alias.count < count) continue;
-    std::size_t calls = 0;
+    std::size_t cost = 0;
     bool unmaps = false;
     for (std::size_t i = alias.first; i < alias.first + count; ++i) {
       const HandleId shadow = places_[i].shadow;
       if (shadow != 0 && is_free[handles_.at(shadow).place]) continue;
-      calls += shadow == 0 ? 1 : 2;
+      cost += shadow == 0 ? kMapCost : kMapCost + kUnmapCost;
       unmaps = unmaps || shadow != 0;
     }
-    if (unmaps && is_busy(range_of(alias.first, 1).address)) calls += kCallsPerWait;
-    if (calls >= least_calls) continue;
-    least_calls = calls;
+    if (unmaps && is_busy(range_of(alias.first, 1).address)) cost += kWaitCost;
+    if (cost >= least_cost) continue;
+    least_cost = cost;
     cheapest = alias.first;
   }
   const bool may_be_new = end_of_aliases_ + count <= addresses_.bytes / handle_bytes_ &&
                           (ended < kMostAliases || !cheapest);
-  if (may_be_new && count < least_calls) cheapest = end_of_aliases_;
+  if (may_be_new && count * kMapCost < least_cost) cheapest = end_of_aliases_;
   return cheapest;
 }
 
@@ -104,12 +103,12 @@ std::optional<AliasPlan> ExpandableSegment::plan_alias(
     } else {
       missing.push_back(i);
       plan.unmaps = plan.unmaps || shadow != 0;
-      plan.calls += shadow != 0 ? 2 : 1;
+      plan.cost += shadow == 0 ? kMapCost : kMapCost + kUnmapCost;
     }
   }
   const std::vector<std::size_t> others = take_places(runs_of(is_free), missing.size());
   for (std::size_t i = 0; i < missing.size(); ++i) plan.sources[missing[i]] = others[i];
-  if (plan.unmaps && is_busy(alias_range(plan).address)) plan.calls += kCallsPerWait;
+  if (plan.unmaps && is_busy(alias_range(plan).address)) plan.cost += kWaitCost;
   return plan;
 }
 

@@ -245,6 +245,10 @@ def enter_running_forward(module: nn.Module) -> None:
 def _running(frame: FrameType) -> nn.Module | None:
     """The module whose class's ``forward`` a frame runs."""
     code = frame.f_code
+    # Up to Python 3.12 a frame keeps what f_locals has shown until it ends: a training loop's
+    # tensors would outlive their `del`. The others are a forward's own or a decorator's.
+    if "forward" not in code.co_name and not code.co_flags & inspect.CO_VARARGS:
+        return None
     if code.co_argcount:
         first = frame.f_locals.get(code.co_varnames[0])
     elif code.co_flags & inspect.CO_VARARGS:  # a decorated one
