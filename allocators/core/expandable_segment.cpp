@@ -14,7 +14,7 @@ std::unique_ptr<ExpandableSegment> ExpandableSegment::reserve(VirtualMemory& mem
                                                               std::size_t alias_bytes,
                                                               std::size_t handle_bytes) {
   growth_bytes = round_up(growth_bytes, handle_bytes);
-  const std::size_t bytes = growth_bytes + round_up(alias_bytes, handle_bytes);
+  const std::size_t bytes = growth_bytes + handle_bytes + round_up(alias_bytes, handle_bytes);
   const std::uintptr_t address = memory.reserve(device, bytes, handle_bytes);
   if (address == 0) return nullptr;
   return std::unique_ptr<ExpandableSegment>(

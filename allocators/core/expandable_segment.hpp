@@ -47,9 +47,8 @@ class ExpandableSegment {
   ExpandableSegment& operator=(const ExpandableSegment&) = delete;
   ~ExpandableSegment();  // gives back what is mapped
 
-  // For growth: but for the last place, so that no run reaches into the aliases.
+  // For growth. The place behind them is empty: no run reaches into the aliases.
   Range addresses() const { return range_of(0, first_alias_ - 1); }
-
   std::size_t handle_bytes() const { return handle_bytes_; }
   // The largest part of a range that consists of whole handles; 0 bytes where there is none.
   Range whole_handles(Range range) const;
@@ -102,7 +101,7 @@ class ExpandableSegment {
         device_(device),
         addresses_(addresses),
         handle_bytes_(handle_bytes),
-        first_alias_(growth_bytes / handle_bytes),
+        first_alias_(growth_bytes / handle_bytes + 1),
         end_of_aliases_(first_alias_) {}
   std::size_t number_of(std::uintptr_t address) const {
     return (address - addresses_.address) / handle_bytes_;
