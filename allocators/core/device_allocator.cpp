@@ -172,7 +172,7 @@ Heap& DeviceAllocator::heap_for(std::uint8_t route, StreamId stream, Pool* pool)
   return *heap;
 }
 
-Block* DeviceAllocator::find_cached(Heap& heap, std::size_t bytes) const {
+Block* DeviceAllocator::find_cached(const Heap& heap, std::size_t bytes) const {
   Block* block = free_alias(heap, bytes);
   return block != nullptr ? block : heap.index.best_fit(bytes);
 }

@@ -375,7 +375,7 @@ class DeviceAllocator {
   Pool* pool_for(StreamId stream);
   Heap& heap_for(std::uint8_t route, StreamId stream, Pool* pool);
 
-  Block* find_cached(Heap& heap, std::size_t bytes) const;
+  Block* find_cached(const Heap& heap, std::size_t bytes) const;
   Block* take_cached(Heap& heap, std::size_t bytes);
   Block* grow(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
   Block* place(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);

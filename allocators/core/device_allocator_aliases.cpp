@@ -21,9 +21,8 @@ Block* DeviceAllocator::free_alias(const Heap& heap, std::size_t bytes) const {
 
 // A block of free memory of the heap, wherever that lies. It was used on the heap's stream, and so
 // is the block: nothing has to be waited for. nullptr where that memory does not suffice, where
-// moving it to `growth` takes less time, or where the driver refuses.
+// moving it to `growth`, which the heap has found, takes less time, or where the driver refuses.
 Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth) {
-  if (!can_expand(heap)) return nullptr;
   ExpandableSegment& expandable = *heap.expandable;
   const std::size_t whole_bytes = round_up(bytes, expandable.handle_bytes());
   if (whole_bytes - bytes > bytes / kRequestPerLoss) return nullptr;
