@@ -222,6 +222,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {"make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass"},
     ),
     **_names(
+        "the class of what runs a process group's collectives on one kind of device",
+        "a collective may read weights whose update is under way",
+        {"ProcessGroupBackend": "torch.distributed:_Backend"},
+    ),
+    **_names(
         "tells whether this thread runs a backward pass",
         "a checkpoint's second forward pass would be taken for a new step",
         {"current_graph_task_id": "torch._C:_current_graph_task_id"},
@@ -367,6 +372,7 @@ def _lacks(absent: list[PrivateName]) -> UnsupportedError:
 
 
 # Looked up when they are first used.
+ProcessGroupBackend: Any
 current_graph_task_id: Callable[[], int]
 current_autograd_node: Callable[[], Any]
 current_raw_stream: Callable[[int], int]

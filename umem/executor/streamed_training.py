@@ -23,6 +23,7 @@ from umem.core.errors import PlanError, TraceError
 from umem.executor.copied_activations import is_compiled
 from umem.executor.optimizer.backward_updates import BackwardUpdates
 from umem.executor.optimizer.clipped_gradients import ClippedGradients
+from umem.executor.optimizer.collectives import is_distributed, order_collectives
 from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.optimizer.separable import refusal, whole_step_reason
@@ -485,6 +486,9 @@ class StreamedTraining:
         optimizer = self._optimizer()
         if self._backward is not None and optimizer is not None:
             self._backward.forward_ends(optimizer)
+        if not self._step.defers_outside:
+            # DDP may give gradients to parameters that this process has not called.
+            self._step.join()
         self._step.units.fetch_ahead()
 
     def _before_step(
@@ -532,9 +536,10 @@ class StreamedTraining:
             if self._step.may_defer:  # a compiled model would be compiled again
                 self._unhook_blocks()
             return None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Collectives take tensors past the guard.
-            self._step.may_defer = False
+        if is_distributed():
+            order_collectives()
+            # Libraries with partitions of parameters hand these to functions of their own.
+            self._step.defers_outside = False
         # Updates would take a part of the time of the forward pass that is measured.
         is_deferred = self._tuner is None or not self._tuner.is_measuring
         empty = self._step.step(optimizer, is_deferred=is_deferred)

@@ -47,6 +47,7 @@ __all__ = [
     "can_guard_dtensor",
     "has_alias",
     "is_guardable",
+    "settle_all",
 ]
 
 
@@ -108,6 +109,12 @@ def _settle(tensor: Any, func: object = None) -> Guard | None:
     return None
 
 
+def settle_all(arguments: object) -> None:
+    """Settle what is guarded in the arguments of a function that torch does not dispatch."""
+    for tensor in list(_guarded(arguments)):
+        _settle(tensor)
+
+
 class _EqualsPlain(type(nn.Parameter)):  # type: ignore[misc]
     """Classes that equal the one that torch would have in their place."""
 
@@ -146,8 +153,7 @@ class _Guarded:
                 result = able.run(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-                for tensor in list(_guarded((args, kwargs))):
-                    _settle(tensor)
+                settle_all((args, kwargs))
             if next(_guarded((args, kwargs)), None) is None:
                 return func(*args, **kwargs)  # classes of other libraries have their say
         with DisableTorchFunctionSubclass():

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import are_plain, has_alias
+from umem.executor.optimizer.collectives import is_distributed
 from umem.executor.optimizer.freed_gradient import FreedGradient, freed_gradient
 from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.step_call import StepCall
@@ -420,7 +421,7 @@ def _references() -> int:
 
 
 def _check_not_distributed() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_distributed():
         raise PlanError(
             "step_in_backward: torch.distributed is initialised, and DDP and FSDP reduce gradients "
             f"behind autograd. {_REMEDY}"

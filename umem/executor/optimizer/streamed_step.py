@@ -51,6 +51,7 @@ from umem.executor.optimizer.streamed_units import (
     StreamedUnits,
     UnitGuards,
 )
+from umem.executor.optimizer.unit_names import is_outside
 from umem.torch_compat import current_graph_task_id
 
 __all__ = ["StepCounts", "StreamedStep"]
@@ -120,6 +121,8 @@ class StreamedStep:
         self.counts = StepCounts()
         self.may_defer = True
         """Whether a step may return before its updates; otherwise the stream waits for them."""
+        self.defers_outside = True
+        """Whether that holds for units outside of blocks too."""
         self.waits = False
         """Whether the stream has waited for updates of the last step."""
         self.gradient_used: Callable[[], None] | None = None
@@ -329,10 +332,11 @@ class StreamedStep:
                 piece.operands = None
             held, free, ready = [], gradients, self._lanes.mark()
         self._launch(unit, call, pieces, ready)
-        self.waits |= is_shared
+        waits = is_shared or (is_outside(unit.name) and not self.defers_outside)
+        self.waits |= waits
         if state.is_shared:
             return unit.returned
-        if is_shared or not is_deferred:
+        if waits or not is_deferred:
             return unit.updated
         guards = self._guards(unit)
         kept = [it.grad for it in held]
