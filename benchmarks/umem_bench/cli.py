@@ -94,7 +94,9 @@ def _chosen(parse: Callable[[str], list[_Row]], rows: str) -> list[_Row]:
         raise typer.BadParameter(str(error)) from error
 
 
-def _add_allocator_command(name: str, benchmarks: Sequence[str], words: str) -> None:
+def _add_allocator_command(
+    name: str, benchmarks: Sequence[str], words: str, default_rounds: int = 5
+) -> None:
     @app.command(name, help=words)
     def command(
         policy: _Policy = "sft",
@@ -104,7 +106,7 @@ def _add_allocator_command(name: str, benchmarks: Sequence[str], words: str) -> 
         sizes: Annotated[
             str, typer.Option("--size", help="Of the Llama in `step`: small, large or both.")
         ] = ",".join(allocators.SHAPES),
-        rounds: _Rounds = 5,
+        rounds: _Rounds = default_rounds,
         quick: _Quick = False,
         output: _Output = None,
         check: _Check = False,
@@ -138,7 +140,10 @@ _add_allocator_command(
     "An allocation and its free through torch, by size and threads. Needs a GPU.",
 )
 _add_allocator_command(
-    "step", ["step"], "A training step, LoRA and SFT, of a Llama that fits. Needs a GPU."
+    "step",
+    ["step"],
+    "A training step, LoRA and SFT, of a Llama that fits. Needs a GPU.",
+    default_rounds=20,
 )
 
 
