@@ -7,8 +7,10 @@ matrix work.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import os
 import runpy
 import subprocess
@@ -143,15 +145,17 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
 
 
 def runner(cards: int, ranks: int) -> Runner:
-    """One with so many cards."""
-    card = Card(pci_address="0000:01:00.0", idle_bytes=0, free_bytes=1 << 30)
+    """One with so many cards, of which NVML says nothing."""
     return Runner(
         size="tiny",
         steps=4,
         deterministic=False,
-        cards=(card,) * cards,
+        cards=tuple(
+            Card(pci_address=f"card {number}", idle_bytes=0, free_bytes=1 << 30)
+            for number in range(cards)
+        ),
         ranks=ranks,
-        end_s=0.0,
+        end_s=math.inf,
         say=print,
     )
 
@@ -186,6 +190,36 @@ def test_commands_of_two_gpus() -> None:
     assert has_option(lens, "--policy", "inference")
     assert has_option(lens, "--devices", "2")
     assert str(PROGRAMS / "transformer_lens_cache.py") in lens
+
+
+@pytest.mark.parametrize(("name", "card"), list(zip(TWO_GPUS, (0, 1, 0), strict=True)))
+def test_the_card_of_the_rank_that_writes_is_sampled(
+    name: str, card: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled: list[str] = []
+
+    class Sampler(contextlib.nullcontext[Any]):
+        def __init__(self, card: Card) -> None:
+            super().__init__(self)
+            sampled.append(card.pci_address)
+
+        def figures(self) -> dict[str, int]:
+            return {"card_peak_bytes": 1100}
+
+    def write(command: Sequence[str], *_: object) -> int:
+        assert has_option(command, "--writer", str(card))
+        sizes = {"card_used_bytes": 900, "reserved_bytes": 800}
+        found = {"losses": ["0x1p+1"], "seconds": [1.0], **sizes}
+        Path(command[-1]).write_text(json.dumps(found))
+        return 0
+
+    monkeypatch.setattr("matrix.is_installed", lambda _: True)
+    monkeypatch.setattr("matrix.MemorySampler", Sampler)
+    monkeypatch.setattr("matrix._end_status", write)
+    stock = runner(2, 2).measure((name, "stock"), (), None)
+    within = runner(2, 2).measure((name, "umem-budget"), (stock,), stock)
+    assert within.budget_bytes == 600
+    assert sampled == [f"card {card}"] * 2
 
 
 def test_what_two_ranks_run() -> None:

@@ -24,8 +24,8 @@ SEED = 0
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _FLOAT_PRIME = 2**53 - 111
-"""The largest prime below 2**53. A float rounds what is larger, which hides small differences; and
-no difference times a tensor's number is a multiple of a larger prime."""
+"""The largest prime below 2**53: a float rounds what is larger, which hides small differences. No
+smaller difference is a multiple of a prime, whatever tensor's number it is multiplied by."""
 
 
 @dataclass(frozen=True)
