@@ -7,32 +7,61 @@ matrix work.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import math
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from cuda_names import cuda_means_cpu
+from matrix import PROGRAMS, Runner
+from rank_processes import result_file, run_ranks
+from shared import checksum
+from torch import distributed
+from umem_bench.card import Card
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[1]
-SYSTEMS = ("hf_trainer_sft", "hf_trainer_device_map", "ddp", "trl_sft", "deepspeed_zero2")
+SYSTEMS = (
+    *("hf_trainer_sft", "hf_trainer_device_map", "ddp", "trl_sft", "deepspeed_zero2"),
+    "transformer_lens_cache",
+)
 """By Python and by torchrun; `make systems` and tests/gpu/test_systems.py run all of them."""
+
+TWO_GPUS = ("megatron_core_tensor", "megatron_core_pipeline", "transformer_lens_two_devices")
+
+RANKS = 2
+MEGATRON = ("data", "tensor", "pipeline")
+"""What the ranks divide."""
 
 
 def matrix(*arguments: str) -> str:
     """Output of the matrix's command."""
-    done = subprocess.run(
+    done = run_matrix(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_matrix(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The matrix's command, which has ended."""
+    paths = (str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", ""))
+    return subprocess.run(
         [sys.executable, str(ROOT / "tests" / "systems" / "matrix.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -113,3 +142,139 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
         ["stock", "not installed: it lacks trl"]
     ]
     assert ["ddp, umem", "6 GiB", "note", "it is slow"] in cells
+
+
+def runner(cards: int, ranks: int) -> Runner:
+    """One with so many cards, of which NVML says nothing."""
+    return Runner(
+        size="tiny",
+        steps=4,
+        deterministic=False,
+        cards=tuple(
+            Card(pci_address=f"card {number}", idle_bytes=0, free_bytes=1 << 30)
+            for number in range(cards)
+        ),
+        ranks=ranks,
+        end_s=math.inf,
+        say=print,
+    )
+
+
+@pytest.mark.parametrize("name", TWO_GPUS)
+def test_a_system_of_two_gpus_runs_with_two_ranks_only(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("matrix.is_installed", lambda _: True)
+    for cards, ranks in ((0, 1), (0, 2), (1, 1), (4, 4)):
+        found = runner(cards, ranks).measure((name, "stock"), (), None)
+        assert found.state == "not comparable"
+        assert "two GPUs" in (found.reason or "")
+    found = runner(2, 2).measure((name, "umem"), (), None)
+    assert (found.state, found.reason) == ("left out", "stock was not measured")
+
+
+def has_option(command: Sequence[str], *option: str) -> bool:
+    """Whether an option and its value are neighbours in a command."""
+    return option in set(pairwise(command))
+
+
+def test_commands_of_two_gpus() -> None:
+    tensor, pipeline, lens = (list(runner(2, 2).command(it, "umem-budget")) for it in TWO_GPUS)
+    for command, parallel, writer in ((tensor, "tensor", "0"), (pipeline, "pipeline", "1")):
+        assert "--nproc-per-node=2" in command
+        assert has_option(command, "--policy", "sft")
+        assert has_option(command, "--parallel", parallel)
+        assert has_option(command, "--writer", writer)
+        assert str(PROGRAMS / "megatron_core.py") in command
+    assert not any("nproc" in word for word in lens)
+    assert has_option(lens, "--policy", "inference")
+    assert has_option(lens, "--devices", "2")
+    assert str(PROGRAMS / "transformer_lens_cache.py") in lens
+
+
+@pytest.mark.parametrize(("name", "card"), list(zip(TWO_GPUS, (0, 1, 0), strict=True)))
+def test_the_card_of_the_rank_that_writes_is_sampled(
+    name: str, card: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled: list[str] = []
+
+    class Sampler(contextlib.nullcontext[Any]):
+        def __init__(self, card: Card) -> None:
+            super().__init__(self)
+            sampled.append(card.pci_address)
+
+        def figures(self) -> dict[str, int]:
+            return {"card_peak_bytes": 1100}
+
+    def write(command: Sequence[str], *_: object) -> int:
+        assert has_option(command, "--writer", str(card))
+        sizes = {"card_used_bytes": 900, "reserved_bytes": 800}
+        found = {"losses": ["0x1p+1"], "seconds": [1.0], **sizes}
+        Path(command[-1]).write_text(json.dumps(found))
+        return 0
+
+    monkeypatch.setattr("matrix.is_installed", lambda _: True)
+    monkeypatch.setattr("matrix.MemorySampler", Sampler)
+    monkeypatch.setattr("matrix._end_status", write)
+    stock = runner(2, 2).measure((name, "stock"), (), None)
+    within = runner(2, 2).measure((name, "umem-budget"), (stock,), stock)
+    assert within.budget_bytes == 600
+    assert sampled == [f"card {card}"] * 2
+
+
+def test_what_two_ranks_run() -> None:
+    done = run_matrix("--cpu", "--ranks", "2", "--systems", "all")
+    assert done.returncode == 2
+    names = done.stderr.rpartition("none of ")[2].strip().split(", ")
+    assert {"fsdp2", "megatron_core", *TWO_GPUS} <= set(names)
+    assert not {"transformer_lens_cache", "hf_trainer_sft"} & set(names)
+
+
+def test_a_checksum_shows_the_least_difference_of_large_sums() -> None:
+    large = torch.full((3,), 2**60)
+    other = large.clone()
+    other[1] += 1
+    assert float(2**60) == float(2**60 + 1)
+    assert checksum(large) != checksum(other)
+    assert checksum(large[:1], other) != checksum(other[:1], large)
+
+
+def train_megatron(rank: int, folder: Path) -> None:
+    """The main function of a rank's process: Megatron's program, with what the folder's name says.
+
+    Each rank writes its own losses, and the last batch that it saw.
+    """
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    patch = pytest.MonkeyPatch()
+    cuda_means_cpu(patch)
+    init, meeting = distributed.init_process_group, (folder / "meeting").as_uri()
+
+    def meet(_backend: str) -> None:
+        init("gloo", meeting, rank=rank, world_size=RANKS)
+
+    patch.setattr(distributed, "init_process_group", meet)
+    parallel = () if folder.name == "data" else ("--parallel", folder.name)
+    program = str(PROGRAMS / "megatron_core.py")
+    output = folder / f"output{rank}"
+    words = (program, "--size", "tiny", "--steps", "3", "--writer", str(rank), *parallel)
+    patch.setattr(sys, "argv", [*words, "--output", str(output)])
+    logging.disable()
+    names = runpy.run_path(program)
+    found = json.loads(output.read_text())
+    batch = names["batch"]["input_ids"].tolist()
+    result_file(folder, rank).write_text(json.dumps(found | {"batch": batch}))
+    patch.undo()
+
+
+@pytest.mark.skipif(not find_spec("megatron"), reason="Megatron-core is not installed")
+@pytest.mark.parametrize("divided", MEGATRON)
+def test_megatron_divides_data_or_weights_or_layers(divided: str, tmp_path: Path) -> None:
+    folder = tmp_path / divided
+    folder.mkdir()
+    first, second = run_ranks(train_megatron, folder, RANKS)
+    assert len(set(first["losses"])) == 3
+    # Ranks that divide a model see the same data, and the first one knows the last one's losses.
+    same = divided != "data"
+    assert (first["batch"] == second["batch"]) == same
+    assert (first["losses"] == second["losses"]) == same
+    assert all((it["parameters"] < 60_000) == same for it in (first, second))  # of 115,328

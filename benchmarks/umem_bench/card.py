@@ -37,9 +37,9 @@ class Card(Record):
     """Not in use then."""
 
     @classmethod
-    def find(cls) -> Card:
-        """The first GPU, idle. Raises ``OSError`` where NVML does not report its memory."""
-        address = bindings.device_pci_address(0)
+    def find(cls, device: int = 0) -> Card:
+        """A GPU by CUDA's number, idle. Raises ``OSError`` where NVML reports no memory of it."""
+        address = bindings.device_pci_address(device)
         memory = bindings.nvml_memory_bytes(address)
         if memory is None:
             raise OSError(f"NVML does not report the memory of GPU {address}: see `nvidia-smi`")

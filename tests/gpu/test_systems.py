@@ -13,15 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
-INFERENCE = ("transformer_lens_forward", "transformer_lens_cache", "hf_generate")
+DIVIDED = "transformer_lens_two_devices"
+"""A model on two GPUs of one process, which keeps its weights where they are."""
+
+INFERENCE = ("transformer_lens_forward", "transformer_lens_cache", "hf_generate", DIVIDED)
+TWO_GPUS = ("megatron_core_tensor", "megatron_core_pipeline", DIVIDED)
 SYSTEMS = (
     *("hf_trainer_sft", "hf_trainer_device_map", "hf_trainer_lora", "trl_sft", "accelerate_loop"),
     *("lightning_fit", "torch_compile", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "ddp"),
-    "megatron_core",
+    *("megatron_core", "megatron_core_tensor", "megatron_core_pipeline"),
     *INFERENCE,
 )
 VARIANTS = ("stock", "stock-again", "umem", "umem-budget")
@@ -32,13 +37,17 @@ Rows = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module", params=SYSTEMS)
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """A system's rows by variant. Skips if it is not installed."""
+    """A system's rows by variant. Skips if it is not installed, or there are too few GPUs."""
+    ranks = 2 if request.param in TWO_GPUS else 1
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("needs two GPUs")
     file = tmp_path_factory.mktemp("systems") / "systems.jsonl"
     paths = (str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", ""))
     done = subprocess.run(
         [
             *(sys.executable, str(ROOT / "tests" / "systems" / "matrix.py"), "--deterministic"),
             *("--systems", request.param, "--size", "small", "--output", str(file)),
+            *("--ranks", str(ranks)),
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
@@ -62,9 +71,14 @@ def test_losses_equal_stocks(rows: Rows, variant: str) -> None:
 
 
 def test_a_plan_runs_within_a_budget(rows: Rows) -> None:
-    if rows["stock"]["system"] in INFERENCE:
-        pytest.skip("only trainings are planned")
     row = rows["umem-budget"]
+    if row["system"] == DIVIDED:
+        assert row["state"] == "measured", row["reason"]
+        assert not row["plan_running"]
+        assert any("not streamed" in it and "among 2 GPUs" in it for it in row["notes"])
+        return
+    if row["system"] in INFERENCE:
+        pytest.skip("only trainings are planned")
     assert row["state"] == "measured", row["reason"]
     assert row["plan_running"], row.get("notes")
 

@@ -32,6 +32,7 @@ from umem_bench.training.tables import CARD_MARGIN_BYTES, base_bytes
 
 from umem import UmemError
 from umem.core.units import format_bytes
+from umem.cuda import bindings
 from umem.io.files import replace_file
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
@@ -70,7 +71,10 @@ class System:
     policy: str = "sft"
     launched: bool = False
     """By torchrun."""
-    needs_gpu: bool = False
+    gpus: Literal[0, 1, 2] = 0
+    """That it needs: of two, each for a rank; with none it also runs on the CPU."""
+    writer: int = 0
+    """The rank whose figures are told, and whose GPU's."""
 
 
 SYSTEMS: dict[str, System] = {
@@ -87,9 +91,32 @@ SYSTEMS: dict[str, System] = {
     "deepspeed_zero3": System(("transformers", "deepspeed"), launched=True),
     "fsdp2": System(("transformers",), launched=True),
     "ddp": System(("transformers",), launched=True),
-    "megatron_core": System(("megatron-core",), launched=True, needs_gpu=True),
+    "megatron_core": System(("megatron-core",), launched=True, gpus=1),
+    "megatron_core_tensor": System(
+        ("megatron-core",),
+        program="megatron_core",
+        options=("--parallel", "tensor"),
+        launched=True,
+        gpus=2,
+    ),
+    # The last stage has the logits, and takes the most memory: the budget goes by it.
+    "megatron_core_pipeline": System(
+        ("megatron-core",),
+        program="megatron_core",
+        options=("--parallel", "pipeline"),
+        launched=True,
+        gpus=2,
+        writer=1,
+    ),
     "transformer_lens_forward": System(("transformer-lens",), policy="inference"),
     "transformer_lens_cache": System(("transformer-lens",), policy="inference"),
+    "transformer_lens_two_devices": System(
+        ("transformer-lens",),
+        program="transformer_lens_cache",
+        options=("--devices", "2"),
+        policy="inference",
+        gpus=2,
+    ),
     "hf_generate": System(("transformers",), policy="inference"),
 }
 """Name of a system, mostly its program's -> how it is started."""
@@ -166,8 +193,8 @@ class Runner:
     size: Size
     steps: int
     deterministic: bool
-    card: Card | None
-    """The first rank's."""
+    cards: tuple[Card, ...]
+    """Each rank's."""
     ranks: int
     """Of systems that are launched."""
     end_s: float
@@ -183,12 +210,12 @@ class Runner:
         if lacking := [it for it in system.packages if not is_installed(it)]:
             reason = f"it lacks {', '.join(lacking)}"
             return SystemResult(**told, state="not installed", reason=reason)
-        if system.needs_gpu and self.card is None:
-            return SystemResult(**told, state="not comparable", reason="it needs a GPU")
+        if reason := self._why_not_comparable(system):
+            return SystemResult(**told, state="not comparable", reason=reason)
         own = [it for it in known if it.system == name]
         left_s = self.end_s - time.monotonic()
         reason = why_no_time(variant, own, tried, left_s)
-        reason = reason or (self.card.why_not_idle() if self.card else "")
+        reason = reason or next(filter(None, (it.why_not_idle() for it in self.cards)), "")
         if variant != "stock" and find(own, name, "stock", "measured") is None:
             reason = "stock was not measured"
         if variant == "umem-budget" and not reason:
@@ -204,14 +231,21 @@ class Runner:
         self.say(_line(result))
         return result
 
+    def _why_not_comparable(self, system: System) -> str:
+        if system.gpus == 1 and not self.cards:
+            return "it needs a GPU"
+        if system.gpus == 2 and len(self.cards) != 2:
+            return "it needs two GPUs, and --ranks 2"
+        return ""
+
     def _run(
         self, name: str, variant: Variant, budget_bytes: int | None, left_s: float
     ) -> dict[str, Any]:
-        card = self.card and self.card.between_processes()
+        card = self.cards[SYSTEMS[name].writer].between_processes() if self.cards else None
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="umem-systems-") as folder:
             output, log = Path(folder, "output.json"), Path(folder, "log")
-            command = [*self._command(name, variant), "--output", str(output)]
+            command = [*self.command(name, variant), "--output", str(output)]
             with MemorySampler(card) as sampler, log.open("wb") as log_file:
                 status = _end_status(
                     command,
@@ -246,7 +280,8 @@ class Runner:
             | {"state": "measured", "losses_hex": found["losses"], "steps_s": found["seconds"]}
         )
 
-    def _command(self, name: str, variant: Variant) -> Iterator[str]:
+    def command(self, name: str, variant: Variant) -> Iterator[str]:
+        """What runs a variant of a system, without its output's path."""
         system = SYSTEMS[name]
         is_umem = variant.startswith("umem")
         if system.launched:
@@ -260,6 +295,7 @@ class Runner:
         yield str(PROGRAMS / f"{system.program or name}.py")
         yield from system.options
         yield from ("--size", self.size, "--steps", str(self.steps))
+        yield from ("--writer", str(system.writer))
         yield from ("--deterministic",) if self.deterministic else ()
 
 
@@ -487,7 +523,8 @@ def main() -> int:
         default=1,
         metavar="N",
         help="GPUs, each with a rank of the systems that torchrun starts; with more than one, the "
-        "others are left out, and figures are the first rank's",
+        "others are left out that do not need several; figures are the first rank's, of a pipeline "
+        "the last one's",
     )
     parser.add_argument("--size", choices=get_args(Size), default="small")
     parser.add_argument("--steps", type=int, help="default: the size's")
@@ -503,18 +540,22 @@ def main() -> int:
     if options.report is not None:
         show(read(options.report), as_markdown=options.markdown)
         return 0
-    can_run = [name for name, it in SYSTEMS.items() if it.launched or options.ranks == 1]
+    can_run = [
+        name for name, it in SYSTEMS.items() if it.launched or it.gpus == 2 or options.ranks == 1
+    ]
     names = [name.strip() for name in (options.systems or ",".join(can_run)).split(",")]
     if unknown := [name for name in names if name not in can_run]:
         parser.error(f"{', '.join(unknown)}: none of {', '.join(can_run)}")
     if not options.cpu:
         require_gpu("the matrix")
+        if (gpus := bindings.device_count()) < options.ranks:
+            parser.error(f"--ranks {options.ranks}: CUDA sees {gpus} GPUs")
     output = options.output or options.continued
     runner = Runner(
         size=options.size,
         steps=options.steps or STEPS[options.size],
         deterministic=options.deterministic,
-        card=None if options.cpu else Card.find(),
+        cards=() if options.cpu else tuple(map(Card.find, range(options.ranks))),
         ranks=options.ranks,
         end_s=time.monotonic() + 60 * options.minutes,
         say=lambda words: print(words, file=sys.stderr, flush=True),

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 from shared import SEED, Program
 from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens.utilities.multi_gpu import get_device_for_block_index
+
+own = argparse.ArgumentParser(add_help=False)
+own.add_argument("--devices", type=int, default=1, help="GPUs that the model is divided among")
+
+
+def lens_program() -> Program:
+    """A program for TransformerLens."""
+    return Program("transformer-lens", own=own)
 
 
 def hooked_transformer(program: Program) -> HookedTransformer:
     """A decoder of the program's shape with random weights in bfloat16."""
     shape = program.shape
-    return HookedTransformer(
+    devices: int = program.options.devices
+    model = HookedTransformer(
         HookedTransformerConfig(
             n_layers=shape.layers,
             d_model=shape.hidden,
@@ -25,9 +37,30 @@ def hooked_transformer(program: Program) -> HookedTransformer:
             positional_embedding_type="rotary",
             dtype=torch.bfloat16,
             device=str(program.device),
+            n_devices=devices,
             seed=SEED,
-        )
+        ),
+        move_to_device=devices == 1,
     )
+    if devices > 1:
+        divide(model)
+    return model
+
+
+def divide(model: HookedTransformer) -> None:
+    """Move each block to the GPU where `forward` sends its input.
+
+    TransformerLens 3.9 moves each to the GPU with the most free memory, which is another one for
+    every second block; it copies the inputs of some operations there, and gated MLPs fail.
+    """
+    first, *_, last = places = [
+        get_device_for_block_index(number, model.cfg) for number in range(model.cfg.n_layers)
+    ]
+    for block, place in zip(model.blocks, places, strict=True):
+        block.to(place)
+    model.embed.to(first)
+    model.ln_final.to(last)
+    model.unembed.to(last)
 
 
 def sequences(program: Program) -> int:

@@ -23,6 +23,10 @@ SEED = 0
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_FLOAT_PRIME = 2**53 - 111
+"""The largest prime below 2**53: a float rounds what is larger, which hides small differences. No
+smaller difference is a multiple of a prime, whatever tensor's number it is multiplied by."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -58,21 +62,26 @@ class Program:
     ----------
     packages
         Whose versions are written beside torch's.
+    own
+        A parser of options that this program has beside those of all.
     """
 
-    def __init__(self, *packages: str) -> None:
-        parser = argparse.ArgumentParser()
+    def __init__(self, *packages: str, own: argparse.ArgumentParser | None = None) -> None:
+        parser = argparse.ArgumentParser(parents=[own] if own else [])
         parser.add_argument("--size", choices=SHAPES, default="small")
         parser.add_argument("--steps", type=int, default=16)
         parser.add_argument("--output", type=Path, required=True, help="of one JSON object")
         parser.add_argument("--deterministic", action="store_true")
         parser.add_argument("--device-map", help="load the Llama from a file with this map")
+        parser.add_argument("--writer", type=int, default=0, help="the rank that writes the output")
         self.options = parser.parse_args()
         self.shape = SHAPES[self.options.size]
         self.steps: int = self.options.steps
         self.on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
         self.rank = int(os.environ.get("RANK", 0))
+        self.data_rank = self.rank
+        """Ranks of the same number see the same data."""
         if self.on_gpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         self._packages = ("torch", *packages)
@@ -125,7 +134,7 @@ class Program:
 
     def rows(self) -> list[dict[str, torch.Tensor]]:
         """A data set of the rank: random tokens, enough for all steps."""
-        generator = torch.Generator().manual_seed(SEED + 1 + self.rank)
+        generator = torch.Generator().manual_seed(SEED + 1 + self.data_rank)
         size = (self.steps * self.shape.batch, self.shape.tokens)
         tokens = torch.randint(1, self.shape.vocabulary, size, generator=generator)
         return [{"input_ids": row, "labels": row} for row in tokens]
@@ -149,9 +158,9 @@ class Program:
     def write(self, model: Any) -> None:
         """Write losses as hexadecimal, seconds from each step's end to the next, and memory.
 
-        Of the first rank.
+        Of one rank, and of its GPU or the first of several.
         """
-        if self.rank:
+        if self.rank != self.options.writer:
             return
         found: dict[str, Any] = {}
         if self.on_gpu:
@@ -173,13 +182,15 @@ class Program:
 
 
 def checksum(*tensors: torch.Tensor) -> float:
-    """A number that changes with the tensors' bits, infinite values or not."""
-    return float(
-        sum(
-            int(it.view(_INTEGERS[it.itemsize]).sum(dtype=torch.int64)) * number
-            for number, it in enumerate(tensors, 1)
-        )
+    """A number that changes with the tensors' bits, infinite values or not.
+
+    Each tensor is summed where it is: several may be on several devices.
+    """
+    total = sum(
+        int(it.view(_INTEGERS[it.itemsize]).sum(dtype=torch.int64)) * number
+        for number, it in enumerate(tensors, 1)
     )
+    return float(total % _FLOAT_PRIME)
 
 
 def _host_memory() -> dict[str, int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from lens import hooked_transformer, sequences
-from shared import Program, checksum
+from lens import hooked_transformer, lens_program, sequences
+from shared import checksum
 
-program = Program("transformer-lens")
+program = lens_program()
 model = hooked_transformer(program)
 for batch in program.batches():
     tokens = batch["input_ids"][: sequences(program)].to(program.device)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lens import hooked_transformer, sequences
-from shared import Program, checksum
+from lens import hooked_transformer, lens_program, sequences
+from shared import checksum
 
-program = Program("transformer-lens")
+program = lens_program()
 model = hooked_transformer(program)
 
 
