@@ -13,7 +13,7 @@ from umem.capture.live.phase_tracker import AFTER_BACKWARD, BACKWARD_LOSS, FORWA
 from umem.capture.live.timing import Clock
 from umem.trace import OPTIMIZER
 
-__all__ = ["BlockFigures", "DeviceRoom", "StepFigures", "StepMeter", "StepTimer"]
+__all__ = ["BlockFigures", "DeviceRoom", "StepFigures", "StepMeter"]
 
 
 class DeviceRoom(Protocol):
@@ -219,38 +219,3 @@ class StepMeter(StepListener):
             block.backward_s = backward_s[name] / found.batches
         found.spilled_bytes = self._room.spilled_bytes()
         return found
-
-
-_MOST_MARKS = 8
-"""Marks that are taken before any is read: a question to the device takes longer than a mark."""
-
-
-class StepTimer:
-    """Times steps without waiting for the device, some of them.
-
-    Parameters
-    ----------
-    clock
-        Marks moments on the device.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self.last_s: float | None = None
-        """The last known time from one optimizer step to the next; None before the first."""
-        self._clock = clock
-        self._marks: list[Any] = []
-
-    def step_begins(self) -> None:
-        """The optimizer's step begins."""
-        if not self._clock.is_usable():
-            return
-        self._marks.append(self._clock.mark())
-        if len(self._marks) < _MOST_MARKS or not self._clock.is_past(self._marks[1]):
-            return
-        # The one before the last: the device has hardly come to the last one.
-        for end in range(len(self._marks) - 2, 0, -1):
-            if self._clock.is_past(self._marks[end]):
-                self.last_s = self._clock.seconds(self._marks[end - 1], self._marks[end])
-                self._clock.release(self._marks[:end])
-                del self._marks[:end]
-                return

@@ -23,7 +23,7 @@ from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.temporary_slots import TemporaryPlan, TemporarySlots
 from umem.executor.optimizer.unit_names import is_outside
-from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter, StepTimer
+from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
 from umem.executor.shared_budget import BudgetPart, SharedBudget
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import Hardware
@@ -192,8 +192,6 @@ class TuningStatus:
     """Of these, what comes back to the device before the step."""
     predicted_s: float | None
     """A step under the plan, by prediction."""
-    measured_s: float | None
-    """The last measured time from one optimizer step to the next."""
     spilled_bytes: int
     """Host memory that is held because of the budget."""
     activations: ActivationStatistics
@@ -277,7 +275,6 @@ class StreamTuner:
         self._plans = self._steps = 0
         self._slack = 1
         self._spilled_bytes = 0
-        self._timer = StepTimer(clock)
         self._has_warned = self._has_given_up = False
 
     # ------------------------------------------------------------------ for the training
@@ -426,7 +423,6 @@ class StreamTuner:
         if self._tracker is None or self._state == TuningState.OFF:
             return
         try:
-            self._timer.step_begins()
             if self._state == TuningState.MEASURING:
                 self._tracker.optimizer_begins()
         except Exception as error:
@@ -493,6 +489,35 @@ class StreamTuner:
         )
 
     @property
+    def rests(self) -> bool:
+        """Whether a step under the plan has nothing to do: all is on the device, and stays there.
+
+        Steps may then leave out all calls but :meth:`look`.
+        """
+        plan = self._optimizer_plan
+        return (
+            self._state == TuningState.PLANNED
+            and plan is not None
+            and not (self._copied or plan.copied_gradients or plan.temporary.made_in)
+            and self._part.most_bytes is None
+            and self._steps > max(_SETTLING_STEPS, self._patience)
+            and not (self._is_stale or self._measures_again)
+            and self._changes == self._shared.changes
+        )
+
+    def look(self) -> bool:
+        """Look at the memory after a step that :attr:`rests`: whether the next one may rest too."""
+        if self._room.spilled_bytes() <= self._spilled_bytes:
+            return True
+        self._room.take_peak_bytes()  # the next step's is to be known
+        return False
+
+    @property
+    def _patience(self) -> int:
+        """Steps before memory that runs short leads to another plan."""
+        return int(_PATIENCE_STEPS * 2 ** (self._plans - 1))
+
+    @property
     def late_fetches(self) -> int:
         """Copied activations that were fetched when they were needed, and not before."""
         return 0 if self._activations is None else self._activations.statistics.late_fetches
@@ -511,7 +536,6 @@ class StreamTuner:
             copied_gradients_bytes=self._gradient_bytes(self._copied_gradients),
             returning_gradients_bytes=self._gradient_bytes(self._returning_gradients),
             predicted_s=None if self.plan is None else self.plan.predicted.step_s,
-            measured_s=self._timer.last_s,
             spilled_bytes=self._room.spilled_bytes(),
             activations=ActivationStatistics()
             if self._activations is None
@@ -952,8 +976,7 @@ class StreamTuner:
             self._make_plan()
             return
         spilled_bytes = self._room.spilled_bytes()
-        patience = _PATIENCE_STEPS * 2 ** (self._plans - 1)
-        if spilled_bytes <= self._spilled_bytes or self._steps < patience:
+        if spilled_bytes <= self._spilled_bytes or self._steps < self._patience:
             return
         if self._plans >= _MOST_PLANS:
             if self._has_given_up:

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -264,6 +264,8 @@ class StreamedTraining:
         self._compilations = 0
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
+        self._rest: _Rest | None = None
+        """While all is on the device, and a step has nothing to do but to look whether it is."""
         self._whole_steps: Counter[str] = Counter()
         """Steps that ran on state in host memory, by reason."""
         self._managed_run = new_run(model, "step", functools.partial(_late, weakref.ref(self)))
@@ -331,6 +333,7 @@ class StreamedTraining:
         if self._backward is not None or model is None or optimizer is None:
             return
         _check(optimizer)
+        self._rest = None
         if self._weights is not None:
             # Updates would change what a backward pass still reads from a buffer.
             self._weights.exclude(optimizer_parameters(optimizer))
@@ -470,6 +473,8 @@ class StreamedTraining:
         if is_compiling():
             self._step.may_defer = False  # as before a block
             return
+        if self._rest is not None:
+            return
         self._gradients.settle()
         self._move_last()
         if _computes_anew():
@@ -481,7 +486,7 @@ class StreamedTraining:
             self._step.wait(outside)
 
     def _after_model(self, _module: nn.Module, _args: object, _result: object) -> None:
-        if is_compiling() or not _computes_anew():
+        if is_compiling() or self._rest is not None or not _computes_anew():
             return
         optimizer = self._optimizer()
         if self._backward is not None and optimizer is not None:
@@ -494,6 +499,10 @@ class StreamedTraining:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._rest is not None:
+            if self._rest.holds(optimizer) and self._tuner is not None and self._tuner.rests:
+                return None
+            self._rest = None
         named = _arguments(args, kwargs)
         may_call = named.keys() == {"closure"} and self._streams_state and self._backward is None
         if not may_call or not self._comes_last():
@@ -553,6 +562,12 @@ class StreamedTraining:
         return None if empty is None else ((empty,), dict(arguments))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._rest is not None and self._tuner is not None:
+            self._step.counts.resident += self._streams_state
+            self._count_step()
+            if not self._tuner.look():
+                self._rest = None
+            return
         with self._step.changing():
             self._end_step(optimizer)
 
@@ -563,6 +578,21 @@ class StreamedTraining:
             self._tuner.step_ends(self._tuned)
         if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
             self._tuner.move_into_backward(self._tuned)
+        self._count_step()
+        if self._may_rest():
+            self._rest = _Rest.of(optimizer)
+
+    def _may_rest(self) -> bool:
+        """Whether no later step has anything to do until something changes."""
+        return (
+            self._tuner is not None
+            and self._tuner.rests
+            and self._backward is None
+            and not self._step.units.queued
+            and (self._weights is None or not self._weights.away_bytes)
+        )
+
+    def _count_step(self) -> None:
         plan = None if self._tuner is None or self._tuner.is_measuring else self._tuner.plan
         predicted_s = None if plan is None else plan.predicted.step_s
         self._managed_run.ends(predicted_s, is_planned=plan is not None)
@@ -634,6 +664,32 @@ class StreamedTraining:
     def _hooks(self) -> dict[int, Any]:
         """The optimizer's hooks before a step, in their order."""
         return self._handle.hooks_dict_ref() or {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What an optimizer had when its steps began to have nothing to do."""
+
+    state: object = field(repr=False)
+    states: int
+    parameters: int
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _Rest:
+        return cls(optimizer.state, len(optimizer.state), _parameter_count(optimizer))
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has no other parameters or state; a new parameter gets state."""
+        state = optimizer.state
+        return (
+            state is self.state
+            and len(state) == self.states
+            and _parameter_count(optimizer) == self.parameters
+        )
+
+
+def _parameter_count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -310,7 +310,6 @@ def main() -> None:
                 "copied_blocks": status.copied_blocks,
                 "spilled_bytes": status.spilled_bytes,
                 "predicted_s": status.predicted_s,
-                "measured_s": status.measured_s,
                 "bytes_out": status.activations.bytes_out,
                 "late_fetches": status.activations.late_fetches,
             }
