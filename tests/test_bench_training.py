@@ -414,6 +414,7 @@ def streamed(tuning: TuningStatus | None, *, is_settled: bool = True) -> Streame
         counts=StepCounts(),
         step_in_backward=False,
         is_settled=is_settled,
+        measured_s=None,
         tuning=tuning,
     )
 

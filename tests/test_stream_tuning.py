@@ -392,6 +392,7 @@ def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
     (told,) = (it for it in caplog.messages if "plan 1: state of 6 of 6 blocks" in it)
     assert " 0 B of host memory" in told
     managed = managed_runs()[-1]
+    assert run.training.status().measured_s == managed.measured_s is not None
     assert (managed.model, managed.predicted_s) == ("Net", status.predicted_s)
     assert 0 < managed.planned < managed.count
     assert managed.late() == 0

@@ -174,6 +174,9 @@ class StreamedStatus:
     is_settled
         Whether later steps run as the next one does: none is measured for a plan, or watched for
         `step_in_backward`.
+    measured_s
+        Mean time from one step to the next under the present plan, on the host's clock; None at
+        first.
     tuning
         What was measured and planned; None for a training without a tuner.
     """
@@ -183,6 +186,7 @@ class StreamedStatus:
     counts: StepCounts
     step_in_backward: bool
     is_settled: bool
+    measured_s: float | None
     tuning: TuningStatus | None
 
 
@@ -404,6 +408,7 @@ class StreamedTraining:
             counts=replace(self._step.counts),
             step_in_backward=self._backward is not None and not is_watched,
             is_settled=not is_watched and (self._tuner is None or self._tuner.is_settled),
+            measured_s=self._managed_run.measured_s,
             tuning=None if self._tuner is None else self._tuner.status(),
         )
 
