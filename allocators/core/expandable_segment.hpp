@@ -114,7 +114,7 @@ class ExpandableSegment {
   void leave(std::size_t place);
   void forget_shadow(std::size_t place);
   void unmap_shadow(std::size_t place);
-  std::optional<std::size_t> cheapest_alias(
+  std::optional<AliasPlan> cheapest_alias(
       std::size_t count, const std::vector<bool>& is_free,
       const std::function<bool(std::uintptr_t)>& is_busy) const;
 

@@ -47,32 +47,34 @@ std::vector<std::size_t> take_places(std::vector<PlaceRun> runs, std::size_t cou
 
 }  // namespace
 
-// The first place of the addresses that cost least: those of an alias that has ended, or new ones.
-std::optional<std::size_t> ExpandableSegment::cheapest_alias(
+// The addresses that cost least, without sources: those of an alias that has ended, or new ones.
+std::optional<AliasPlan> ExpandableSegment::cheapest_alias(
     std::size_t count, const std::vector<bool>& is_free,
     const std::function<bool(std::uintptr_t)>& is_busy) const {
-  std::optional<std::size_t> cheapest;
-  std::size_t least_cost = SIZE_MAX, ended = 0;
+  std::optional<AliasPlan> cheapest;
+  std::size_t ended = 0;
   for (const Alias& alias : aliases_) {
     if (!alias.homes.empty()) continue;
     ++ended;
     if (alias.count < count) continue;
-    std::size_t cost = 0;
-    bool unmaps = false;
+    AliasPlan plan;
+    plan.first = alias.first;
     for (std::size_t i = alias.first; i < alias.first + count; ++i) {
       const HandleId shadow = places_[i].shadow;
       if (shadow != 0 && is_free[handles_.at(shadow).place]) continue;
-      cost += shadow == 0 ? kMapCost : kMapCost + kUnmapCost;
-      unmaps = unmaps || shadow != 0;
+      plan.cost += shadow == 0 ? kMapCost : kMapCost + kUnmapCost;
+      plan.unmaps = plan.unmaps || shadow != 0;
     }
-    if (unmaps && is_busy(range_of(alias.first, 1).address)) cost += kWaitCost;
-    if (cost >= least_cost) continue;
-    least_cost = cost;
-    cheapest = alias.first;
+    if (plan.unmaps && is_busy(range_of(alias.first, 1).address)) plan.cost += kWaitCost;
+    if (!cheapest || plan.cost < cheapest->cost) cheapest = std::move(plan);
   }
   const bool may_be_new = end_of_aliases_ + count <= addresses_.bytes / handle_bytes_ &&
                           (ended < kMostAliases || !cheapest);
-  if (may_be_new && count * kMapCost < least_cost) cheapest = end_of_aliases_;
+  if (may_be_new && (!cheapest || count * kMapCost < cheapest->cost)) {
+    cheapest.emplace();
+    cheapest->first = end_of_aliases_;
+    cheapest->cost = count * kMapCost;
+  }
   return cheapest;
 }
 
@@ -87,28 +89,23 @@ std::optional<AliasPlan> ExpandableSegment::plan_alias(
     free_count += more;
   }
   if (free_count < count) return std::nullopt;
-  const std::optional<std::size_t> first = cheapest_alias(count, is_free, is_busy);
-  if (!first) return std::nullopt;
+  std::optional<AliasPlan> plan = cheapest_alias(count, is_free, is_busy);
+  if (!plan) return std::nullopt;
 
-  AliasPlan plan;
-  plan.first = *first;
-  plan.sources.resize(count);
+  plan->sources.resize(count);
   std::vector<std::size_t> missing;  // places of the plan
   for (std::size_t i = 0; i < count; ++i) {
-    const std::size_t place = *first + i;
+    const std::size_t place = plan->first + i;
     const HandleId shadow = place < places_.size() ? places_[place].shadow : 0;
     if (shadow != 0 && is_free[handles_.at(shadow).place]) {
-      plan.sources[i] = handles_.at(shadow).place;
-      is_free[plan.sources[i]] = false;
+      plan->sources[i] = handles_.at(shadow).place;
+      is_free[plan->sources[i]] = false;
     } else {
       missing.push_back(i);
-      plan.unmaps = plan.unmaps || shadow != 0;
-      plan.cost += shadow == 0 ? kMapCost : kMapCost + kUnmapCost;
     }
   }
   const std::vector<std::size_t> others = take_places(runs_of(is_free), missing.size());
-  for (std::size_t i = 0; i < missing.size(); ++i) plan.sources[missing[i]] = others[i];
-  if (plan.unmaps && is_busy(alias_range(plan).address)) plan.cost += kWaitCost;
+  for (std::size_t i = 0; i < missing.size(); ++i) plan->sources[missing[i]] = others[i];
   return plan;
 }
 
