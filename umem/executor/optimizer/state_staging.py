@@ -176,6 +176,10 @@ class Binding:
         """State by parameter and name, with views of the slot for homes."""
         self.made: dict[torch.Tensor, dict[str, Any]] = {}
         """The same, as it was before any update."""
+        self.copies_in: list[Copy] = []
+        """From the homes into the slot."""
+        self.copies_out: list[Copy] = []
+        """From the slot to the homes."""
 
 
 class StagedState:
@@ -351,6 +355,11 @@ class StagedState:
                 for parameter, values in self._known.items()
             }
         binding.made = {parameter: dict(values) for parameter, values in binding.views.items()}
+        if slot is not None:
+            first = slot.memory.data_ptr()
+            places = [(it.address, first + it.offset, it.size_bytes) for it in self._runs]
+            binding.copies_in = [Copy(to, home, size) for home, to, size in places]
+            binding.copies_out = [Copy(home, source, size) for home, source, size in places]
         self.binding = binding
 
     def _in_place_of(self, value: Any, made: Mapping[int, torch.Tensor]) -> Any:
@@ -376,17 +385,13 @@ class StagedState:
         memory = slot.memory[offset : offset + home.nbytes].view(home.dtype)
         return memory.as_strided(home.shape, home.stride())
 
-    def copy_in(self, lanes: Lanes, slot: Slot) -> None:
+    def copy_in(self, lanes: Lanes, binding: Binding) -> None:
         """Copy the homes into a slot, from within work of a lane."""
-        first = slot.memory.data_ptr()
-        copies = [Copy(first + it.offset, it.address, it.size_bytes) for it in self._runs]
-        lanes.copy(Lane.COPY_IN, copies, TensorClass.OPTIMIZER_STATE)
+        lanes.copy(Lane.COPY_IN, binding.copies_in, TensorClass.OPTIMIZER_STATE)
 
-    def copy_out(self, lanes: Lanes, slot: Slot) -> None:
+    def copy_out(self, lanes: Lanes, binding: Binding) -> None:
         """Copy a slot back to the homes, from within work of a lane."""
-        first = slot.memory.data_ptr()
-        copies = [Copy(it.address, first + it.offset, it.size_bytes) for it in self._runs]
-        lanes.copy(Lane.COPY_OUT, copies, TensorClass.OPTIMIZER_STATE)
+        lanes.copy(Lane.COPY_OUT, binding.copies_out, TensorClass.OPTIMIZER_STATE)
 
     def values_of_span(
         self, binding: Binding, parameter: torch.Tensor, state: Any, *, is_last: bool

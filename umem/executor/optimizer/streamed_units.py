@@ -639,7 +639,7 @@ class StreamedUnits:
         slot.holder = unit
         state.bind(slot)
         moments = [after, *filter(None, (slot.free, unit.returned))]
-        copy_in = functools.partial(state.copy_in, self._lanes, slot)
+        copy_in = functools.partial(state.copy_in, self._lanes, state.binding)
         unit.fetched = self._lanes.run(Lane.COPY_IN, copy_in, moments)
 
     def fetch_ahead(self) -> None:
