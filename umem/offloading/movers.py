@@ -187,6 +187,8 @@ class HostPool:
         """A buffer of at least this size; None if the host has no room for one."""
         self._sort_returned()
         wanted = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+        if alike := self._free.get(wanted):
+            return alike.pop()
         # Batch lengths vary: a somewhat larger buffer serves as well as a new one.
         fitting = [it for it, free in self._free.items() if free and wanted <= it <= 2 * wanted]
         if fitting:
