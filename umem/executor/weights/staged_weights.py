@@ -21,6 +21,8 @@ from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
     InferenceMode,
+    storage_key,
+    storage_use_count,
     version_counter,
 )
 
@@ -68,7 +70,24 @@ class StagingBuffer:
         """The moments after the last uses of its contents."""
         self.holder: StagedWeights | None = None
         """The block whose weights were fetched last."""
-        self._end_loan = lend(memory.untyped_storage(), partial(_find, weakref.ref(self)))
+        self._storage = memory.untyped_storage()
+        self._end_loan = lend(self._storage, partial(_find, weakref.ref(self)))
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        """Views of all of it."""
+        self._places: dict[object, torch.Tensor] = {}
+        """Views by layout: most blocks have weights alike, and to make a view takes some time."""
+
+    def place(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """The memory at an offset, in bytes, in the layout of a tensor: always the same view."""
+        layout = offset, like.dtype, like.size(), like.stride()
+        place = self._places.get(layout)
+        if place is None:
+            typed = self._typed.get(like.dtype)
+            if typed is None:
+                typed = self._typed[like.dtype] = self.memory.view(like.dtype)
+            first = offset // like.itemsize
+            place = self._places[layout] = typed.as_strided(like.size(), like.stride(), first)
+        return place
 
     def end_loan(self) -> None:
         """Leave the memory to whoever has a view of it."""
@@ -76,7 +95,9 @@ class StagingBuffer:
 
     def has_users(self) -> bool:
         """Whether a view of it is alive, so that it must not get other contents."""
-        return has_alias((self.memory,))
+        # `memory`, and the storage's own object, have it too.
+        own = 2 + len(self._typed) + len(self._places)
+        return storage_use_count(storage_key(self._storage)) > own
 
 
 def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -347,16 +368,12 @@ class StagedWeights:
         self.guard.release()
         self.was_used = self._is_bound = True
         self._stream = self._lanes.stream_key()
-        typed: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
+        place = self.buffer.place
         with DisableTorchFunctionSubclass(), InferenceMode(False):
             for part in self._copied.every:
                 tensor: Any = part.tensor
                 part.home = home = tensor.data
-                dtype = home.dtype
-                if dtype not in typed:
-                    typed[dtype] = self.buffer.memory.view(dtype), home.itemsize
-                memory, itemsize = typed[dtype]
-                tensor.data = memory.as_strided(home.size(), home.stride(), part.offset // itemsize)
+                tensor.data = place(home, part.offset)
 
     def _unbind(self) -> None:
         """Give the weights their homes back, with what the block itself has written to them."""
