@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from umem.core.errors import OffloadError
 from umem.offloading.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
@@ -187,26 +188,24 @@ class _Group:
 class _Handle:
     """Stands for a saved tensor: its storage, and its shape within the storage."""
 
-    __slots__ = ("_dtype", "_offset", "_probe", "_size", "_stride", "_version", "group", "stored")
+    __slots__ = ("_dtype", "_layout", "_probe", "_version", "group", "stored")
 
     def __init__(self, tensor: torch.Tensor, stored: _Stored, group: _Group) -> None:
         self.stored = stored
         self.group = group
         self._dtype = tensor.dtype
-        self._offset = tensor.storage_offset()
-        self._size = tensor.size()
-        self._stride = tensor.stride()
+        self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
         self._version = version_counter(tensor)
         self._probe = probe_of(tensor)
 
     def check(self) -> None:
         """Raise autograd's error if the tensor was modified in place since it was saved."""
-        check_version(self._probe, self._version, self._size)
+        check_version(self._probe, self._version, self._layout[1])
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The saved tensor, as a view of a storage."""
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
-        return tensor.set_(storage, self._offset, self._size, self._stride)
+        return tensor.set_(storage, *self._layout)
 
 
 class _HookStack(threading.local):
@@ -260,6 +259,8 @@ class _HookStack(threading.local):
         self._remove_left()
 
     def _remove_left(self) -> None:
+        if not self._left:
+            return
         for hooks in self._left[::-1]:
             saved_tensor_hooks.pop_if_innermost(hooks, partial(self._left.remove, hooks))
         if self._left and saved_tensor_hooks.innermost() is None:
@@ -272,11 +273,7 @@ def in_backward_or_compiler() -> bool:
     A compiler or a transform of ``torch.func`` traces, or a backward pass runs, as in a
     checkpoint's second forward pass.
     """
-    return (
-        torch.compiler.is_compiling()
-        or current_graph_task_id() != -1
-        or function_transform_level() is not None
-    )
+    return is_compiling() or current_graph_task_id() != -1 or function_transform_level() is not None
 
 
 class ActivationStore:
