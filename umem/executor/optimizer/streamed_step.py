@@ -311,7 +311,8 @@ class StreamedStep:
             gradients = [it.grad for it in updated]
         if not updated:
             return None
-        self.settle(unit)  # what the backward pass has updated of it
+        if unit.pending is not None:
+            self.settle(unit)  # what the backward pass has updated of it
         state = unit.state
         assert state is not None
         held, free = [], gradients
@@ -412,12 +413,14 @@ class StreamedStep:
         self, unit: StreamedUnit, call: StepCall, pieces: list[_PieceUpdate], ready: Moment
     ) -> None:
         """Queue the copies and the updates of pieces, whose gradients are `ready`."""
+        have_weights = False
         for it in pieces:
             self._launch_piece(it, call, ready)
+            have_weights |= it.operands is not None and it.operands.has_weights
             if it.piece.slot is not None and it.piece.slot.made is not None:
                 self._leaving.append((unit, it.piece))
             unit.returned, unit.updated = it.piece.returned, it.piece.updated
-        if any(it.operands is not None and it.operands.has_weights for it in pieces):
+        if have_weights:
             # Weights are updated when all of them are back.
             unit.updated = self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
         unit.fetched, self._last = None, unit.updated
