@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -80,8 +79,6 @@ class LoggedStore(ActivationStore):
         super().__init__("cpu", mover, min_bytes=64)
         self.groups: dict[Any, int] = {}
         self.log: list[tuple[str, int]] = []
-        self.asked: Counter[tuple[Any, Any]] = Counter()
-        """Parts that were to be fetched."""
 
     def open_group(self, key: Any, chosen: Any = None) -> bool:
         self.groups[key] = len(self.groups)
@@ -94,7 +91,6 @@ class LoggedStore(ActivationStore):
         return self._noted("release", key, super().release(key, ordinals))
 
     def fetch(self, key: Any, ordinals: Any = None) -> int:
-        self.asked[key, ordinals] += 1
         return self._noted("fetch", key, super().fetch(key, ordinals))
 
     def _noted(self, verb: str, key: Any, moved_bytes: int) -> int:
@@ -252,20 +248,6 @@ def test_two_graphs_at_once(is_first_first: bool) -> None:
         return gradients(model)
 
     check_same(run)
-
-
-def test_each_pass_asks_once_for_what_a_call_has_saved() -> None:
-    model = make(reentrant=False)
-    copied = Copied(model, ALL_COPIED)
-    loss = model(batch()).square().mean()
-    loss.backward(retain_graph=True)
-    # Checkpoints save their inputs, in the model's group, and nothing in their blocks' groups.
-    assert [key is next(iter(copied.store.groups)) for key, _ in copied.store.asked] == [
-        True
-    ] * len(ALL_COPIED)
-    assert set(copied.store.asked.values()) == {1}
-    loss.backward()  # the first blocks' activations have stayed, as no pass behind lets them go
-    assert sorted(copied.store.asked.values()) == [1, 1, 2, 2]
 
 
 def test_a_retained_graph_goes_backward_twice() -> None:

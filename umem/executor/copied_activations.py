@@ -49,8 +49,6 @@ class _Call:
     that a checkpoint saves."""
     saved_bytes: int = 0
     """Bytes of it that no call before has saved too."""
-    is_fetched: bool = False
-    """Whether copies back have begun, and none of it was let go of since."""
 
 
 class _Pass:
@@ -76,15 +74,12 @@ class _Pass:
 
     def send(self, call: _Call) -> None:
         """Start the copies to the host."""
-        # A checkpoint's block saves nothing in a group of its own.
-        call.parts = [it for it in call.parts if self._store.saved_count(it[0])]
         for key, ordinals in call.parts:
             self._store.send(key, ordinals)
         self.leaving.append(call)
 
     def release(self, call: _Call) -> int:
         """Let go of the device's memory. Returns its bytes."""
-        call.is_fetched = False
         return sum(self._store.release(key, ordinals) for key, ordinals in call.parts)
 
     def watch(self, tensors: Iterable[torch.Tensor], guard: Guard) -> None:
@@ -107,10 +102,9 @@ class _Pass:
             if call.is_copied:
                 self.release(call)
         for call in reversed(self.calls[first : last + 1]):
-            if call.is_copied and not call.is_fetched:
+            if call.is_copied:
                 for key, ordinals in reversed(call.parts):
                     self._store.fetch(key, ordinals)
-                call.is_fetched = True
 
 
 class _Running(threading.local):
