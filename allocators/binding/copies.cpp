@@ -55,6 +55,26 @@ void queue_copies(const std::vector<Copy>& copies, std::uintptr_t stream, std::s
     }
 }
 
+// Where CUDA knows an address to be.
+const char* memory_type(std::uintptr_t address) {
+  cudaPointerAttributes found{};
+  const cudaError_t error =
+      cudaPointerGetAttributes(&found, reinterpret_cast<const void*>(address));
+  if (!succeeded(error))
+    throw std::runtime_error(std::string("cudaPointerGetAttributes failed: ") +
+                             cudaGetErrorString(error));
+  switch (found.type) {
+    case cudaMemoryTypeHost:
+      return "host";
+    case cudaMemoryTypeDevice:
+      return "device";
+    case cudaMemoryTypeManaged:
+      return "managed";
+    default:
+      return "unregistered";
+  }
+}
+
 // Runs in the device's primary context, to which torch's streams belong.
 class Copier {
  public:
@@ -100,6 +120,7 @@ class Copier {
 
 void bind_copies(nb::module_& module) {
   module.def("queue_copies", &queue_copies, "copies"_a, "stream"_a, "chunk_bytes"_a, "word"_a);
+  module.def("memory_type", &memory_type, "address"_a);
   nb::class_<Copier>(module, "StagedCopy")
       .def(nb::init<int, bool>(), "device"_a, "leaves"_a)
       .def("fits", &Copier::fits, "to"_a, "source"_a)

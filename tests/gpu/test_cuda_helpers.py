@@ -16,8 +16,9 @@ from managed_memory import ManagedBytes
 
 from umem import cuda as ucuda
 from umem.core.errors import CudaError
-from umem.cuda import Advice, Location, Range
+from umem.cuda import Advice, Location, Range, bindings
 from umem.hardware.capabilities import detect
+from umem.runtime.native_library import native
 
 pytestmark = pytest.mark.gpu
 
@@ -289,3 +290,16 @@ class TestCapabilities:
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
         assert result.returncode == 0, result.stderr
+
+
+def test_the_native_library_knows_the_same_types_of_memory(managed: Range) -> None:
+    tensors = {
+        "device": torch.ones(MIB, device="cuda"),
+        "host": torch.ones(MIB).pin_memory(),
+        "unregistered": torch.ones(MIB),
+    }
+    addresses = {kind: it.data_ptr() for kind, it in tensors.items()}
+    addresses["managed"] = managed.address
+    for kind, address in addresses.items():
+        assert native().memory_type(address) == kind
+        assert bindings.memory_type(address) == f"cudaMemoryType{kind.capitalize()}"

@@ -12,9 +12,9 @@ import torch
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
 from umem.core.interrupts import call_all
-from umem.cuda import bindings
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
+from umem.runtime.native_library import native
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.refused_memory import unless_refused
 from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
@@ -64,7 +64,7 @@ class CudaStateMemory(StateMemory):
 
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether CUDA knows its memory as the host's."""
-        return bindings.memory_type(tensor.data_ptr()) == "cudaMemoryTypeHost"
+        return bool(native().memory_type(tensor.data_ptr()) == "host")
 
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Copy to new memory, which the tensor then has."""
@@ -112,7 +112,7 @@ class CudaStateMemory(StateMemory):
         )
         if address is None:
             return None
-        if bindings.memory_type(address) != "cudaMemoryTypeHost":  # by another policy
+        if native().memory_type(address) != "host":  # by another policy
             self.give_back(address)
             return None
         self._allocator.retag(address, TensorClass.ACTIVATIONS.number)

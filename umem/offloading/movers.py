@@ -19,11 +19,10 @@ import torch
 from umem.core.classes import TensorClass
 from umem.core.report import Direction
 from umem.core.units import format_bytes
-from umem.cuda import bindings
 from umem.hardware.host_memory import host_memory_bytes
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
-from umem.runtime.cuda_streams import own_stream, run_on
+from umem.runtime.cuda_streams import CurrentStream, own_stream, run_on
 from umem.runtime.native_library import native
 from umem.runtime.state import is_enabled, runtime
 from umem.runtime.unfilled_memory import unfilled_bytes
@@ -187,6 +186,8 @@ class HostPool:
         """A buffer of at least this size; None if the host has no room for one."""
         self._sort_returned()
         wanted = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+        if alike := self._free.get(wanted):
+            return alike.pop()
         # Batch lengths vary: a somewhat larger buffer serves as well as a new one.
         fitting = [it for it, free in self._free.items() if free and wanted <= it <= 2 * wanted]
         if fitting:
@@ -317,6 +318,7 @@ class CudaMover(Mover):
         self._device = device
         self._out = _CopyStreams(device, to_host=True)
         self._in = _CopyStreams(device, to_host=False)
+        self._current_stream = CurrentStream(device)
         self._process = os.getpid()
 
     def is_ready(self) -> bool:
@@ -325,11 +327,11 @@ class CudaMover(Mover):
 
     def stream(self) -> torch.cuda.Stream:
         """The current stream of the device in this thread."""
-        return torch.cuda.current_stream(self._device)
+        return self._current_stream()
 
     def is_on_device(self, storage: torch.UntypedStorage) -> bool:
         """Whether the budget has not put it into page-locked host memory."""
-        return not is_enabled() or bindings.memory_type(storage.data_ptr()) != "cudaMemoryTypeHost"
+        return not is_enabled() or native().memory_type(storage.data_ptr()) != "host"
 
     def copy_out(
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: torch.cuda.Stream
@@ -440,26 +442,29 @@ class _CopyStreams:
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
         """Start copying bytes between device and pinned memory; returns the end of the copy."""
-        end = run_on(self._pages, lambda: self._copy(to, source))
+        on_device = source if self._to_host else to
+        end = None
+        if self._may_be_managed and native().memory_type(on_device.data_ptr()) == "managed":
+            end = run_on(self._pages, lambda: self._copy_managed(to, source))
+        if end is None:
+            with self._counted(source.nbytes, self._link):
+                run_on(self._link, lambda: to.copy_(source, non_blocking=True))
+            end = self._link
         event = new_event()
         event.record(end)
         return event
 
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
-        """Start a copy and return the stream on which it ends."""
+    def _copy_managed(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream | None:
+        """Start a copy and return the stream on which it ends; None where it cannot be staged."""
         addresses = to.data_ptr(), source.data_ptr()
-        on_device = addresses[1] if self._to_host else addresses[0]
-        if self._may_be_managed and bindings.memory_type(on_device) == "cudaMemoryTypeManaged":
-            if self._staged is None:
-                self._make_staged()
-            if self._staged is not None and self._staged.fits(*addresses):
-                streams = self._pages.cuda_stream, self._link.cuda_stream
-                with self._counted(source.nbytes, self._link):
-                    self._staged.copy(*addresses, source.nbytes, *streams)
-                return self._link if self._to_host else self._pages
+        if self._staged is None:
+            self._make_staged()
+        if self._staged is None or not self._staged.fits(*addresses):
+            return None
+        streams = self._pages.cuda_stream, self._link.cuda_stream
         with self._counted(source.nbytes, self._link):
-            run_on(self._link, lambda: to.copy_(source, non_blocking=True))
-        return self._link
+            self._staged.copy(*addresses, source.nbytes, *streams)
+        return self._link if self._to_host else self._pages
 
     def _counted(
         self, size_bytes: int, stream: torch.cuda.Stream

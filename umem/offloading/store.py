@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from umem.core.errors import OffloadError
 from umem.offloading.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
@@ -22,6 +23,7 @@ from umem.runtime.torch_hooks.saved_tensors import (
     is_lent,
     keep,
     may_leave,
+    probe_of,
     unpack_kept,
 )
 from umem.torch_compat import (
@@ -30,6 +32,7 @@ from umem.torch_compat import (
     function_transform_level,
     push_saved_tensor_hooks,
     saved_tensor_hooks_enabled,
+    storage_address,
     storage_key,
     version_counter,
 )
@@ -172,42 +175,37 @@ class _Group:
         """How many tensors were saved so far."""
         return self._count
 
-    def stored(self, ordinals: Iterable[int] | None) -> Iterator[_Stored]:
+    def stored(self, ordinals: Iterable[int] | None) -> list[_Stored]:
         """The storages that autograd still holds, each once, in the order of saving."""
-        seen = set()
-        for ordinal in sorted(self._stored if ordinals is None else ordinals):
-            reference = self._stored.get(ordinal)
-            stored = None if reference is None else reference()
-            if stored is not None and stored not in seen:
-                seen.add(stored)
-                yield stored
+        if ordinals is None:
+            references = list(self._stored.values())
+        else:
+            found = map(self._stored.get, sorted(ordinals))
+            references = [it for it in found if it is not None]
+        return list(dict.fromkeys(it for of in references if (it := of()) is not None))
 
 
 class _Handle:
     """Stands for a saved tensor: its storage, and its shape within the storage."""
 
-    __slots__ = ("_dtype", "_offset", "_probe", "_size", "_stride", "_version", "group", "stored")
+    __slots__ = ("_dtype", "_layout", "_probe", "_version", "group", "stored")
 
     def __init__(self, tensor: torch.Tensor, stored: _Stored, group: _Group) -> None:
         self.stored = stored
         self.group = group
         self._dtype = tensor.dtype
-        self._offset = tensor.storage_offset()
-        self._size = tensor.size()
-        self._stride = tensor.stride()
+        self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
         self._version = version_counter(tensor)
-        # Shares the tensor's counter of in-place modifications, but none of its memory.
-        self._probe = tensor.detach()
-        self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._probe = probe_of(tensor)
 
     def check(self) -> None:
         """Raise autograd's error if the tensor was modified in place since it was saved."""
-        check_version(self._probe, self._version, self._size)
+        check_version(self._probe, self._version, self._layout[1])
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The saved tensor, as a view of a storage."""
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
-        return tensor.set_(storage, self._offset, self._size, self._stride)
+        return tensor.set_(storage, *self._layout)
 
 
 class _HookStack(threading.local):
@@ -261,6 +259,8 @@ class _HookStack(threading.local):
         self._remove_left()
 
     def _remove_left(self) -> None:
+        if not self._left:
+            return
         for hooks in self._left[::-1]:
             saved_tensor_hooks.pop_if_innermost(hooks, partial(self._left.remove, hooks))
         if self._left and saved_tensor_hooks.innermost() is None:
@@ -273,11 +273,7 @@ def in_backward_or_compiler() -> bool:
     A compiler or a transform of ``torch.func`` traces, or a backward pass runs, as in a
     checkpoint's second forward pass.
     """
-    return (
-        torch.compiler.is_compiling()
-        or current_graph_task_id() != -1
-        or function_transform_level() is not None
-    )
+    return is_compiling() or current_graph_task_id() != -1 or function_transform_level() is not None
 
 
 class ActivationStore:
@@ -320,7 +316,7 @@ class ActivationStore:
                 raise OffloadError(f"{name} is {value}: give bytes, 0 or more")
         self.device = torch.empty(0, device=device).device  # with its index
         self._mover = _default_mover(self.device) if mover is None else mover
-        self._min_bytes = min_bytes
+        self._min_bytes = max(min_bytes, 1)  # an empty storage holds no memory
         self._pool = HostPool(self._mover, host_limit_bytes)
         self._unfinished: deque[_Unfinished] = deque()
         self._lock = threading.RLock()
@@ -414,12 +410,12 @@ class ActivationStore:
     def _admit(self, group: _Group, tensor: torch.Tensor) -> _Handle | None:
         if tensor.device != self.device or not may_leave(tensor) or is_lent(tensor):
             return None
-        storage = tensor.untyped_storage()
-        address = storage_key(storage)
-        size_bytes = storage.nbytes()
-        if size_bytes < max(self._min_bytes, 1):  # an empty one holds no memory
-            return None
+        address = storage_address(tensor)
         if address in self._stays or address in self._always_stays:
+            return None
+        storage = tensor.untyped_storage()
+        size_bytes = storage.nbytes()
+        if size_bytes < self._min_bytes:
             return None
         if self._mover.stream() != group.stream:
             return None  # neither the copy nor the memory's next user would wait for this stream
@@ -543,7 +539,7 @@ class ActivationStore:
             if group is None:
                 return 0
             waited: Any = None
-            for stored in reversed(list(group.stored(ordinals))):
+            for stored in reversed(group.stored(ordinals)):
                 stored.wanted_by.discard(group.reference)
                 if stored.storage is None or stored.buffer is None or stored.is_wanted():
                     continue

@@ -5,7 +5,7 @@ Class numbers are `umem.TensorClass.number`; streams are `cudaStream_t` addresse
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 HAS_CUDA: bool
 """Built against RMM and CUDA's runtime; otherwise the host core only."""
@@ -253,6 +253,12 @@ def queue_copies(
 
     Not in a build without CUDA. Unless `word` is 0, a write of 32 bits to that address of device
     memory follows each chunk. Raises RuntimeError where CUDA refuses one.
+    """
+
+def memory_type(address: int) -> Literal["host", "device", "managed", "unregistered"]:
+    """Whose memory CUDA takes an address for; ``host`` is page-locked, ``unregistered`` is not.
+
+    Not in a build without CUDA. Raises RuntimeError where CUDA refuses.
     """
 
 class StagedCopy:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from umem.core.classes import TensorClass
@@ -23,12 +24,19 @@ _MOST_OPEN = 4096
 """Timed copies that nobody has asked for yet; those beyond are counted without their time."""
 
 
+@dataclass(slots=True)
+class _Sum:
+    bytes: int = 0
+    seconds: float = 0.0
+    count: int = 0
+
+
 class CopyCounts:
     """Sums over the copies of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[tuple[Direction, TensorClass], Traffic] = {}
+        self._sums: dict[tuple[Direction, TensorClass], _Sum] = {}
         self._open: list[tuple[Direction, TensorClass, Callable[[], float]]] = []
         self._readers = 0
 
@@ -43,27 +51,39 @@ class CopyCounts:
             with self._lock:
                 self._readers -= 1
 
-    @contextmanager
     def counted(
         self,
         direction: Direction,
         tensor_class: TensorClass,
         size_bytes: int,
         stream: torch.cuda.Stream | None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Count the copy that the block starts on a stream.
 
         `stream` is None for a copy that is over with the block.
         """
-        begun = None
+        return _Counted(self, (direction, tensor_class), size_bytes, stream)
+
+    def begin(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """A copy begins. Returns an event at its begin if its time is taken."""
         if stream is not None and self._readers and len(self._open) < _MOST_OPEN:
-            begun = _event_on(stream)
-        yield
+            return _event_on(stream)
+        return None
+
+    def end(
+        self,
+        key: tuple[Direction, TensorClass],
+        size_bytes: int,
+        stream: torch.cuda.Stream | None,
+        begun: torch.cuda.Event | None,
+    ) -> None:
+        """A copy has been started."""
         with self._lock:
-            self._add(Traffic(direction, "copy", tensor_class, size_bytes, 0.0, 1))
+            known = self._sum(key)
+            known.bytes += size_bytes
+            known.count += 1
             if begun is not None and stream is not None:
-                seconds = _seconds(begun, _event_on(stream))
-                self._open.append((direction, tensor_class, seconds))
+                self._open.append((*key, _seconds(begun, _event_on(stream))))
 
     def copied_bytes(self) -> dict[tuple[Direction, TensorClass], int]:
         """Bytes so far by direction and class. Waits for no copy."""
@@ -75,22 +95,41 @@ class CopyCounts:
         with self._lock:
             taken, self._open = self._open, []
             for direction, tensor_class, seconds in taken:
-                self._add(Traffic(direction, "copy", tensor_class, 0, seconds(), 0))
-            return tuple(self._sums.values())
-
-    def _add(self, more: Traffic) -> None:
-        key = more.direction, more.tensor_class
-        known = self._sums.get(key)
-        if known is not None:
-            more = Traffic(
-                more.direction,
-                more.cause,
-                more.tensor_class,
-                known.bytes + more.bytes,
-                known.seconds + more.seconds,
-                known.count + more.count,
+                self._sum((direction, tensor_class)).seconds += seconds()
+            return tuple(
+                Traffic(direction, "copy", tensor_class, it.bytes, it.seconds, it.count)
+                for (direction, tensor_class), it in self._sums.items()
             )
-        self._sums[key] = more
+
+    def _sum(self, key: tuple[Direction, TensorClass]) -> _Sum:
+        known = self._sums.get(key)
+        if known is None:
+            known = self._sums[key] = _Sum()
+        return known
+
+
+class _Counted(AbstractContextManager[None]):
+    """Counts the copy that the block starts. A generator takes longer."""
+
+    __slots__ = ("_begun", "_counts", "_key", "_size_bytes", "_stream")
+
+    def __init__(
+        self,
+        counts: CopyCounts,
+        key: tuple[Direction, TensorClass],
+        size_bytes: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._counts = counts
+        self._key, self._size_bytes, self._stream = key, size_bytes, stream
+        self._begun: torch.cuda.Event | None = None
+
+    def __enter__(self) -> None:
+        self._begun = self._counts.begin(self._stream)
+
+    def __exit__(self, kind: object, _error: object, _trace: object) -> None:
+        if kind is None:
+            self._counts.end(self._key, self._size_bytes, self._stream, self._begun)
 
 
 def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:

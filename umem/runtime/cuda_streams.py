@@ -11,11 +11,38 @@ import torch
 from umem.core.interrupts import exhaust
 from umem.cuda import bindings
 
-__all__ = ["is_own_stream", "own_stream", "run_on"]
+__all__ = ["CurrentStream", "is_own_stream", "own_stream", "run_on"]
 
 _T = TypeVar("_T")
 
 _handles: set[int] = set()
+
+
+class CurrentStream:
+    """The current stream of a device in the calling thread.
+
+    Parameters
+    ----------
+    device
+        The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from umem.torch_compat import current_raw_stream  # not in a torch without CUDA
+
+        self.handle = functools.partial(current_raw_stream, device.index or 0)
+        """Returns its handle alone."""
+        self._device = device
+        self._known: dict[int, torch.cuda.Stream] = {}
+        """torch's objects of streams, by handle: torch makes a new one for each question."""
+
+    def __call__(self) -> torch.cuda.Stream:
+        """The object of it that torch has."""
+        handle = self.handle()
+        known = self._known.get(handle)
+        if known is None:
+            known = self._known[handle] = torch.cuda.current_stream(self._device)
+        return known
 
 
 @functools.cache

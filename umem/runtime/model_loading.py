@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import torch
 
 from umem.core.classes import TensorClass
-from umem.cuda import bindings
 from umem.runtime.native_library import native
 from umem.runtime.refused_memory import unless_refused
 from umem.runtime.state import runtime
@@ -89,7 +88,7 @@ class CudaLoadingMemory(LoadingMemory):
 
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether CUDA knows its memory as the host's."""
-        return bindings.memory_type(tensor.data_ptr()) == "cudaMemoryTypeHost"
+        return bool(native().memory_type(tensor.data_ptr()) == "host")
 
     def finish(self, device: torch.device) -> None:
         """Wait for the current stream."""

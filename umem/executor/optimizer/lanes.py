@@ -15,7 +15,7 @@ from umem.core.report import Direction
 from umem.cuda import bindings
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
-from umem.runtime.cuda_streams import is_own_stream, own_stream, run_on
+from umem.runtime.cuda_streams import CurrentStream, is_own_stream, own_stream, run_on
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 
@@ -170,11 +170,7 @@ class CudaLanes(Lanes):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._word = torch.zeros(1, dtype=torch.int32, device=device)
-        from umem.torch_compat import current_raw_stream  # not in a torch without CUDA
-
-        self._stream_key = functools.partial(current_raw_stream, device.index or 0)
-        self._known_streams: dict[int, torch.cuda.Stream] = {}
-        """torch's objects of them, by handle: torch makes a new one for each question."""
+        self._current_stream = CurrentStream(device)
         self._queue_copies = native().queue_copies
         # An update is short, and copies in both directions wait for it: it goes before the forward
         # pass beside it.
@@ -191,13 +187,6 @@ class CudaLanes(Lanes):
         event = new_event()
         event.record(stream)
         return _Moment(event, stream)
-
-    def _current_stream(self) -> torch.cuda.Stream:
-        key = self._stream_key()
-        known = self._known_streams.get(key)
-        if known is None:
-            known = self._known_streams[key] = torch.cuda.current_stream(self._device)
-        return known
 
     def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
         """Launch the work on the lane's stream."""
@@ -256,7 +245,7 @@ class CudaLanes(Lanes):
 
     def stream_key(self) -> int:
         """Its handle."""
-        return self._stream_key()
+        return self._current_stream.handle()
 
     def on_wait(self, function: Callable[[int], None]) -> Callable[[], None]:
         """Wrap torch's events."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
@@ -19,6 +19,7 @@ from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = [
     "Binding",
+    "KnownValues",
     "OptimizerState",
     "Slot",
     "StagedState",
@@ -164,6 +165,42 @@ class Slot:
         """The unit whose state was fetched last."""
 
 
+class KnownValues:
+    """The state of some parameters, to compare with what an optimizer has later.
+
+    Parameters
+    ----------
+    state
+        The state now.
+    """
+
+    def __init__(self, state: OptimizerState) -> None:
+        by_names: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for parameter, values in state.items():
+            by_names.setdefault(tuple(values), []).append(parameter)
+        self._known = [
+            (names, some, list(_values_of(names, [state[it] for it in some])))
+            for names, some in by_names.items()
+        ]
+        """Names of values, the parameters that have these, and the values."""
+
+    def are_in(self, state: OptimizerState) -> bool:
+        """Whether these very values are the parameters' whole state.
+
+        Loops of C: each value is looked at before each step.
+        """
+        for names, some, known in self._known:
+            found: list[Any] = list(map(state.get, some))
+            try:
+                if {len(names)} != set(map(len, found)):
+                    return False
+                if not all(map(is_, _values_of(names, found), known)):
+                    return False
+            except (KeyError, TypeError):  # other names, or no state
+                return False
+        return True
+
+
 class Binding:
     """What an optimizer works on: the state in a slot, or at home.
 
@@ -176,6 +213,10 @@ class Binding:
         """State by parameter and name, with views of the slot for homes."""
         self.made: dict[torch.Tensor, dict[str, Any]] = {}
         """The same, as it was before any update."""
+        self.copies_in: list[Copy] = []
+        """From the homes into the slot."""
+        self.copies_out: list[Copy] = []
+        """From the slot to the homes."""
 
 
 class StagedState:
@@ -222,11 +263,8 @@ class StagedState:
         self._wrappers: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
         """What makes such DTensors from other parts, in the same way."""
         self._known = {parameter: dict(values) for parameter, values in state.items()}
-        self._by_names: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        for parameter, values in state.items():
-            self._by_names.setdefault(tuple(values), []).append(parameter)
-        self._values: list[list[Any]] | None = None
-        """Values of the parameters with the same names of values; None to look."""
+        self._values: KnownValues | None = None
+        """None to look."""
         self._runs: list[_Run] = []
         self._offsets: dict[int, int] = {}
         self.size_bytes = 0
@@ -292,6 +330,11 @@ class StagedState:
             end = address + memory.block_bytes(size_bytes)
 
     @property
+    def known(self) -> OptimizerState:
+        """The values that it was made for, as far as no update has replaced them."""
+        return self._known
+
+    @property
     def divided(self) -> torch.Tensor | None:
         """The parameter that it has a span of; None if it has all of its parameters."""
         return None if self.span is None else next(iter(self._known))
@@ -316,21 +359,8 @@ class StagedState:
         Not if the values were shared and are so no more.
         """
         if self._values is None:
-            self._values = [
-                list(_values_of(names, [self._known[it] for it in some]))
-                for names, some in self._by_names.items()
-            ]
-        # Loops of C: each value is looked at before each step.
-        for (names, some), known in zip(self._by_names.items(), self._values, strict=True):
-            found: list[Any] = list(map(state.get, some))
-            try:
-                if {len(names)} != set(map(len, found)):
-                    return False
-                if not all(map(is_, _values_of(names, found), known)):
-                    return False
-            except (KeyError, TypeError):  # other names, or no state
-                return False
-        return not self.is_shared or self._have_alias()
+            self._values = KnownValues(self._known)
+        return self._values.are_in(state) and (not self.is_shared or self._have_alias())
 
     def unbind(self) -> None:
         """Let go of the slot and of all views, by which homes would have aliases."""
@@ -351,6 +381,11 @@ class StagedState:
                 for parameter, values in self._known.items()
             }
         binding.made = {parameter: dict(values) for parameter, values in binding.views.items()}
+        if slot is not None:
+            first = slot.memory.data_ptr()
+            places = [(it.address, first + it.offset, it.size_bytes) for it in self._runs]
+            binding.copies_in = [Copy(to, home, size) for home, to, size in places]
+            binding.copies_out = [Copy(home, source, size) for home, source, size in places]
         self.binding = binding
 
     def _in_place_of(self, value: Any, made: Mapping[int, torch.Tensor]) -> Any:
@@ -376,17 +411,13 @@ class StagedState:
         memory = slot.memory[offset : offset + home.nbytes].view(home.dtype)
         return memory.as_strided(home.shape, home.stride())
 
-    def copy_in(self, lanes: Lanes, slot: Slot) -> None:
+    def copy_in(self, lanes: Lanes, binding: Binding) -> None:
         """Copy the homes into a slot, from within work of a lane."""
-        first = slot.memory.data_ptr()
-        copies = [Copy(first + it.offset, it.address, it.size_bytes) for it in self._runs]
-        lanes.copy(Lane.COPY_IN, copies, TensorClass.OPTIMIZER_STATE)
+        lanes.copy(Lane.COPY_IN, binding.copies_in, TensorClass.OPTIMIZER_STATE)
 
-    def copy_out(self, lanes: Lanes, slot: Slot) -> None:
+    def copy_out(self, lanes: Lanes, binding: Binding) -> None:
         """Copy a slot back to the homes, from within work of a lane."""
-        first = slot.memory.data_ptr()
-        copies = [Copy(it.address, first + it.offset, it.size_bytes) for it in self._runs]
-        lanes.copy(Lane.COPY_OUT, copies, TensorClass.OPTIMIZER_STATE)
+        lanes.copy(Lane.COPY_OUT, binding.copies_out, TensorClass.OPTIMIZER_STATE)
 
     def values_of_span(
         self, binding: Binding, parameter: torch.Tensor, state: Any, *, is_last: bool
@@ -457,7 +488,7 @@ class StagedState:
                     self._values = None
 
 
-def _values_of(names: tuple[str, ...], state: list[dict[str, Any]]) -> Iterator[Any]:
+def _values_of(names: tuple[str, ...], state: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     """Values of these names in each dictionary; KeyError if one lacks a name."""
     values: Any = itemgetter(*names, names[0])  # of one name alone it would get no tuple
     return chain.from_iterable(map(values, state))

@@ -45,6 +45,7 @@ class StepCall:
         """Keeps tensors alive, whose ``id`` would be another one's otherwise."""
         self._signature = _signature(optimizer)
         self._replaces_state = replaces_state(optimizer)
+        self._plain_step = plain_step(optimizer)
         self.ready = lanes.mark()
         """The moment at which gradients and hyperparameters are complete."""
 
@@ -85,8 +86,11 @@ class StepCall:
         """
         if state.span is not None:
             return self._update_of_span(state, state.span, part, operands, is_last=is_last)
-        gradients = {parameter: parameter.grad for parameter in parameters_of(part)}
-        state.choose_wrapping(gradients)
+        # Only where something stands in for parameters: each key takes a call of Python.
+        gradients: dict[Any, Any] = {}
+        if operands is not None or state.dtensors:
+            gradients = {parameter: parameter.grad for parameter in parameters_of(part)}
+            state.choose_wrapping(gradients)
         on_parts = bool(state.dtensors) and not state.is_wrapped
         binding = state.binding
 
@@ -102,8 +106,7 @@ class StepCall:
             if made:
                 groups = [(number, [made[it] for it in some]) for number, some in part]
                 views = {made[it]: binding.views[it] for it in made}
-            shadow = self.shadow(groups, views)
-            plain_step(shadow)(shadow)
+            self._plain_step(self.shadow(groups, views))
             if self._replaces_state:
                 state.keep(binding, parameters_of(part), self.optimizer.state)
 
@@ -132,8 +135,7 @@ class StepCall:
             own = self.optimizer.state
             values = state.values_of_span(binding, parameter, own, is_last=is_last)
             before = dict(values)
-            shadow = self.shadow([(number, [piece])], {piece: values})
-            plain_step(shadow)(shadow)
+            self._plain_step(self.shadow([(number, [piece])], {piece: values}))
             for name, value in values.items():
                 if isinstance(value, Tensor) and value is not before[name]:
                     before[name].copy_(value)

@@ -314,12 +314,18 @@ class StreamedStep:
             gradients = [it.grad for it in updated]
         if not updated:
             return None
-        self.settle(unit)  # what the backward pass has updated of it
+        if unit.pending is not None:
+            self.settle(unit)  # what the backward pass has updated of it
         state = unit.state
         assert state is not None
-        held = [it for it, of in zip(updated, gradients, strict=True) if self._clipped.is_held(of)]
-        free = [it for it in gradients if not self._clipped.is_held(it)] if held else gradients
-        is_plain = are_plain(updated) and are_plain(free)
+        held, free = [], gradients
+        are_free = are_plain(gradients)
+        if not are_free:
+            is_held = self._clipped.is_held
+            held = [it for it, of in zip(updated, gradients, strict=True) if is_held(of)]
+            free = [it for it in gradients if not is_held(it)]
+            are_free = are_plain(free)
+        is_plain = are_free and are_plain(updated)
         is_shared = state.is_shared or not is_plain or has_alias(updated) or has_alias(gradients)
         pieces = self._pieces(unit, part)
         if is_plain:
@@ -340,7 +346,8 @@ class StreamedStep:
             return unit.updated
         guards = self._guards(unit)
         kept = [it.grad for it in held]
-        self._clipped.update_begins(kept, lambda: self._use_gradient(unit))
+        if kept:
+            self._clipped.update_begins(kept, lambda: self._use_gradient(unit))
         unit.pending = PendingUpdate(ready, (guards.gradients, guards.parameters), kept)
         guards.gradients.hold(free)
         guards.parameters.take_gradients(updated, gradients)
@@ -352,7 +359,7 @@ class StreamedStep:
             state, slot = piece.state, piece.slot
             assert state is not None
             assert slot is not None
-            leave = functools.partial(state.copy_out, self._lanes, slot)
+            leave = functools.partial(state.copy_out, self._lanes, state.binding)
             slot.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated])
             piece.returned = unit.returned = slot.free
         self._leaving.clear()
@@ -368,6 +375,8 @@ class StreamedStep:
 
     def _pieces(self, unit: StreamedUnit, part: ParameterGroups | None) -> list[_PieceUpdate]:
         """What is updated of a unit, one behind the other: `part`, or all that is queued."""
+        if not unit.divided:
+            return [_PieceUpdate(unit, unit.queued if part is None else part, is_last=True)]
         pieces = unit.pieces[::-1] if self.units.runs_backward else unit.pieces
         last = {it.state.divided: it for it in pieces if it.state is not None}
         updates = []
@@ -408,12 +417,14 @@ class StreamedStep:
         self, unit: StreamedUnit, call: StepCall, pieces: list[_PieceUpdate], ready: Moment
     ) -> None:
         """Queue the copies and the updates of pieces, whose gradients are `ready`."""
+        have_weights = False
         for it in pieces:
             self._launch_piece(it, call, ready)
+            have_weights |= it.operands is not None and it.operands.has_weights
             if it.piece.slot is not None and it.piece.slot.made is not None:
                 self._leaving.append((unit, it.piece))
             unit.returned, unit.updated = it.piece.returned, it.piece.updated
-        if any(it.operands is not None and it.operands.has_weights for it in pieces):
+        if have_weights:
             # Weights are updated when all of them are back.
             unit.updated = self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
         unit.fetched, self._last = None, unit.updated
@@ -424,27 +435,27 @@ class StreamedStep:
         assert state is not None
         state.bind(slot)
         update = call.update(state, updated.part, operands, is_last=updated.is_last)
+        lanes = self._lanes
         if slot is None:
-            done = last = self._lanes.run(Lane.UPDATE, update, [ready])
+            done = last = lanes.run(Lane.UPDATE, update, [ready])
         else:
             if piece.fetched is None:
                 self.units.fetch(piece, ready)
             arrived = piece.fetched
             if operands is not None:
-                come = functools.partial(operands.copy_in, self._lanes)
+                come = functools.partial(operands.copy_in, lanes)
                 free = [] if slot.free is None else [slot.free]
-                arrived = self._lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
-
-            is_temporary = slot.made is not None
+                arrived = lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
+            binding = None if slot.made is not None else state.binding
 
             def leave() -> None:
-                if not is_temporary:
-                    state.copy_out(self._lanes, slot)
+                if binding is not None:
+                    state.copy_out(lanes, binding)
                 if operands is not None:
-                    operands.copy_out(self._lanes)
+                    operands.copy_out(lanes)
 
-            done = self._lanes.run(Lane.UPDATE, update, [ready, arrived])
-            last = self._lanes.run(Lane.COPY_OUT, leave, [done])
+            done = lanes.run(Lane.UPDATE, update, [ready, arrived])
+            last = lanes.run(Lane.COPY_OUT, leave, [done])
             slot.free = last
         piece.fetched, piece.returned, piece.updated = None, last, done
 
@@ -533,7 +544,8 @@ class StreamedStep:
                 return
             self._lanes.wait(unit.updated)
             self._lanes.wait_on_stream_of(pending.asked, unit.updated)
-            self._clipped.update_begins(pending.kept, None)
+            if pending.kept:
+                self._clipped.update_begins(pending.kept, None)
             for guard in pending.guards:
                 guard.release()
             unit.pending = None  # not before: what an interrupt cuts short is done again

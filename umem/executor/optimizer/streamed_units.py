@@ -25,6 +25,7 @@ from umem.executor.optimizer.separable import is_elementwise, replaces_state
 from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.state_staging import (
+    KnownValues,
     OptimizerState,
     Slot,
     StagedState,
@@ -214,6 +215,9 @@ class StreamedUnits:
         self._seen: tuple[Any, int] | None = None
         """The optimizer's state, and the number of its parameters, when units were laid out; None
         to look at all of them again."""
+        self._values: KnownValues | None = None
+        """The state of all units, to look at all of it together, which takes less time; None to
+        look at each unit's."""
         self.pool.add(self)
 
     def __iter__(self) -> Iterator[StreamedUnit]:
@@ -387,6 +391,10 @@ class StreamedUnits:
         self._order(called)
         state = optimizer.state
         is_known = self.are_laid_out(state)
+        is_touched = any(unit.is_touched for unit in self)
+        if is_known and not is_touched and self._values is not None and self._values.are_in(state):
+            return
+        self._values = None
         changed = [
             unit
             for unit in self._units.values()
@@ -407,6 +415,21 @@ class StreamedUnits:
                 self._lay_out_unit(unit, state, piece_bytes, on_parts=on_parts)
             self.layouts += 1
             self._seen = (state, len(state))
+            self._values = None if replaces_state(optimizer) else self._all_values()
+
+    def _all_values(self) -> KnownValues | None:
+        """The state of all units; None if some of it changes, or is shared, with the same values.
+
+        A number that an update replaces may be what the program sets later.
+        """
+        staged = [it.state for it in self._units.values() if it.state is not None]
+        every = {parameter: values for it in staged for parameter, values in it.known.items()}
+        are_tensors = all(
+            torch.is_tensor(it) for values in every.values() for it in values.values()
+        )
+        if any(it.is_shared for it in staged) or not are_tensors:
+            return None
+        return KnownValues(every)
 
     def find_units(self, optimizer: Optimizer) -> None:
         """Sort the parameters of an optimizer by unit, which has others than before.
@@ -639,7 +662,7 @@ class StreamedUnits:
         slot.holder = unit
         state.bind(slot)
         moments = [after, *filter(None, (slot.free, unit.returned))]
-        copy_in = functools.partial(state.copy_in, self._lanes, slot)
+        copy_in = functools.partial(state.copy_in, self._lanes, state.binding)
         unit.fetched = self._lanes.run(Lane.COPY_IN, copy_in, moments)
 
     def fetch_ahead(self) -> None:
@@ -745,6 +768,7 @@ class StreamedUnits:
         self._taken = None
         self.pool.leave(self)
         self._members, self._in_line, self.absent, self._seen = [], None, frozenset(), None
+        self._values = None
 
 
 def _has_common(state: OptimizerState) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,8 @@ from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
     InferenceMode,
+    storage_key,
+    storage_use_count,
     version_counter,
 )
 
@@ -66,7 +70,24 @@ class StagingBuffer:
         """The moments after the last uses of its contents."""
         self.holder: StagedWeights | None = None
         """The block whose weights were fetched last."""
-        self._end_loan = lend(memory.untyped_storage(), partial(_find, weakref.ref(self)))
+        self._storage = memory.untyped_storage()
+        self._end_loan = lend(self._storage, partial(_find, weakref.ref(self)))
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        """Views of all of it."""
+        self._places: dict[object, torch.Tensor] = {}
+        """Views by layout: most blocks have weights alike, and to make a view takes some time."""
+
+    def place(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """The memory at an offset, in bytes, in the layout of a tensor: always the same view."""
+        layout = offset, like.dtype, like.size(), like.stride()
+        place = self._places.get(layout)
+        if place is None:
+            typed = self._typed.get(like.dtype)
+            if typed is None:
+                typed = self._typed[like.dtype] = self.memory.view(like.dtype)
+            first = offset // like.itemsize
+            place = self._places[layout] = typed.as_strided(like.size(), like.stride(), first)
+        return place
 
     def end_loan(self) -> None:
         """Leave the memory to whoever has a view of it."""
@@ -74,7 +95,9 @@ class StagingBuffer:
 
     def has_users(self) -> bool:
         """Whether a view of it is alive, so that it must not get other contents."""
-        return has_alias((self.memory,))
+        # `memory`, and the storage's own object, have it too.
+        own = 2 + len(self._typed) + len(self._places)
+        return storage_use_count(storage_key(self._storage)) > own
 
 
 def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -84,7 +107,11 @@ def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable
     return buffer.holder.find(view)
 
 
-@dataclass(eq=False)
+_address = torch.Tensor.data_ptr
+_size_bytes: Callable[[torch.Tensor], int] = attrgetter("nbytes")
+
+
+@dataclass(eq=False, slots=True)
 class _Part:
     """A weight, or a tensor inside of one."""
 
@@ -96,10 +123,30 @@ class _Part:
     size_bytes: int
     """Its place's."""
     is_expert_table: bool
-    version: int = 0
-    """When they were fetched."""
     home: torch.Tensor | None = None
     """The home, while the tensor has the buffer's memory."""
+
+
+class _Parts:
+    """Weights that are copied together, as columns: loops of C look at all of them in each use."""
+
+    __slots__ = ("addresses", "every", "offsets", "tensors", "versions")
+
+    def __init__(self, every: list[_Part]) -> None:
+        self.every = every
+        self.tensors = [it.tensor for it in every]
+        self.offsets = [it.offset for it in every]
+        self.addresses = [it.address for it in every]
+        self.versions: list[int] = []
+        """When they were fetched."""
+
+    def have_alias(self) -> bool:
+        """Whether another tensor has the memory of one that is at home."""
+        return has_alias([it.tensor for it in self.every if it.home is None])
+
+    def are_at_home(self) -> bool:
+        """Whether they have the homes that were seen last."""
+        return list(map(_address, self.tensors)) == self.addresses
 
 
 class StagedWeights:
@@ -151,14 +198,12 @@ class StagedWeights:
         self._memory = memory
         self._lock = lock
         self._tensor_class = tensor_class
-        self._parts: list[_Part] = []
-        self._copied: list[_Part] = []
-        """Those that the present copy is of."""
         self._is_bound = False
         """Whether any of them may have the buffer's memory."""
         self._stream = 0
         """The stream that has waited for the copy."""
         self.size_bytes = 0
+        parts: list[_Part] = []
         with DisableTorchFunctionSubclass():
             for tensor in tensors:
                 part = _Part(
@@ -168,8 +213,11 @@ class StagedWeights:
                     tensor.nbytes,
                     id(tensor) in expert_tables,
                 )
-                self._parts.append(part)
+                parts.append(part)
                 self.size_bytes += staged_bytes([part.size_bytes])
+        self._set_parts(parts)
+        self._copied = _Parts([])
+        """Those that the present copy is of."""
         # Gradients are no part of it.
         self.guard = WatchedParameterGuard(self._settle, lambda: None)
         """Sees what the program does to the weights while their copy waits for its use."""
@@ -177,16 +225,22 @@ class StagedWeights:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The weights."""
-        return [part.tensor for part in self._parts]
+        return self._parts.tensors
+
+    def _set_parts(self, every: list[_Part]) -> None:
+        self._parts = _Parts(every)
+        self._without_experts = self._parts
+        if any(it.is_expert_table for it in every):
+            self._without_experts = _Parts([it for it in every if not it.is_expert_table])
 
     # ------------------------------------------------------------------ copies
 
     def needs_copy(self, *, with_experts: bool) -> bool:
         """Whether there is anything to copy for a use, with tables of experts or without."""
-        return any(with_experts or not it.is_expert_table for it in self._parts)
+        return bool(self._to_copy(with_experts=with_experts).every)
 
-    def _to_copy(self, *, with_experts: bool) -> list[_Part]:
-        return [it for it in self._parts if with_experts or not it.is_expert_table]
+    def _to_copy(self, *, with_experts: bool) -> _Parts:
+        return self._parts if with_experts else self._without_experts
 
     def fetch(
         self,
@@ -205,40 +259,41 @@ class StagedWeights:
         about to change them. During an update the optimizer's own guard does.
         """
         self._look_at_homes()
-        self._copied = self._to_copy(with_experts=with_experts)
+        self._copied = copied = self._to_copy(with_experts=with_experts)
         self.hold()  # first: behind an interrupt no copy is without its guard
         if asked is None or not buffer.used:  # what had a new buffer's memory may be later
             asked = self._lanes.mark()
-        to = buffer.memory.data_ptr()
-        copies = []
+        to = map(buffer.memory.data_ptr().__add__, copied.offsets)
         with DisableTorchFunctionSubclass():
-            for part in self._copied:
-                part.version = version_counter(part.tensor)
-                copies.append(Copy(to + part.offset, part.address, part.tensor.nbytes))
-
-        def copy() -> None:
-            self._lanes.copy(Lane.WEIGHTS_IN, copies, self._tensor_class)
-
-        used = (it for it in buffer.used if it is not asked)
-        after = [*used, asked, *filter(None, updated)]
-        self.arrived = self._lanes.run(Lane.WEIGHTS_IN, copy, after)
+            copied.versions = list(map(version_counter, copied.tensors))
+            copies = list(map(Copy, to, copied.addresses, map(_size_bytes, copied.tensors)))
+        work = partial(self._copy_in, copies)
+        after = [it for it in buffer.used if it is not asked]
+        after += [asked, *filter(None, updated)]
+        self.arrived = self._lanes.run(Lane.WEIGHTS_IN, work, after)
         self.buffer, buffer.holder, buffer.used = buffer, self, [self.arrived]
-        self.is_whole = len(self._copied) == len(self._parts)
+        self.is_whole = copied is self._parts
+
+    def _copy_in(self, copies: list[Copy]) -> None:
+        self._lanes.copy(Lane.WEIGHTS_IN, copies, self._tensor_class)
 
     def _look_at_homes(self) -> None:
         """Leave alone what the program has given memory that is no home, or that is larger."""
         with DisableTorchFunctionSubclass():
-            for part in list(self._parts):
+            if self._parts.are_at_home():
+                return
+            staying = []
+            for part in self._parts.every:
                 address = part.tensor.data_ptr()
-                if address == part.address:
-                    continue
+                is_known = address == part.address
                 part.address = address
-                if (
-                    part.tensor.nbytes > part.size_bytes
-                    or not is_movable_weight(part.tensor)
-                    or not self._memory.is_home(part.tensor)
+                if is_known or (
+                    part.tensor.nbytes <= part.size_bytes
+                    and is_movable_weight(part.tensor)
+                    and self._memory.is_home(part.tensor)
                 ):
-                    self._parts.remove(part)
+                    staying.append(part)
+        self._set_parts(staying)
 
     def _settle(self) -> None:
         """The program uses a weight whose copy is under way or waits for its use."""
@@ -251,7 +306,7 @@ class StagedWeights:
         A frozen weight of another class, such as a quantised one, is told by its version alone.
         """
         # Weights that an optimizer's guard has are not plain until their update is over.
-        self.guard.hold(it.tensor for it in self._copied if type(it.tensor) is torch.nn.Parameter)
+        self.guard.hold([it for it in self._copied.tensors if type(it) is torch.nn.Parameter])
 
     def drop(self) -> None:
         """Forget the copy: its buffer is free. Not while it is in use."""
@@ -269,17 +324,16 @@ class StagedWeights:
 
     def has_current_copy(self, *, with_experts: bool) -> bool:
         """Whether the buffer's contents, once arrived, are those of the homes."""
-        if not self.has_copy(with_experts=with_experts) or _have_alias(self._copied):
+        copied = self._copied
+        if not self.has_copy(with_experts=with_experts) or copied.have_alias():
             return False
         with DisableTorchFunctionSubclass():
-            return all(
-                it.tensor.data_ptr() == it.address and version_counter(it.tensor) == it.version
-                for it in self._copied
-            )
+            are_known = list(map(version_counter, copied.tensors)) == copied.versions
+            return are_known and copied.are_at_home()
 
     def has_alias(self, *, with_experts: bool) -> bool:
         """Whether another tensor has the memory of a home, by which it may change unseen."""
-        return _have_alias(self._to_copy(with_experts=with_experts))
+        return self._to_copy(with_experts=with_experts).have_alias()
 
     # ------------------------------------------------------------------ uses
 
@@ -314,32 +368,29 @@ class StagedWeights:
         self.guard.release()
         self.was_used = self._is_bound = True
         self._stream = self._lanes.stream_key()
-        typed: dict[torch.dtype, torch.Tensor] = {}
+        place = self.buffer.place
         with DisableTorchFunctionSubclass(), InferenceMode(False):
-            for part in self._copied:
+            for part in self._copied.every:
                 tensor: Any = part.tensor
                 part.home = home = tensor.data
-                memory = typed.get(home.dtype)
-                if memory is None:
-                    memory = typed[home.dtype] = self.buffer.memory.view(home.dtype)
-                first = part.offset // home.itemsize
-                tensor.data = memory.as_strided(home.size(), home.stride(), first)
+                tensor.data = place(home, part.offset)
 
     def _unbind(self) -> None:
         """Give the weights their homes back, with what the block itself has written to them."""
         if not self._is_bound:
             return
         assert self.buffer is not None
-        memory = self.buffer.memory
+        first = self.buffer.memory.data_ptr()
+        versions = self._copied.versions
         with DisableTorchFunctionSubclass(), InferenceMode(False):
-            for part in self._copied:
+            for number, part in enumerate(self._copied.every):
                 tensor, home = part.tensor, part.home
                 # The program may have given it other memory.
-                if home is not None and tensor.data_ptr() == memory.data_ptr() + part.offset:
+                if home is not None and tensor.data_ptr() == first + part.offset:
                     version = version_counter(tensor)
-                    if version != part.version:
+                    if version != versions[number]:
                         home.copy_(tensor.data)
-                        part.version = version
+                        versions[number] = version
                     tensor.data = home
                 part.home = None
         self._is_bound = False
@@ -348,7 +399,8 @@ class StagedWeights:
         """How to find the contents of a view of the buffer again, wherever they are then."""
         assert self.buffer is not None
         begin = int(view.storage_offset()) * view.itemsize
-        part = next(it for it in reversed(self._parts) if it.offset <= begin)
+        parts = self._parts
+        part = parts.every[bisect_right(parts.offsets, begin) - 1]
         offset = begin - part.offset
         return partial(self._again, part, offset, view.dtype, view.size(), view.stride())
 
@@ -370,7 +422,3 @@ class StagedWeights:
             return torch.empty(0, dtype=dtype, device=tensor.device).set_(
                 storage, first, size, stride
             )
-
-
-def _have_alias(parts: Sequence[_Part]) -> bool:
-    return has_alias([it.tensor for it in parts if it.home is None])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -320,7 +321,8 @@ class StreamedWeights:
         elif current_graph_task_id() != -1:  # a checkpoint's second forward pass
             self._enter_backward(staged)
         else:
-            self.end_backward()
+            if self._in_backward is not None:
+                self.end_backward()
             call.makes_graph = torch.is_grad_enabled()
             call.used = staged  # an interrupt may come at any time
             is_used = self._use(self._kind_of_call((args, kwargs)), staged, call)
@@ -485,8 +487,10 @@ class StreamedWeights:
             passed.add(event)
             event = self._next(event)
             kind, number = event
-            if self._staged[number].needs_copy(with_experts=kind.has_experts):
-                found.setdefault(number, kind)
+            if number not in found and self._staged[number].needs_copy(
+                with_experts=kind.has_experts
+            ):
+                found[number] = kind
         return found
 
     def _next(self, event: _Event) -> _Event:
@@ -507,15 +511,16 @@ class StreamedWeights:
     ) -> StagingBuffer | None:
         """An idle buffer: an empty one, or the one whose contents are wanted last."""
         ranks = {number: rank for rank, number in enumerate(wanted)}
-
-        def rank(buffer: StagingBuffer) -> int:
-            if buffer.holder is None:
-                return len(ranks) + 1
-            return ranks.get(self._numbers[id(buffer.holder)], len(ranks))
-
-        idle = [it for it in self._buffers if it.holder is None or not it.holder.users]
-        for buffer in sorted(idle, key=rank, reverse=True):
-            if rank(buffer) < len(ranks) and not takes_wanted:
+        idle: list[tuple[int, StagingBuffer]] = []
+        for buffer in self._buffers:
+            holder = buffer.holder
+            if holder is None:
+                idle.append((len(ranks) + 1, buffer))
+            elif not holder.users:
+                idle.append((ranks.get(self._numbers[id(holder)], len(ranks)), buffer))
+        idle.sort(key=itemgetter(0), reverse=True)
+        for rank, buffer in idle:
+            if rank < len(ranks) and not takes_wanted:
                 return None
             if not buffer.has_users():
                 return buffer

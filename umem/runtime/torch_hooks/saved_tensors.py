@@ -13,7 +13,9 @@ import torch
 
 from umem.core.interrupts import call_all
 from umem.torch_compat import (
+    InferenceMode,
     pop_saved_tensor_hooks,
+    storage_address,
     storage_key,
     top_saved_tensor_hooks,
     version_counter,
@@ -31,6 +33,7 @@ __all__ = [
     "lend",
     "may_leave",
     "pop_if_innermost",
+    "probe_of",
     "unpack_kept",
 ]
 
@@ -42,6 +45,10 @@ Find = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 _lent: dict[int, Find] = {}
 """By the key of a storage that its tensors have for a time only."""
+
+
+_nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+"""Tensors without memory, which all probes of a type share."""
 
 
 class _Lent(NamedTuple):
@@ -122,22 +129,33 @@ def _find(tensor: torch.Tensor) -> Find | None:
     if not _lent or tensor.layout is not torch.strided:
         return None
     try:
-        return _lent.get(storage_key(tensor.untyped_storage()))
+        return _lent.get(storage_address(tensor))
     except (NotImplementedError, RuntimeError):  # there is no storage
         return None
 
 
 def keep(tensor: torch.Tensor) -> Kept:
     """Pack a tensor that stays where it is, or that is a view of lent memory."""
-    # What a node saves of its own results would keep the node alive, and the node this.
-    saved = tensor if tensor.is_leaf else tensor.detach()
-    version = version_counter(tensor)
     find = _find(tensor)
-    if find is None:
-        return _Stays(saved, version)
+    version = version_counter(tensor)
+    if find is not None:
+        return _Lent(find(tensor), probe_of(tensor), version, tensor.size())
+    # What a node saves of its own results would keep the node alive, and the node this.
+    return _Stays(tensor if tensor.is_leaf else tensor.detach(), version)
+
+
+def probe_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares a tensor's counter of in-place modifications, and none of its memory."""
     probe = tensor.detach()
-    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return _Lent(find(tensor), probe, version, tensor.size())
+    kind = tensor.dtype, tensor.device
+    nothing = _nothing.get(kind)
+    if nothing is None:
+        with InferenceMode(False):
+            nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        if type(nothing) is torch.Tensor:  # and not one of a mode that ends
+            _nothing[kind] = nothing
+    probe.data = nothing
+    return probe
 
 
 def unpack_kept(kept: Kept) -> torch.Tensor:
