@@ -20,6 +20,7 @@ from umem_bench.results import (
     Run,
     median,
 )
+from umem_bench.rows import rows_named
 from umem_bench.scale.run import growth, memory_ran_out, why_no_host_room
 from umem_bench.training.run import (
     ask_worker,
@@ -89,24 +90,9 @@ Row = tuple[GenerateCase, GenerateVariant]
 
 
 def parse_rows(text: str) -> list[Row]:
-    """Rows of a list such as ``llama-2-7b:umem,tiny:stock``, in its order.
-
-    A case alone stands for its usual variants; an empty text for all cases but ``tiny``.
-
-    Raises ``ValueError`` for a case or a variant that there is not.
-    """
-    rows: list[Row] = []
-    for word in text.split(",") if text else BUDGETS_BYTES:
-        name, _, wanted = word.strip().partition(":")
-        case = next((it for it in CASES if it == name), None)
-        if case is None:
-            raise ValueError(f"{name!r} is none of {', '.join(CASES)}")
-        known = GENERATE_VARIANTS if case in BUDGETS_BYTES else GENERATE_VARIANTS[:1]
-        variants = [it for it in known if wanted == it or (not wanted and it in USUAL_VARIANTS)]
-        if not variants:
-            raise ValueError(f"{wanted!r} is none of {', '.join(known)}")
-        rows += [(case, variant) for variant in variants]
-    return list(dict.fromkeys(rows))
+    """The rows that a text names, as :func:`umem_bench.rows.rows_named` reads it."""
+    variants = {it: GENERATE_VARIANTS if it in BUDGETS_BYTES else ("stock",) for it in CASES}
+    return rows_named(text, variants, USUAL_VARIANTS)
 
 
 def host_bytes(settings: GenerateSettings, row: Row) -> int:

@@ -23,6 +23,7 @@ from umem_bench.results import (
     ScaleVariant,
     median,
 )
+from umem_bench.rows import rows_named
 from umem_bench.scale.measure import ScaleJob, measure
 from umem_bench.training.run import (
     ask_worker,
@@ -136,24 +137,9 @@ Row = tuple[ScaleCase, ScaleVariant]
 
 
 def parse_rows(text: str) -> list[Row]:
-    """Rows of a list such as ``llama-2-7b-fp32:umem,tiny:floor``, in its order.
-
-    A case alone stands for its :data:`USUAL_VARIANTS`; an empty text for all cases but ``tiny``.
-
-    Raises ``ValueError`` for a case or a variant that there is not.
-    """
-    rows: list[Row] = []
-    for word in text.split(",") if text else [it for it in CASES if it != "tiny"]:
-        name, _, wanted = word.strip().partition(":")
-        case = next((it for it in CASES if it == name), None)
-        if case is None:
-            raise ValueError(f"{name!r} is none of {', '.join(CASES)}")
-        known = _VARIANTS[_method(case)]
-        variants = [it for it in known if it == wanted] if wanted else USUAL_VARIANTS[_method(case)]
-        if not variants:
-            raise ValueError(f"{wanted!r} is none of {', '.join(known)}")
-        rows += [(case, variant) for variant in variants]
-    return list(dict.fromkeys(rows))
+    """The rows that a text names, as :func:`umem_bench.rows.rows_named` reads it."""
+    # SFT's usual variants include LoRA's.
+    return rows_named(text, {it: _VARIANTS[_method(it)] for it in CASES}, USUAL_VARIANTS["sft"])
 
 
 def _method(case: ScaleCase) -> Method:
