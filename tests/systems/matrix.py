@@ -27,7 +27,7 @@ from umem_bench.machine import git_commit, header
 from umem_bench.results import Header, ProcessResult, median
 from umem_bench.scale.run import memory_ran_out
 from umem_bench.tables import NOTHING, Table, notes_table, print_tables, provenance
-from umem_bench.training.run import continued_header, require_gpu, run_missing, why_no_time
+from umem_bench.training.run import continued, require_gpu, run_missing, why_no_time
 from umem_bench.training.tables import CARD_MARGIN_BYTES, base_bytes
 
 from umem import UmemError
@@ -374,19 +374,11 @@ def run_matrix(
         "ranks": runner.ranks,
     }
     packages = dict.fromkeys(name for it in SYSTEMS.values() for name in it.packages)
-    begun = continued_header(
-        None if earlier is None else earlier.header,
-        header("systems", settings, *packages),
-        same_commit=False,
+    begun = continued(
+        earlier, Matrix(header("systems", settings, *packages), ()), same_commit=False
     )
-    results = run_missing(
-        rows,
-        {(it.system, it.variant): it for it in (earlier.results if earlier else ())},
-        runner.measure,
-        lambda so_far: on_results(Matrix(begun, tuple(so_far))),
-        again=again,
-    )
-    return Matrix(begun, tuple(results))
+    earlier_results = {(it.system, it.variant): it for it in begun.results}
+    return run_missing(begun, rows, earlier_results, runner.measure, on_results, again=again)
 
 
 # ---- files ----

@@ -22,13 +22,7 @@ from umem_bench.results import (
 )
 from umem_bench.rows import rows_named
 from umem_bench.scale.run import growth, memory_ran_out, why_no_host_room
-from umem_bench.training.run import (
-    ask_worker,
-    continued_header,
-    find_card,
-    run_missing,
-    why_no_time,
-)
+from umem_bench.training.run import ask_worker, continued, find_card, run_missing, why_no_time
 
 __all__ = [
     "BUDGETS_BYTES",
@@ -131,10 +125,8 @@ def run_generate(
         If the earlier results are of other settings, another machine or other versions.
     """
     card, commit = find_card([case for case, _ in rows], "text generation"), git_commit()
-    begun = continued_header(
-        None if earlier is None else earlier.header,
-        header("generate", settings, "accelerate"),
-        same_commit=False,
+    begun = continued(
+        earlier, Run(header("generate", settings, "accelerate"), ()), same_commit=False
     )
     end_s = time.monotonic() + seconds_limit
 
@@ -159,14 +151,8 @@ def run_generate(
         on_progress(_line(result))
         return result
 
-    results = run_missing(
-        rows,
-        {(it.case, it.variant): it for it in (earlier.generations if earlier else ())},
-        measure_one,
-        lambda so_far: on_results(Run(begun, tuple(so_far))),
-        again=again,
-    )
-    return Run(begun, tuple(results))
+    earlier_results = {(it.case, it.variant): it for it in begun.generations}
+    return run_missing(begun, rows, earlier_results, measure_one, on_results, again=again)
 
 
 def _ask(settings: GenerateSettings, row: Row, card: Card | None, left_s: float) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from umem_bench.results import (
 from umem_bench.rows import rows_named
 from umem_bench.scale.measure import MANAGED_LIMIT_BYTES
 from umem_bench.scale.run import memory_ran_out, why_no_host_room
-from umem_bench.training.run import continued_header, find_card, run_missing
+from umem_bench.training.run import continued, find_card, run_missing
 
 __all__ = ["BUDGETS_BYTES", "CASES", "Row", "parse_rows", "run_load"]
 
@@ -95,11 +95,10 @@ def run_load(
         If the earlier results are of other settings, another machine or other versions.
     """
     card = find_card([case for case, _ in rows], "loading")
-    begun = continued_header(
-        None if earlier is None else earlier.header,
-        header("load", settings, "safetensors", "accelerate"),
-        same_commit=False,
+    begun = continued(
+        earlier, Run(header("load", settings, "safetensors", "accelerate"), ()), same_commit=False
     )
+    earlier_results = {(it.case, it.variant): it for it in begun.loads}
     with tempfile.TemporaryDirectory(prefix="umem-bench-load-", dir=folder) as place:
         runner = _Runner(
             settings,
@@ -116,14 +115,7 @@ def run_load(
             on_progress(_line(result))
             return result
 
-        results = run_missing(
-            rows,
-            {(it.case, it.variant): it for it in (earlier.loads if earlier else ())},
-            measure_one,
-            lambda so_far: on_results(Run(begun, tuple(so_far))),
-            again=again,
-        )
-    return Run(begun, tuple(results))
+        return run_missing(begun, rows, earlier_results, measure_one, on_results, again=again)
 
 
 @dataclass

@@ -25,13 +25,7 @@ from umem_bench.results import (
 )
 from umem_bench.rows import rows_named
 from umem_bench.scale.measure import ScaleJob, measure
-from umem_bench.training.run import (
-    ask_worker,
-    continued_header,
-    find_card,
-    run_missing,
-    why_no_time,
-)
+from umem_bench.training.run import ask_worker, continued, find_card, run_missing, why_no_time
 
 __all__ = [
     "BUDGETS_BYTES",
@@ -178,9 +172,7 @@ def run_scale(
         budget of all cases does not leave :data:`CARD_LEFT_BYTES` of the card.
     """
     card = find_card([case for case, _ in rows], "training")
-    begun = continued_header(
-        None if earlier is None else earlier.header, header("scale", settings), same_commit=False
-    )
+    begun = continued(earlier, Run(header("scale", settings), ()), same_commit=False)
     machine = _Machine(settings, card, host_limit_bytes)
     end_s = time.monotonic() + seconds_limit
 
@@ -193,14 +185,8 @@ def run_scale(
         on_progress(_line(result))
         return result
 
-    results = run_missing(
-        rows,
-        {(it.case, it.variant): it for it in (earlier.scales if earlier else ())},
-        measure_one,
-        lambda so_far: on_results(Run(begun, tuple(so_far))),
-        again=again,
-    )
-    return Run(begun, tuple(results))
+    earlier_results = {(it.case, it.variant): it for it in begun.scales}
+    return run_missing(begun, rows, earlier_results, measure_one, on_results, again=again)
 
 
 class _Machine:
