@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -25,6 +27,7 @@ from umem_bench.results import (
     GenerateSettings,
     LoadSettings,
     Measurement,
+    ProcessResult,
     Run,
     ScaleSettings,
     TrainingSettings,
@@ -53,6 +56,7 @@ _SHOWN_BY: dict[str, Any] = {
     "against": allocators,
 }
 _Name = TypeVar("_Name", bound=str)
+_RunsOfOptions = Callable[..., Callable[..., Run]]
 
 app = typer.Typer(
     help="Measure umem: allocator, trainings and text generation within a budget, planners.",
@@ -81,17 +85,6 @@ _Again = Annotated[
 _Check = Annotated[
     bool, typer.Option("--check", help="Hold the figures against limits; exit 1 if one is missed.")
 ]
-
-
-_Row = TypeVar("_Row")
-
-
-def _chosen(parse: Callable[[str], list[_Row]], rows: str) -> list[_Row]:
-    """The rows that an option names."""
-    try:
-        return parse(rows)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _add_allocator_command(
@@ -230,11 +223,57 @@ def training(
         raise typer.Exit(1)
 
 
-@app.command()
+def _rows_command(
+    parse: Callable[[str], Sequence[Any]], example: str
+) -> Callable[[_RunsOfOptions], _RunsOfOptions]:
+    """Add a command that measures rows, such as the `example`, and saves what it has after each.
+
+    The decorated function takes the options that other such commands lack, and returns what runs
+    the rows.
+    """
+
+    def add(own_command: _RunsOfOptions) -> _RunsOfOptions:
+        def command(
+            rows: str = typer.Option("", help=f"Such as {example},tiny; default: all but tiny."),
+            minutes: _Minutes = 9,
+            host: _Host = "",
+            output: _Output = None,
+            continued: _Continued = None,
+            again: _Again = False,
+            check: _Check = False,
+            **own: Any,
+        ) -> None:
+            output = output or continued
+            run_rows = own_command(**own)
+            try:
+                chosen = parse(rows)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
+            run = run_rows(
+                chosen,
+                _say,
+                lambda so_far: write_results(so_far, output) if output else None,
+                seconds_limit=60 * minutes,
+                earlier=read_results(continued) if continued else None,
+                again=again,
+                host_limit_bytes=_bytes(host),
+            )
+            _finish(run, output, check)
+            if any(isinstance(it, ProcessResult) and it.state == "failed" for it in run.results):
+                raise typer.Exit(1)
+
+        first, *shared, _ = signature(command, eval_str=True).parameters.values()
+        own_options = signature(own_command, eval_str=True).parameters.values()
+        # typer reads a command's options from its signature.
+        command.__signature__ = Signature([first, *own_options, *shared])  # type: ignore[attr-defined]
+        app.command(own_command.__name__, help=own_command.__doc__)(command)
+        return own_command
+
+    return add
+
+
+@_rows_command(scales.parse_rows, "llama-2-7b-fp32:umem")
 def scale(
-    rows: Annotated[
-        str, typer.Option(help="Such as llama-2-7b-fp32:umem,tiny; default: all but tiny.")
-    ] = "",
     policy: Annotated[
         str, typer.Option(help="umem's: a preset or a YAML file. LoRA has lora.")
     ] = "sft",
@@ -251,15 +290,8 @@ def scale(
         bool, typer.Option("--deterministic", help="torch's deterministic algorithms.")
     ] = False,
     steps: Annotated[int, typer.Option(min=2, help="Timed steps of each row.")] = 8,
-    minutes: _Minutes = 9,
-    host: _Host = "",
-    output: _Output = None,
-    continued: _Continued = None,
-    again: _Again = False,
-    check: _Check = False,
-) -> None:
+) -> Callable[..., Run]:
     """Fine-tune Llamas of 7B to 34B on one card, umem beside others. Needs a GPU of 80 GB."""
-    output = output or continued
     change = {} if batch is None else {"batch": batch}
     settings = ScaleSettings(
         cases={name: it.model_copy(update=change) for name, it in scales.CASES.items()},
@@ -271,67 +303,28 @@ def scale(
         clip=clip,
         deterministic=deterministic,
     )
-    chosen = _chosen(scales.parse_rows, rows)
-    run = scales.run_scale(
-        settings,
-        chosen,
-        _say,
-        lambda so_far: write_results(so_far, output) if output else None,
-        seconds_limit=60 * minutes,
-        earlier=read_results(continued) if continued else None,
-        again=again,
-        host_limit_bytes=_bytes(host),
-    )
-    _finish(run, output, check)
-    if any(it.state == "failed" for it in run.scales):
-        raise typer.Exit(1)
+    return partial(scales.run_scale, settings)
 
 
-@app.command()
+@_rows_command(generations.parse_rows, "llama-2-7b:umem")
 def generate(
-    rows: Annotated[
-        str, typer.Option(help="Such as llama-2-7b:umem,tiny; default: all but tiny.")
-    ] = "",
     tokens: Annotated[
         int, typer.Option(min=SHORT_TOKENS + 1, help="New ones of a timed generation.")
     ] = 32,
     rounds: _Rounds = 3,
-    minutes: _Minutes = 9,
-    host: _Host = "",
-    output: _Output = None,
-    continued: _Continued = None,
-    again: _Again = False,
-    check: _Check = False,
-) -> None:
+) -> Callable[..., Run]:
     """Generate text with weights beyond a budget, umem beside others. Needs a GPU of 80 GB."""
-    output = output or continued
     settings = GenerateSettings(
         cases=generations.CASES,
         budgets_bytes=generations.BUDGETS_BYTES,
         tokens=tokens,
         rounds=rounds,
     )
-    chosen = _chosen(generations.parse_rows, rows)
-    run = generations.run_generate(
-        settings,
-        chosen,
-        _say,
-        lambda so_far: write_results(so_far, output) if output else None,
-        seconds_limit=60 * minutes,
-        earlier=read_results(continued) if continued else None,
-        again=again,
-        host_limit_bytes=_bytes(host),
-    )
-    _finish(run, output, check)
-    if any(it.state == "failed" for it in run.generations):
-        raise typer.Exit(1)
+    return partial(generations.run_generate, settings)
 
 
-@app.command()
+@_rows_command(loads.parse_rows, "llama-2-7b:umem")
 def load(
-    rows: Annotated[
-        str, typer.Option(help="Such as llama-2-7b:umem,tiny; default: all but tiny.")
-    ] = "",
     cold: Annotated[
         bool, typer.Option("--cold", help="Drop the files from the page cache before each round.")
     ] = False,
@@ -339,33 +332,12 @@ def load(
         Path | None, typer.Option(help="Where the files are written. Default: TMPDIR.")
     ] = None,
     rounds: _Rounds = 3,
-    minutes: _Minutes = 9,
-    host: _Host = "",
-    output: _Output = None,
-    continued: _Continued = None,
-    again: _Again = False,
-    check: _Check = False,
-) -> None:
+) -> Callable[..., Run]:
     """From the start of a process to the first token of a 7B, from files. Needs a GPU of 16 GB."""
-    output = output or continued
     settings = LoadSettings(
         cases=loads.CASES, budgets_bytes=loads.BUDGETS_BYTES, rounds=rounds, cold=cold
     )
-    chosen = _chosen(loads.parse_rows, rows)
-    run = loads.run_load(
-        settings,
-        chosen,
-        _say,
-        lambda so_far: write_results(so_far, output) if output else None,
-        seconds_limit=60 * minutes,
-        folder=folder,
-        earlier=read_results(continued) if continued else None,
-        again=again,
-        host_limit_bytes=_bytes(host),
-    )
-    _finish(run, output, check)
-    if any(it.state == "failed" for it in run.loads):
-        raise typer.Exit(1)
+    return partial(loads.run_load, settings, folder=folder)
 
 
 @app.command("planning")

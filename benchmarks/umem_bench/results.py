@@ -47,6 +47,7 @@ __all__ = [
     "ScaleResult",
     "ScaleSettings",
     "ScaleVariant",
+    "TextResult",
     "TrainingResult",
     "TrainingSettings",
     "Variant",

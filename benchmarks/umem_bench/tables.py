@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from umem.core.units import format_bytes
 from umem_bench.results import Header, Measurement, ProcessResult, median
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "print_tables",
     "provenance",
     "seconds",
+    "size_text",
     "times_table",
 ]
 
@@ -137,6 +139,11 @@ def markdown(table: Table) -> str:
         for row in (table.columns, rule, *table.rows)
     ]
     return "\n".join([f"**{table.title}**", "", *rows])
+
+
+def size_text(size_bytes: int | None) -> str:
+    """A size in its unit."""
+    return NOTHING if size_bytes is None else format_bytes(size_bytes)
 
 
 def seconds(time_s: float | None) -> str:

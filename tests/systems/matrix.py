@@ -26,12 +26,11 @@ from umem_bench.card import Card, MemorySampler
 from umem_bench.machine import git_commit, header
 from umem_bench.results import Header, ProcessResult, median
 from umem_bench.scale.run import memory_ran_out
-from umem_bench.tables import NOTHING, Table, notes_table, print_tables, provenance
-from umem_bench.training.run import continued_header, require_gpu, run_missing, why_no_time
+from umem_bench.tables import NOTHING, Table, notes_table, print_tables, provenance, size_text
+from umem_bench.training.run import continued, require_gpu, run_missing, why_no_time
 from umem_bench.training.tables import CARD_MARGIN_BYTES, base_bytes
 
 from umem import UmemError
-from umem.core.units import format_bytes
 from umem.cuda import bindings
 from umem.io.files import replace_file
 
@@ -374,19 +373,11 @@ def run_matrix(
         "ranks": runner.ranks,
     }
     packages = dict.fromkeys(name for it in SYSTEMS.values() for name in it.packages)
-    begun = continued_header(
-        None if earlier is None else earlier.header,
-        header("systems", settings, *packages),
-        same_commit=False,
+    begun = continued(
+        earlier, Matrix(header("systems", settings, *packages), ()), same_commit=False
     )
-    results = run_missing(
-        rows,
-        {(it.system, it.variant): it for it in (earlier.results if earlier else ())},
-        runner.measure,
-        lambda so_far: on_results(Matrix(begun, tuple(so_far))),
-        again=again,
-    )
-    return Matrix(begun, tuple(results))
+    earlier_results = {(it.system, it.variant): it for it in begun.results}
+    return run_missing(begun, rows, earlier_results, runner.measure, on_results, again=again)
 
 
 # ---- files ----
@@ -428,7 +419,7 @@ def tables(matrix: Matrix) -> Iterator[Table]:
     yield Table("Systems", columns, [_cells(matrix, it) for it in told])
     noted = [it for it in matrix.results if it.notes]
     yield from notes_table(
-        (f"{it.system}, {it.variant}", _size(it.budget_bytes), it) for it in noted
+        (f"{it.system}, {it.variant}", size_text(it.budget_bytes), it) for it in noted
     )
 
 
@@ -443,19 +434,19 @@ def is_over_budget(result: SystemResult, stock: SystemResult | None) -> bool:
 def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
     if result.state != "measured":
         words = f"{result.state}: {result.reason}"
-        size = _size(result.budget_bytes)
+        size = size_text(result.budget_bytes)
         return (result.system, result.variant, words, NOTHING, NOTHING, size, NOTHING, NOTHING)
     stock = matrix.row(result.system, "stock")
-    peak = f"{_size(result.card_peak_bytes)} ({_size(base_bytes(result, stock) or None)})"
+    peak = f"{size_text(result.card_peak_bytes)} ({size_text(base_bytes(result, stock) or None)})"
     sizes = (result.host_bytes, result.host_process_bytes, result.host_locked_bytes)
-    host, process, locked = map(_size, sizes)
+    host, process, locked = map(size_text, sizes)
     return (
         result.system,
         result.variant,
         _losses(matrix, result),
         _speed(matrix, result),
         f"{peak}, over its budget" if is_over_budget(result, stock) else peak,
-        _size(result.budget_bytes),
+        size_text(result.budget_bytes),
         {None: NOTHING, True: "yes", False: "no"}[result.plan_running],
         f"{host} ({process}, {locked})",
     )
@@ -484,10 +475,6 @@ def _speed(matrix: Matrix, result: SystemResult) -> str:
     stock_s = min(filter(None, (_settled_s(it) for it in runs if it is not None)), default=None)
     own_s = _settled_s(result)
     return f"{100 * stock_s / own_s:.3g} %" if stock_s and own_s else NOTHING
-
-
-def _size(size_bytes: int | None) -> str:
-    return NOTHING if size_bytes is None else format_bytes(size_bytes)
 
 
 def _line(result: SystemResult) -> str:

@@ -20,14 +20,9 @@ from umem_bench.results import (
     Run,
     median,
 )
+from umem_bench.rows import rows_named
 from umem_bench.scale.run import growth, memory_ran_out, why_no_host_room
-from umem_bench.training.run import (
-    ask_worker,
-    continued_header,
-    find_card,
-    run_missing,
-    why_no_time,
-)
+from umem_bench.training.run import ask_worker, continued, find_card, run_missing, why_no_time
 
 __all__ = [
     "BUDGETS_BYTES",
@@ -89,24 +84,9 @@ Row = tuple[GenerateCase, GenerateVariant]
 
 
 def parse_rows(text: str) -> list[Row]:
-    """Rows of a list such as ``llama-2-7b:umem,tiny:stock``, in its order.
-
-    A case alone stands for its usual variants; an empty text for all cases but ``tiny``.
-
-    Raises ``ValueError`` for a case or a variant that there is not.
-    """
-    rows: list[Row] = []
-    for word in text.split(",") if text else BUDGETS_BYTES:
-        name, _, wanted = word.strip().partition(":")
-        case = next((it for it in CASES if it == name), None)
-        if case is None:
-            raise ValueError(f"{name!r} is none of {', '.join(CASES)}")
-        known = GENERATE_VARIANTS if case in BUDGETS_BYTES else GENERATE_VARIANTS[:1]
-        variants = [it for it in known if wanted == it or (not wanted and it in USUAL_VARIANTS)]
-        if not variants:
-            raise ValueError(f"{wanted!r} is none of {', '.join(known)}")
-        rows += [(case, variant) for variant in variants]
-    return list(dict.fromkeys(rows))
+    """The rows that a text names, as :func:`umem_bench.rows.rows_named` reads it."""
+    variants = {it: GENERATE_VARIANTS if it in BUDGETS_BYTES else ("stock",) for it in CASES}
+    return rows_named(text, variants, USUAL_VARIANTS)
 
 
 def host_bytes(settings: GenerateSettings, row: Row) -> int:
@@ -145,10 +125,8 @@ def run_generate(
         If the earlier results are of other settings, another machine or other versions.
     """
     card, commit = find_card([case for case, _ in rows], "text generation"), git_commit()
-    begun = continued_header(
-        None if earlier is None else earlier.header,
-        header("generate", settings, "accelerate"),
-        same_commit=False,
+    begun = continued(
+        earlier, Run(header("generate", settings, "accelerate"), ()), same_commit=False
     )
     end_s = time.monotonic() + seconds_limit
 
@@ -173,14 +151,8 @@ def run_generate(
         on_progress(_line(result))
         return result
 
-    results = run_missing(
-        rows,
-        {(it.case, it.variant): it for it in (earlier.generations if earlier else ())},
-        measure_one,
-        lambda so_far: on_results(Run(begun, tuple(so_far))),
-        again=again,
-    )
-    return Run(begun, tuple(results))
+    earlier_results = {(it.case, it.variant): it for it in begun.generations}
+    return run_missing(begun, rows, earlier_results, measure_one, on_results, again=again)
 
 
 def _ask(settings: GenerateSettings, row: Row, card: Card | None, left_s: float) -> dict[str, Any]:

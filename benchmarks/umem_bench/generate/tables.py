@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from umem.core.units import format_bytes
-from umem_bench.results import GENERATE_VARIANTS, GenerateCase, GenerateResult, Run, median
-from umem_bench.tables import NOTHING, Check, Table, notes_table, provenance
-from umem_bench.training.tables import CARD_MARGIN_BYTES, base_bytes
+from umem_bench.results import (
+    GENERATE_VARIANTS,
+    GenerateCase,
+    GenerateResult,
+    Run,
+    TextResult,
+    median,
+)
+from umem_bench.tables import NOTHING, Check, Table, notes_table, provenance, size_text
+from umem_bench.training.tables import exceeds_budget, peak_and_base
 
-__all__ = ["LINK_BYTES_PER_S", "bound_s", "checks", "heading", "is_over_budget", "tables"]
+__all__ = [
+    "LINK_BYTES_PER_S",
+    "bound_s",
+    "checks",
+    "compared_bits",
+    "heading",
+    "is_over_budget",
+    "tables",
+    "text_checks",
+]
 
 LINK_BYTES_PER_S = 55e9
 """Copies from page-locked memory to the device: `policies/hardware/h100-pcie.yaml`."""
@@ -43,14 +59,7 @@ def bound_s(run: Run, result: GenerateResult) -> float | None:
 
 def is_over_budget(run: Run, result: GenerateResult) -> bool:
     """Whether NVML saw more in use than the budget, the process's base and a margin."""
-    if result.budget_bytes is None or result.card_peak_bytes is None:
-        return False
-    more_bytes = result.card_peak_bytes - _base_bytes(run, result) - result.budget_bytes
-    return more_bytes >= CARD_MARGIN_BYTES
-
-
-def _base_bytes(run: Run, result: GenerateResult) -> int:
-    return base_bytes(result, _stock(run, result))
+    return exceeds_budget(result, _stock(run, result))
 
 
 # ---- tables ----
@@ -77,7 +86,7 @@ def tables(run: Run) -> Iterator[Table]:
         if rows := [_row(run, it) for it in _measured(run, case)]:
             yield Table(_title(run, case), columns, rows)
     yield from notes_table(
-        (f"{it.case}, {it.variant}", _size(it.budget_bytes), it) for it in run.generations
+        (f"{it.case}, {it.variant}", size_text(it.budget_bytes), it) for it in run.generations
     )
 
 
@@ -90,19 +99,17 @@ def _title(run: Run, case: GenerateCase) -> str:
 
 
 def _row(run: Run, result: GenerateResult) -> tuple[str, ...]:
-    is_over = is_over_budget(run, result)
     least_s, token_s = bound_s(run, result), median(result.token_s)
     share = f"{token_s / least_s:.2f}x" if token_s and least_s else NOTHING
-    peak = f"{_size(result.card_peak_bytes)} ({_size(_base_bytes(run, result) or None)})"
     return (
         result.variant,
         _token_ms(result),
         NOTHING if least_s is None else f"{1e3 * least_s:.4g}",
-        "over its budget" if is_over else share,
+        "over its budget" if is_over_budget(run, result) else share,
         f"{result.first_s or 0:.3g}",
-        f"{peak}, over its budget" if is_over else peak,
-        _size(result.budget_bytes),
-        _bits(run, result) or NOTHING,
+        peak_and_base(result, _stock(run, result)),
+        size_text(result.budget_bytes),
+        compared_bits(result, _stock(run, result), "tokens") or NOTHING,
     )
 
 
@@ -111,17 +118,15 @@ def _token_ms(result: GenerateResult) -> str:
     return f"{1e3 * (median(result.token_s) or 0):.4g} [{low:.4g} to {high:.4g}]"
 
 
-def _size(size_bytes: int | None) -> str:
-    return NOTHING if size_bytes is None else format_bytes(size_bytes)
+def compared_bits(result: TextResult, stock: TextResult | None, tokens: str) -> str:
+    """Whether tokens and logits have stock's bits; empty for stock, and without it.
 
-
-def _bits(run: Run, result: GenerateResult) -> str:
-    """Whether tokens and logits have stock's bits; empty for stock, and without it."""
-    stock = _stock(run, result)
+    `tokens` is the word for them: a single one is a token.
+    """
     if stock is None or stock is result:
         return ""
     pairs = {
-        "tokens": (result.tokens_hash, stock.tokens_hash),
+        tokens: (result.tokens_hash, stock.tokens_hash),
         "logits": (result.logits_hash, stock.logits_hash),
     }
     other = [name for name, (own, its) in pairs.items() if own != its]
@@ -134,12 +139,18 @@ def _bits(run: Run, result: GenerateResult) -> str:
 def checks(run: Run) -> Iterator[Check]:
     """Hold umem's rows against their budget, and against the tokens and the logits of stock."""
     for it in (it for it in run.generations if it.variant == "umem"):
-        subject = f"{it.case}, {it.variant}"
-        if it.state != "measured":
-            yield Check(subject, None, f"{it.state}: {it.reason}")
-            continue
-        words = f"{_size(it.card_peak_bytes)} of {_size(it.budget_bytes)}"
-        yield Check(f"{subject}: within its budget by NVML", not is_over_budget(run, it), words)
-        bits = _bits(run, it)
-        if bits:
-            yield Check(f"{subject}: tokens and logits", bits == "same bits", bits)
+        yield from text_checks(it.case, it, _stock(run, it), "tokens")
+
+
+def text_checks(
+    case: str, result: TextResult, stock: TextResult | None, tokens: str
+) -> Iterator[Check]:
+    """Hold a row against its budget, and against stock's tokens, by this word, and logits."""
+    subject = f"{case}, {result.variant}"
+    if result.state != "measured":
+        yield Check(subject, None, f"{result.state}: {result.reason}")
+        return
+    words = f"{size_text(result.card_peak_bytes)} of {size_text(result.budget_bytes)}"
+    yield Check(f"{subject}: within its budget by NVML", not exceeds_budget(result, stock), words)
+    if bits := compared_bits(result, stock, tokens):
+        yield Check(f"{subject}: {tokens} and logits", bits == "same bits", bits)

@@ -31,9 +31,10 @@ from umem_bench.results import (
     Run,
     median,
 )
+from umem_bench.rows import rows_named
 from umem_bench.scale.measure import MANAGED_LIMIT_BYTES
 from umem_bench.scale.run import memory_ran_out, why_no_host_room
-from umem_bench.training.run import continued_header, find_card, run_missing
+from umem_bench.training.run import continued, find_card, run_missing
 
 __all__ = ["BUDGETS_BYTES", "CASES", "Row", "parse_rows", "run_load"]
 
@@ -60,24 +61,9 @@ Row = tuple[LoadCase, LoadVariant]
 
 
 def parse_rows(text: str) -> list[Row]:
-    """Rows of a list such as ``llama-2-7b:umem,tiny:stock``, in its order.
-
-    A case alone stands for all of its variants; an empty text for all cases but ``tiny``.
-
-    Raises ``ValueError`` for a case or a variant that there is not.
-    """
-    rows: list[Row] = []
-    for word in text.split(",") if text else BUDGETS_BYTES:
-        name, _, wanted = word.strip().partition(":")
-        case = next((it for it in CASES if it == name), None)
-        if case is None:
-            raise ValueError(f"{name!r} is none of {', '.join(CASES)}")
-        known = LOAD_VARIANTS if case in BUDGETS_BYTES else LOAD_VARIANTS[:2]
-        variants = [it for it in known if wanted in ("", it)]
-        if not variants:
-            raise ValueError(f"{wanted!r} is none of {', '.join(known)}")
-        rows += [(case, variant) for variant in variants]
-    return list(dict.fromkeys(rows))
+    """The rows that a text names, as :func:`umem_bench.rows.rows_named` reads it."""
+    variants = {it: LOAD_VARIANTS if it in BUDGETS_BYTES else LOAD_VARIANTS[:2] for it in CASES}
+    return rows_named(text, variants, LOAD_VARIANTS)
 
 
 def run_load(
@@ -109,11 +95,10 @@ def run_load(
         If the earlier results are of other settings, another machine or other versions.
     """
     card = find_card([case for case, _ in rows], "loading")
-    begun = continued_header(
-        None if earlier is None else earlier.header,
-        header("load", settings, "safetensors", "accelerate"),
-        same_commit=False,
+    begun = continued(
+        earlier, Run(header("load", settings, "safetensors", "accelerate"), ()), same_commit=False
     )
+    earlier_results = {(it.case, it.variant): it for it in begun.loads}
     with tempfile.TemporaryDirectory(prefix="umem-bench-load-", dir=folder) as place:
         runner = _Runner(
             settings,
@@ -130,14 +115,7 @@ def run_load(
             on_progress(_line(result))
             return result
 
-        results = run_missing(
-            rows,
-            {(it.case, it.variant): it for it in (earlier.loads if earlier else ())},
-            measure_one,
-            lambda so_far: on_results(Run(begun, tuple(so_far))),
-            again=again,
-        )
-    return Run(begun, tuple(results))
+        return run_missing(begun, rows, earlier_results, measure_one, on_results, again=again)
 
 
 @dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from umem.core.units import format_bytes
+from umem_bench.generate.tables import compared_bits, text_checks
 from umem_bench.results import LOAD_VARIANTS, LoadCase, LoadParts, LoadResult, Run, median
-from umem_bench.tables import NOTHING, Check, Table, notes_table, provenance
-from umem_bench.training.tables import CARD_MARGIN_BYTES, base_bytes
+from umem_bench.tables import NOTHING, Check, Table, notes_table, provenance, size_text
+from umem_bench.training.tables import peak_and_base
 
 __all__ = ["checks", "heading", "read_s", "tables"]
 
@@ -28,27 +28,15 @@ def _measured(run: Run, case: LoadCase) -> list[LoadResult]:
     return sorted(found, key=lambda it: LOAD_VARIANTS.index(it.variant))
 
 
-def _other(run: Run, result: LoadResult, variant: str) -> LoadResult | None:
-    return next((it for it in _measured(run, result.case) if it.variant == variant), None)
-
-
 def read_s(run: Run, case: LoadCase) -> float | None:
     """Seconds that reading the files takes, and nothing else."""
     found = next((it for it in _measured(run, case) if it.variant == "read"), None)
     return None if found is None else median(found.read_s)
 
 
-def _is_over_budget(run: Run, result: LoadResult) -> bool:
-    """Whether NVML saw more in use than the budget, the process's base and a margin."""
-    if result.budget_bytes is None or result.card_peak_bytes is None:
-        return False
-    more_bytes = result.card_peak_bytes - _base_bytes(run, result) - result.budget_bytes
-    return more_bytes >= CARD_MARGIN_BYTES
-
-
-def _base_bytes(run: Run, result: LoadResult) -> int:
-    """Card memory that a process needs beside tensors: that of stock's, or its own at the end."""
-    return base_bytes(result, _other(run, result, "stock") or result)
+def _stock(run: Run, result: LoadResult) -> LoadResult:
+    """The same case with everything on the device; without one the result, for its own base."""
+    return next((it for it in _measured(run, result.case) if it.variant == "stock"), result)
 
 
 # ---- tables ----
@@ -78,14 +66,14 @@ def tables(run: Run) -> Iterator[Table]:
                 f"{case}: its parts", parts, [_part_row(run, it) for it in rows if it.parts]
             )
     yield from notes_table(
-        (f"{it.case}, {it.variant}", _size(it.budget_bytes), it) for it in run.loads
+        (f"{it.case}, {it.variant}", size_text(it.budget_bytes), it) for it in run.loads
     )
 
 
 def _title(run: Run, case: LoadCase) -> str:
     shape = run.load_settings.cases[case]
     return (
-        f"{case}: safetensors files of {_size(_measured(run, case)[0].file_bytes)}, "
+        f"{case}: safetensors files of {size_text(_measured(run, case)[0].file_bytes)}, "
         f"{shape.weights}, {shape.batch} x {shape.tokens} tokens of a prompt"
     )
 
@@ -94,15 +82,15 @@ def _row(run: Run, result: LoadResult) -> tuple[str, ...]:
     if result.variant == "read":
         return ("read", _spread(result.read_s), *(NOTHING,) * 5)
     totals_s = [it.total_s for it in result.parts]
-    peak = f"{_size(result.card_peak_bytes)} ({_size(_base_bytes(run, result) or None)})"
+    stock = _stock(run, result)
     return (
         result.variant,
         _spread(totals_s),
         _share(median(totals_s), read_s(run, result.case)),
-        f"{peak}, over its budget" if _is_over_budget(run, result) else peak,
-        _size(result.budget_bytes),
-        _size(result.host_bytes),
-        _bits(run, result) or NOTHING,
+        peak_and_base(result, stock),
+        size_text(result.budget_bytes),
+        size_text(result.host_bytes),
+        compared_bits(result, stock, "token") or NOTHING,
     )
 
 
@@ -124,35 +112,10 @@ def _share(own_s: float | None, base_s: float | None) -> str:
     return f"{own_s / base_s:.2f}x" if own_s and base_s else NOTHING
 
 
-def _size(size_bytes: int | None) -> str:
-    return NOTHING if size_bytes is None else format_bytes(size_bytes)
-
-
-def _bits(run: Run, result: LoadResult) -> str:
-    """Whether the token and its logits have stock's bits; empty for stock, and without it."""
-    stock = _other(run, result, "stock")
-    if stock is None or stock is result:
-        return ""
-    pairs = {
-        "token": (result.tokens_hash, stock.tokens_hash),
-        "logits": (result.logits_hash, stock.logits_hash),
-    }
-    other = [name for name, (own, its) in pairs.items() if own != its]
-    return f"{' and '.join(other)} differ" if other else "same bits"
-
-
 # ---- limits ----
 
 
 def checks(run: Run) -> Iterator[Check]:
     """Hold umem's rows against their budget, and against the token and the logits of stock."""
     for it in (it for it in run.loads if it.variant == "umem"):
-        subject = f"{it.case}, {it.variant}"
-        if it.state != "measured":
-            yield Check(subject, None, f"{it.state}: {it.reason}")
-            continue
-        words = f"{_size(it.card_peak_bytes)} of {_size(it.budget_bytes)}"
-        yield Check(f"{subject}: within its budget by NVML", not _is_over_budget(run, it), words)
-        bits = _bits(run, it)
-        if bits:
-            yield Check(f"{subject}: token and logits", bits == "same bits", bits)
+        yield from text_checks(it.case, it, _stock(run, it), "token")

@@ -23,14 +23,9 @@ from umem_bench.results import (
     ScaleVariant,
     median,
 )
+from umem_bench.rows import rows_named
 from umem_bench.scale.measure import ScaleJob, measure
-from umem_bench.training.run import (
-    ask_worker,
-    continued_header,
-    find_card,
-    run_missing,
-    why_no_time,
-)
+from umem_bench.training.run import ask_worker, continued, find_card, run_missing, why_no_time
 
 __all__ = [
     "BUDGETS_BYTES",
@@ -136,24 +131,9 @@ Row = tuple[ScaleCase, ScaleVariant]
 
 
 def parse_rows(text: str) -> list[Row]:
-    """Rows of a list such as ``llama-2-7b-fp32:umem,tiny:floor``, in its order.
-
-    A case alone stands for its :data:`USUAL_VARIANTS`; an empty text for all cases but ``tiny``.
-
-    Raises ``ValueError`` for a case or a variant that there is not.
-    """
-    rows: list[Row] = []
-    for word in text.split(",") if text else [it for it in CASES if it != "tiny"]:
-        name, _, wanted = word.strip().partition(":")
-        case = next((it for it in CASES if it == name), None)
-        if case is None:
-            raise ValueError(f"{name!r} is none of {', '.join(CASES)}")
-        known = _VARIANTS[_method(case)]
-        variants = [it for it in known if it == wanted] if wanted else USUAL_VARIANTS[_method(case)]
-        if not variants:
-            raise ValueError(f"{wanted!r} is none of {', '.join(known)}")
-        rows += [(case, variant) for variant in variants]
-    return list(dict.fromkeys(rows))
+    """The rows that a text names, as :func:`umem_bench.rows.rows_named` reads it."""
+    # SFT's usual variants include LoRA's.
+    return rows_named(text, {it: _VARIANTS[_method(it)] for it in CASES}, USUAL_VARIANTS["sft"])
 
 
 def _method(case: ScaleCase) -> Method:
@@ -192,9 +172,7 @@ def run_scale(
         budget of all cases does not leave :data:`CARD_LEFT_BYTES` of the card.
     """
     card = find_card([case for case, _ in rows], "training")
-    begun = continued_header(
-        None if earlier is None else earlier.header, header("scale", settings), same_commit=False
-    )
+    begun = continued(earlier, Run(header("scale", settings), ()), same_commit=False)
     machine = _Machine(settings, card, host_limit_bytes)
     end_s = time.monotonic() + seconds_limit
 
@@ -207,14 +185,8 @@ def run_scale(
         on_progress(_line(result))
         return result
 
-    results = run_missing(
-        rows,
-        {(it.case, it.variant): it for it in (earlier.scales if earlier else ())},
-        measure_one,
-        lambda so_far: on_results(Run(begun, tuple(so_far))),
-        again=again,
-    )
-    return Run(begun, tuple(results))
+    earlier_results = {(it.case, it.variant): it for it in begun.scales}
+    return run_missing(begun, rows, earlier_results, measure_one, on_results, again=again)
 
 
 class _Machine:

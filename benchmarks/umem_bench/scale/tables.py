@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from umem.core.units import format_bytes
 from umem_bench.results import (
     LORA_CASES,
     SCALE_VARIANTS,
@@ -14,8 +13,8 @@ from umem_bench.results import (
     ScaleVariant,
     median,
 )
-from umem_bench.tables import NOTHING, Check, Table, notes_table, provenance
-from umem_bench.training.tables import CARD_MARGIN_BYTES, base_bytes, step_ms
+from umem_bench.tables import NOTHING, Check, Table, notes_table, provenance, size_text
+from umem_bench.training.tables import exceeds_budget, peak_and_base, step_ms
 
 __all__ = [
     "checks",
@@ -65,16 +64,13 @@ def tokens_per_s(run: Run, result: ScaleResult) -> float:
 
 def is_over_budget(run: Run, result: ScaleResult) -> bool:
     """Whether NVML saw more in use than the budget, the process's base and a margin."""
-    if result.budget_bytes is None or result.card_peak_bytes is None:
-        return False
-    return (
-        result.card_peak_bytes - _base_bytes(run, result) - result.budget_bytes >= CARD_MARGIN_BYTES
-    )
+    return exceeds_budget(result, _plain(run, result))
 
 
-def _base_bytes(run: Run, result: ScaleResult) -> int:
-    plain = (of_variant(run, result.case, name) for name in ("floor", "stock"))
-    return base_bytes(result, next((it for it in plain if it is not None), None))
+def _plain(run: Run, result: ScaleResult) -> ScaleResult | None:
+    """The same case under torch's own allocator."""
+    found = (of_variant(run, result.case, name) for name in ("floor", "stock"))
+    return next((it for it in found if it is not None), None)
 
 
 def _mean_s(result: ScaleResult) -> float | None:
@@ -129,7 +125,7 @@ def tables(run: Run) -> Iterator[Table]:
         )
         yield Table(title(run, case), columns, [_row(run, it) for it in measured(run, case)])
     yield from notes_table(
-        (f"{it.case}, {it.variant}", _size(it.budget_bytes), it) for it in run.scales
+        (f"{it.case}, {it.variant}", size_text(it.budget_bytes), it) for it in run.scales
     )
 
 
@@ -142,7 +138,6 @@ def title(run: Run, case: ScaleCase) -> str:
 
 def _row(run: Run, result: ScaleResult) -> tuple[str, ...]:
     of_stock = [_share(run, result, "stock")] if of_variant(run, result.case, "stock") else []
-    peak = f"{_size(result.card_peak_bytes)} ({_size(_base_bytes(run, result) or None)})"
     return (
         result.variant,
         step_ms(result),
@@ -151,15 +146,11 @@ def _row(run: Run, result: ScaleResult) -> tuple[str, ...]:
         _share(run, result, "floor"),
         *of_stock,
         f"{result.first_step_s or 0:.3g}",
-        f"{peak}, over its budget" if is_over_budget(run, result) else peak,
-        _size(result.budget_bytes),
-        f"{_size(result.host_bytes)} ({_size(result.host_locked_bytes)})",
+        peak_and_base(result, _plain(run, result)),
+        size_text(result.budget_bytes),
+        f"{size_text(result.host_bytes)} ({size_text(result.host_locked_bytes)})",
         _losses(run, result),
     )
-
-
-def _size(size_bytes: int | None) -> str:
-    return NOTHING if size_bytes is None else format_bytes(size_bytes)
 
 
 def _losses(run: Run, result: ScaleResult) -> str:
@@ -201,7 +192,7 @@ def checks(run: Run) -> Iterator[Check]:
         if it.state != "measured":
             yield Check(subject, None, f"{it.state}: {it.reason}")
             continue
-        words = f"{_size(it.card_peak_bytes)} of {_size(it.budget_bytes)}"
+        words = f"{size_text(it.card_peak_bytes)} of {size_text(it.budget_bytes)}"
         yield Check(f"{subject}: within its budget by NVML", not is_over_budget(run, it), words)
         words = f"{_mean_s(it) or 0:.4g} s a step of all"
         yield Check(f"{subject}: no work beside the median step", _agrees(it), words)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from umem import UmemError, UnsupportedError
 from umem.core.units import format_bytes
@@ -36,7 +37,7 @@ __all__ = [
     "Cell",
     "ask_worker",
     "cells",
-    "continued_header",
+    "continued",
     "require_gpu",
     "run_missing",
     "run_training",
@@ -56,6 +57,18 @@ _PRELOADED = ("umem_bench.training.shared_imports",)
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Result = TypeVar("_Result", bound=ProcessResult)
+
+
+class _HasHeader(Protocol):
+    """A :class:`Run`, or what else has a header and results."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def header(self) -> Header: ...
+
+
+_Run = TypeVar("_Run", bound=_HasHeader)
 
 Cell = tuple[WorkloadName, Method, Variant, float | None]
 """Workload, method, variant, and budget in percent: what one process measures."""
@@ -108,9 +121,7 @@ def run_training(
     """
     if device == "cuda":
         require_gpu()
-    begun = continued_header(
-        None if earlier is None else earlier.header, header("training", settings)
-    )
+    begun = continued(earlier, Run(header("training", settings), ()))
     card = None if device == "cpu" else Card.find()
     end_s = time.monotonic() + seconds_limit
 
@@ -121,28 +132,24 @@ def run_training(
         on_progress(_line(result))
         return result
 
-    results = run_missing(
-        cells(settings),
-        {_cell_of(it): it for it in (earlier.trainings if earlier else ())},
-        measure_one,
-        lambda so_far: on_results(Run(begun, tuple(so_far))),
-    )
-    return Run(begun, tuple(results))
+    earlier_results = {_cell_of(it): it for it in begun.trainings}
+    return run_missing(begun, cells(settings), earlier_results, measure_one, on_results)
 
 
 def run_missing(
+    begun: _Run,
     wanted: Sequence[_Key],
     earlier: dict[_Key, _Result],
     measure_one: Callable[[_Key, list[_Result], _Result | None], _Result],
-    on_results: Callable[[Sequence[_Result]], None],
+    on_results: Callable[[_Run], None],
     *,
     again: bool = False,
-) -> list[_Result]:
+) -> _Run:
     """Measure one by one what earlier results lack, have left out or gave no answer to.
 
-    `measure_one` gets the results so far and the earlier one, too; `on_results` gets all results
-    after each one. With `again` everything wanted is measured; an earlier result stays until there
-    is another one.
+    `measure_one` gets the results so far and the earlier one, too; `on_results` gets the run with
+    all results after each one. With `again` everything wanted is measured; an earlier result stays
+    until there is another one.
     """
     known = dict(earlier)
     missing = [
@@ -155,8 +162,8 @@ def run_missing(
     for key in missing:
         result = measure_one(key, list(known.values()), spent.get(key))
         known[key] = spent.get(key, result) if result.state == "left out" else result
-        on_results(list((spent | known).values()))
-    return list(known.values())
+        on_results(replace(begun, results=tuple((spent | known).values())))
+    return replace(begun, results=tuple(known.values()))
 
 
 def ask_worker(
@@ -300,15 +307,15 @@ def find_card(cases: Collection[str], what: str) -> Card | None:
     return None
 
 
-def continued_header(earlier: Header | None, begun: Header, *, same_commit: bool = True) -> Header:
-    """Header of a run: that of earlier results, if there are any.
+def continued(earlier: _Run | None, begun: _Run, *, same_commit: bool = True) -> _Run:
+    """The run that goes on: the earlier one, if there is any.
 
-    Raises `UmemError` where these are not of the same settings, machine or versions.
+    Raises `UmemError` where that is not of the same settings, machine or versions.
     """
     if earlier is None:
         return begun
     groups = ("umem", *(("commit",) if same_commit else ()), "machine", "packages", "settings")
-    pairs = [(name, getattr(earlier, name), getattr(begun, name)) for name in groups]
+    pairs = [(name, getattr(earlier.header, name), getattr(begun.header, name)) for name in groups]
     words = [f"{name} {was}, and now {it}" for name, was, it in pairs if was != it]
     if words:
         raise UmemError(

@@ -18,7 +18,7 @@ from umem_bench.results import (
     WorkloadName,
     median,
 )
-from umem_bench.tables import NOTHING, Check, Table, at_most, notes_table, provenance
+from umem_bench.tables import NOTHING, Check, Table, at_most, notes_table, provenance, size_text
 
 __all__ = [
     "CARD_MARGIN_BYTES",
@@ -26,9 +26,11 @@ __all__ = [
     "batches",
     "checks",
     "device_peak_bytes",
+    "exceeds_budget",
     "fits",
     "heading",
     "panels",
+    "peak_and_base",
     "shown",
     "step_ms",
     "stock_of",
@@ -112,6 +114,20 @@ def base_bytes(result: ProcessResult, plain: ProcessResult | None) -> int:
     """
     known = None if plain is None else plain.outside_bytes
     return (result.base_bytes or 0) if known is None else known
+
+
+def exceeds_budget(result: ProcessResult, plain: ProcessResult | None) -> bool:
+    """Whether NVML saw more in use than the budget, the process's base and a margin."""
+    if result.budget_bytes is None or result.card_peak_bytes is None:
+        return False
+    more_bytes = result.card_peak_bytes - base_bytes(result, plain) - result.budget_bytes
+    return more_bytes >= CARD_MARGIN_BYTES
+
+
+def peak_and_base(result: ProcessResult, plain: ProcessResult | None) -> str:
+    """The card's peak by NVML, the base in it, and whether it is over the budget."""
+    text = f"{size_text(result.card_peak_bytes)} ({size_text(base_bytes(result, plain) or None)})"
+    return f"{text}, over its budget" if exceeds_budget(result, plain) else text
 
 
 def device_peak_bytes(run: Run, result: TrainingResult) -> int | None:
