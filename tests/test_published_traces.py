@@ -190,6 +190,9 @@ def test_the_command_prints_tables_and_writes_results(
     done = CliRunner().invoke(app, ["published", str(write(document())), "--output", str(results)])
     assert done.exit_code == 0, done.output
     assert "`planned`" in done.stdout
+    checked = CliRunner().invoke(app, ["report", str(results), "--check"])
+    assert checked.exit_code == 2
+    assert "has no limits" in checked.output
     shown = CliRunner().invoke(app, ["report", str(results), "--markdown"])
     assert "| `planned` | 3.0 (1.000) |" in shown.stdout
 

@@ -439,6 +439,8 @@ def _finish(
     chosen = [it for it in shown.tables(run) if any(word in it.title for word in words)]
     print_tables(shown.heading(run), chosen, as_markdown=as_markdown)
     if check:
+        if not hasattr(shown, "checks"):
+            raise typer.BadParameter(f"--check: {run.header.benchmark} has no limits")
         found: list[Check] = list(shown.checks(run))
         for it in found:
             print(f"{'pass' if it.passed else 'FAIL'}  {it.subject}: {it.detail}")

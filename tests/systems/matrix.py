@@ -28,7 +28,7 @@ from umem_bench.results import Header, ProcessResult, median
 from umem_bench.scale.run import memory_ran_out
 from umem_bench.tables import NOTHING, Table, notes_table, print_tables, provenance, size_text
 from umem_bench.training.run import continued, require_gpu, run_missing, why_no_time
-from umem_bench.training.tables import CARD_MARGIN_BYTES, base_bytes
+from umem_bench.training.tables import peak_and_base
 
 from umem import UmemError
 from umem.cuda import bindings
@@ -423,21 +423,12 @@ def tables(matrix: Matrix) -> Iterator[Table]:
     )
 
 
-def is_over_budget(result: SystemResult, stock: SystemResult | None) -> bool:
-    """Whether NVML saw more in use than the budget, the process's base and a margin."""
-    if result.budget_bytes is None or result.card_peak_bytes is None:
-        return False
-    more_bytes = result.card_peak_bytes - base_bytes(result, stock) - result.budget_bytes
-    return more_bytes > CARD_MARGIN_BYTES
-
-
 def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
     if result.state != "measured":
         words = f"{result.state}: {result.reason}"
         size = size_text(result.budget_bytes)
         return (result.system, result.variant, words, NOTHING, NOTHING, size, NOTHING, NOTHING)
     stock = matrix.row(result.system, "stock")
-    peak = f"{size_text(result.card_peak_bytes)} ({size_text(base_bytes(result, stock) or None)})"
     sizes = (result.host_bytes, result.host_process_bytes, result.host_locked_bytes)
     host, process, locked = map(size_text, sizes)
     return (
@@ -445,7 +436,7 @@ def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
         result.variant,
         _losses(matrix, result),
         _speed(matrix, result),
-        f"{peak}, over its budget" if is_over_budget(result, stock) else peak,
+        peak_and_base(result, stock),
         size_text(result.budget_bytes),
         {None: NOTHING, True: "yes", False: "no"}[result.plan_running],
         f"{host} ({process}, {locked})",

@@ -121,7 +121,7 @@ def exceeds_budget(result: ProcessResult, plain: ProcessResult | None) -> bool:
     if result.budget_bytes is None or result.card_peak_bytes is None:
         return False
     more_bytes = result.card_peak_bytes - base_bytes(result, plain) - result.budget_bytes
-    return more_bytes >= CARD_MARGIN_BYTES
+    return more_bytes > CARD_MARGIN_BYTES
 
 
 def peak_and_base(result: ProcessResult, plain: ProcessResult | None) -> str:
