@@ -30,8 +30,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views of buckets": {"gradient_as_bucket_view": True},
     "blocks that are not called": {"find_unused_parameters": True},
+    "a partition that no module holds": {"partition": True},
 }
-DEFERRED = ("plain", "blocks that are not called")
+DEFERRED = ("plain", "blocks that are not called", "a partition that no module holds")
 """Gradients that are views would be used by others while an update reads them."""
 
 
@@ -90,8 +91,12 @@ def train(options: dict[str, Any], streams: Streams | None) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, streaming(streams, patch):
         torch.manual_seed(0)
         kind = Branches if "find_unused_parameters" in options else Net
-        model: Any = DistributedDataParallel(kind(), **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model: Any = DistributedDataParallel(
+            kind(), **{name: it for name, it in options.items() if name != "partition"}
+        )
+        partition = nn.Parameter(torch.ones(8 * WIDTH))
+        others = [partition] if "partition" in options else []
+        optimizer = torch.optim.AdamW([*model.parameters(), *others], lr=1e-2)
         rank, seen = distributed.get_rank(), []
         model.module.calls = rank  # which blocks are called
         for step in range(STEPS):
@@ -104,7 +109,9 @@ def train(options: dict[str, Any], streams: Streams | None) -> dict[str, Any]:
                 seen.append(loss.item().hex())
             norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             seen.append(norm.item().hex())
+            partition.grad = torch.full_like(partition, float(norm))
             optimizer.step()
+            seen.append(float(partition.sum()).hex())
             use = USES[step % len(USES)]
             seen += [float(use(it.weight)).hex() for it in (model.module.stem, model.module.head)]
             if step % 3:  # the next step has this one's gradients too
@@ -155,10 +162,17 @@ def test_all_bits_are_stocks(name: str, ranks: list[dict[str, list[dict[str, Any
         assert streamed["state_bytes"] == stock["state_bytes"]
         assert streamed["streamed"] == STEPS - 1
         if name in DEFERRED:
-            assert 0 < streamed["waited"] < 3 * STEPS, "the model's own parameter is in no block"
+            assert streamed["waited"] < 3 * STEPS, "only steps that are measured wait"
             assert streamed["early"] > 0
         else:
             assert streamed["waited"] > 5 * STEPS
             assert streamed["early"] == 0
     assert ranks[0][name][0]["weights"] == ranks[1][name][0]["weights"]
     assert ranks[0][name][0]["seen"] != ranks[1][name][0]["seen"]
+
+
+def test_a_partition_is_waited_for_within_the_step(
+    ranks: list[dict[str, list[dict[str, Any]]]],
+) -> None:
+    waited = {name: streamed["waited"] for name, (_, streamed) in ranks[0].items()}
+    assert waited["a partition that no module holds"] > waited["plain"] + STEPS // 2

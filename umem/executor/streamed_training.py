@@ -268,6 +268,10 @@ class StreamedTraining:
         self._compilations = 0
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
+        self._is_distributed = False
+        """Whether a step was made with ``torch.distributed``."""
+        self._held: tuple[int, bool] | None = None
+        """Number of the layout, and whether the model holds all parameters in it."""
         self._rest: _Rest | None = None
         """While all is on the device, and a step has nothing to do but to look whether it is."""
         self._whole_steps: Counter[str] = Counter()
@@ -496,7 +500,7 @@ class StreamedTraining:
         optimizer = self._optimizer()
         if self._backward is not None and optimizer is not None:
             self._backward.forward_ends(optimizer)
-        if not self._step.defers_outside:
+        if self._is_distributed:
             # DDP may give gradients to parameters that this process has not called.
             self._step.join()
         self._step.units.fetch_ahead()
@@ -551,9 +555,10 @@ class StreamedTraining:
                 self._unhook_blocks()
             return None
         if is_distributed():
+            self._is_distributed = True
             order_collectives()
-            # Libraries with partitions of parameters hand these to functions of their own.
-            self._step.defers_outside = False
+            # Libraries hand parameters that no module holds to functions of their own.
+            self._step.defers_outside = self._model_holds(optimizer)
         # Updates would take a part of the time of the forward pass that is measured.
         is_deferred = self._tuner is None or not self._tuner.is_measuring
         empty = self._step.step(optimizer, is_deferred=is_deferred)
@@ -565,6 +570,15 @@ class StreamedTraining:
             )
         # torch runs the step's own function on what a hook returns: here on no parameters.
         return None if empty is None else ((empty,), dict(arguments))
+
+    def _model_holds(self, optimizer: Optimizer) -> bool:
+        """Whether the model's modules hold all parameters of the optimizer."""
+        units, model = self._step.units, self._model()
+        layout = units.layouts
+        if self._held is None or self._held[0] != layout or not units.has_members_of(optimizer):
+            held = set() if model is None else set(map(id, model.parameters()))
+            self._held = layout, held.issuperset(map(id, optimizer_parameters(optimizer)))
+        return self._held[1]
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._rest is not None and self._tuner is not None:
