@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import weakref
@@ -470,7 +471,18 @@ def test_steps_rest_where_all_fits_until_something_changes(monkeypatch: pytest.M
     assert steps(8, 2 * ROWS) > 0
     assert run.tuner.status().plans > plans
     assert run.losses == expected.losses
-    run.training.close()
+
+
+def test_a_training_that_rests_keeps_no_state_of_an_optimizer_that_is_gone() -> None:
+    run = Training(Machine())
+    run.run(10)
+    assert run.tuner.rests
+    first = weakref.ref(next(iter(run.optimizer.state.values()))["exp_avg"])
+    training = run.training
+    del run.optimizer
+    gc.collect()
+    assert first() is None
+    assert training.is_closed
 
 
 def test_what_does_not_fit_is_streamed_and_copied() -> None:

@@ -429,6 +429,7 @@ class StreamedTraining:
         self._release()
 
     def _release(self) -> None:
+        self._rest = None  # which has the optimizer's state
         self._gradients.close()
         self._step.forget()
         for undo in self._undo:
