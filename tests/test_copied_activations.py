@@ -377,3 +377,39 @@ def test_a_model_goes_when_it_is_dropped() -> None:
     gc.collect()
     assert reference() is None
     copied.activations.close()
+
+
+class Scaled(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((ROWS, WIDTH), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale: Any = self.scale
+        return super().forward(x) * scale
+
+
+class NotedMover(LazyMover):
+    """Notes the addresses of what leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: set[int] = set()
+
+    def copy_out(self, pairs: Any, stream: Any) -> Any:
+        self.left |= {storage.data_ptr() for storage, _ in pairs}
+        return super().copy_out(pairs, stream)
+
+
+def test_buffers_stay_also_those_that_a_module_gets_between_passes() -> None:
+    model, mover = Net(), NotedMover()
+    model.layers = nn.ModuleList(Scaled() for _ in range(LAYERS))
+    copied = Copied(model, ALL_COPIED, mover=mover)
+    for _ in range(2):
+        scales = {it.scale.data_ptr() for it in model.layers}
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+        assert mover.left
+        assert not mover.left & scales
+        for layer in model.layers:
+            layer.scale = layer.scale.clone()
+    copied.activations.close()

@@ -147,6 +147,8 @@ class CopiedActivations:
         self._copied: Mapping[str, str | None] = {}
         self._fetch_ahead = 1
         self._is_measuring = False
+        self._with_buffers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """The modules that had some when the plan was set: to search all of them takes long."""
         self._undo: list[Undo] = []
         self._running = _Running()
         self._released_bytes = self._returned_bytes = 0
@@ -185,6 +187,9 @@ class CopiedActivations:
         model = self._model()
         if (self._copied or is_measuring) and model is not None:
             self._store.keep(model.parameters(), permanent=True)
+            self._with_buffers = weakref.WeakSet(
+                it for it in model.modules() if buffers_of(it, recurse=False)
+            )
             fail = self._guard.on_error
             self._undo += hook_calls(model, self._begin, self._end, fail)
             for name, block in self._blocks.items():
@@ -221,10 +226,10 @@ class CopiedActivations:
         running = self._running
         self._store.close_groups()  # an interrupt ends a call without the hooks behind it
         running.forward = running.call = None
-        model = self._model()
-        if model is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
-        self._store.keep([*buffers_of(model), *tensors_in((args, kwargs))])
+        buffers = (buffer for it in self._with_buffers for buffer in buffers_of(it, recurse=False))
+        self._store.keep([*buffers, *tensors_in((args, kwargs))])
         running.forward = _Pass(self._store, self._fetch_ahead)
         self._store.open_group(running.forward.model_key)
 

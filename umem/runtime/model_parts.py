@@ -174,9 +174,12 @@ def named_tensors(
         yield from named_tensors(part, path, depth=depth + 1)
 
 
-def buffers_of(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers of a model, whatever `buffers` is there: a list, in Megatron-core's DDP."""
-    return list(nn.Module.buffers(model))
+def buffers_of(model: nn.Module, *, recurse: bool = True) -> list[torch.Tensor]:
+    """The buffers of a model, whatever `buffers` is there: a list, in Megatron-core's DDP.
+
+    Those of the module alone with `recurse` false.
+    """
+    return list(nn.Module.buffers(model, recurse))
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
