@@ -651,7 +651,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> type[_ToldWorker]:
     measured = {"state": "measured", "steps_s": (0.1,), "peak_allocated_bytes": 10 * GIB}
     _ToldWorker.answers = dict.fromkeys(("stock", "umem-planned", "save-on-cpu"), measured)
     _ToldWorker.started = []
-    monkeypatch.setattr("umem_bench.training.run.Worker", _ToldWorker)
+    monkeypatch.setattr("umem_bench.rows.Worker", _ToldWorker)
     return _ToldWorker
 
 

@@ -25,9 +25,8 @@ from pydantic import ValidationError
 from umem_bench.card import Card, MemorySampler
 from umem_bench.machine import git_commit, header
 from umem_bench.results import Header, ProcessResult, median
-from umem_bench.scale.run import memory_ran_out
+from umem_bench.rows import continued, memory_ran_out, require_gpu, run_missing, why_no_time
 from umem_bench.tables import NOTHING, Table, notes_table, print_tables, provenance, size_text
-from umem_bench.training.run import continued, require_gpu, run_missing, why_no_time
 from umem_bench.training.tables import peak_and_base
 
 from umem import UmemError

@@ -20,9 +20,17 @@ from umem_bench.results import (
     Run,
     median,
 )
-from umem_bench.rows import rows_named
-from umem_bench.scale.run import growth, memory_ran_out, why_no_host_room
-from umem_bench.training.run import ask_worker, continued, find_card, run_missing, why_no_time
+from umem_bench.rows import (
+    ask_worker,
+    continued,
+    find_card,
+    memory_ran_out,
+    rows_named,
+    run_missing,
+    why_no_host_room,
+    why_no_time,
+)
+from umem_bench.scale.run import growth
 
 __all__ = [
     "BUDGETS_BYTES",

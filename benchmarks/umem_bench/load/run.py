@@ -31,10 +31,15 @@ from umem_bench.results import (
     Run,
     median,
 )
-from umem_bench.rows import rows_named
+from umem_bench.rows import (
+    continued,
+    find_card,
+    memory_ran_out,
+    rows_named,
+    run_missing,
+    why_no_host_room,
+)
 from umem_bench.scale.measure import MANAGED_LIMIT_BYTES
-from umem_bench.scale.run import memory_ran_out, why_no_host_room
-from umem_bench.training.run import continued, find_card, run_missing
 
 __all__ = ["BUDGETS_BYTES", "CASES", "Row", "parse_rows", "run_load"]
 

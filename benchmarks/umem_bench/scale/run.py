@@ -23,23 +23,28 @@ from umem_bench.results import (
     ScaleVariant,
     median,
 )
-from umem_bench.rows import rows_named
+from umem_bench.rows import (
+    ask_worker,
+    continued,
+    find_card,
+    memory_ran_out,
+    rows_named,
+    run_missing,
+    why_no_host_room,
+    why_no_time,
+)
 from umem_bench.scale.measure import ScaleJob, measure
-from umem_bench.training.run import ask_worker, continued, find_card, run_missing, why_no_time
 
 __all__ = [
     "BUDGETS_BYTES",
     "CARD_LEFT_BYTES",
     "CASES",
-    "HOST_LEFT_BYTES",
     "USUAL_VARIANTS",
     "Row",
     "growth",
     "host_state_bytes",
-    "memory_ran_out",
     "parse_rows",
     "run_scale",
-    "why_no_host_room",
 ]
 
 CARD_LEFT_BYTES = 2 << 30
@@ -50,9 +55,6 @@ _CONTEXT_BYTES = 1 << 30
 
 _MAX_GROWTH = 2.0
 """Of a process's time with its model: a small one's is mostly its start."""
-
-HOST_LEFT_BYTES = 16 << 30
-"""Of the host's available memory, never used."""
 
 _KEPT_BY_LOSS = 4
 """Tensors as large as a layer's input that the last norm and the head keep, at most."""
@@ -161,7 +163,7 @@ def run_scale(
 
     Without a GPU only ``tiny`` runs. With `earlier` results of the same settings and machine, the
     rows that they lack are run; with `again` all `rows` are. A row may take `host_limit_bytes` of
-    host memory; by default what is available less :data:`HOST_LEFT_BYTES`.
+    host memory; by default what is available less :data:`umem_bench.rows.HOST_LEFT_BYTES`.
 
     Raises
     ------
@@ -272,37 +274,6 @@ class _Machine:
 def growth(new: LlamaShape, old: LlamaShape) -> float:
     """How many times longer a process takes with another model."""
     return min(_MAX_GROWTH, max(1.0, sum(new.matrix_sizes) / sum(old.matrix_sizes)))
-
-
-def memory_ran_out(told: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a process's answer that change, as too little memory is a result of its own."""
-    if told["state"] != "failed":
-        return {}
-    reason = str(told["reason"]).splitlines()[0]
-    # The kernel ends a process that takes too much of the host by signal 9.
-    is_memory = any(it in reason for it in ("out of memory", "status -9"))
-    is_out = is_memory and not told.get("timed_out")
-    return {"reason": reason, "state": "out of memory" if is_out else "failed"}
-
-
-def why_no_host_room(needed_bytes: int, limit_bytes: int | None) -> str:
-    """Why the host is too small for a process; empty where it is not.
-
-    Without a limit it may take what is available less :data:`HOST_LEFT_BYTES`.
-    """
-    from umem.hardware.host_memory import host_memory_bytes
-
-    _, available_bytes = host_memory_bytes() or (0, 0)
-    if limit_bytes is None:
-        limit_bytes = available_bytes - HOST_LEFT_BYTES
-    if needed_bytes <= max(0, limit_bytes):
-        return ""
-    return (
-        f"it needs {format_bytes(needed_bytes)} of host memory, and may take "
-        f"{format_bytes(max(0, limit_bytes))}: {format_bytes(available_bytes)} are available, "
-        f"and {format_bytes(HOST_LEFT_BYTES)} stay free. Where the host has more than its "
-        "kernel reports, give --host"
-    )
 
 
 def host_state_bytes(shape: LlamaShape, variant: ScaleVariant, method: Method = "sft") -> int:
