@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from faults import Fault, Interrupt, OutOfMemory, Signal
+from faults import Fault, Interrupt, OutOfMemory, Signal, came_through_umem
 from random_training import Pair, RandomProgram, Step, values
 
 from umem.core.errors import PlanError
@@ -79,11 +79,13 @@ def _step_with(pair: Pair, fault: Fault) -> str:
     stock, streamed = pair.programs
     number, whole = stock.steps, _whole(pair.next_step())
     streamed.plan = stock.plan = whole
+    whole_steps, is_umems = _whole_steps(streamed), True
     try:
         with fault:
             streamed.step()
-    except fault.error:
+    except fault.error as error:
         _mend_grad_mode()
+        is_umems = came_through_umem(error)
     else:
         stock.step()
         return ""
@@ -94,6 +96,11 @@ def _step_with(pair: Pair, fault: Fault) -> str:
         found = f"refused in {found}"
         _load(streamed, before)
         _make_small_step(streamed, number)
+    else:
+        if not is_umems and _whole_steps(streamed) > whole_steps:
+            # umem has left the step to the optimizer, which has updated some parameters itself.
+            _load(streamed, before)
+            _make_small_step(streamed, number)
     _make_small_step(stock, number)
     if fault.may_come_late and values(streamed) != values(stock):
         _load(stock, before)
@@ -101,6 +108,13 @@ def _step_with(pair: Pair, fault: Fault) -> str:
         stock.step()
         _make_small_step(stock, number)
     return found
+
+
+def _whole_steps(program: RandomProgram) -> int:
+    """Steps that the optimizer has run itself, or begun to."""
+    assert program.training is not None
+    counts = program.training.counts
+    return counts.resident + counts.in_line
 
 
 def _mend_grad_mode() -> None:

@@ -6,6 +6,7 @@ import inspect
 import signal
 import sys
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import umem
 
-__all__ = ["Fault", "Interrupt", "OutOfMemory", "Signal"]
+__all__ = ["Fault", "Interrupt", "OutOfMemory", "Signal", "came_through_umem"]
 
 _UMEM = str(Path(umem.__file__).parent)
+
+
+def came_through_umem(error: BaseException) -> bool:
+    """Whether a function of umem was at work where an error came."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code.co_filename.startswith(_UMEM) for frame in frames)
 
 
 class Fault(ABC):
