@@ -406,6 +406,7 @@ def test_buffers_stay_also_those_that_a_module_gets_between_passes() -> None:
     model.layers = nn.ModuleList(Scaled() for _ in range(LAYERS))
     copied = Copied(model, ALL_COPIED, mover=mover)
     for _ in range(2):
+        mover.left.clear()
         scales = {it.scale.data_ptr() for it in model.layers}
         model(torch.randn(ROWS, WIDTH)).sum().backward()
         assert mover.left

@@ -379,6 +379,10 @@ def machine_of(machine: Hardware, figures: tuple[float, float]) -> Hardware:
 
 @given(UNITS, st.sets(st.integers(0, 7)), st.integers(1, 5), MACHINES, BACKWARD, st.booleans())
 @example([unit(5, 0, 0), unit(20, 0, 0)], set(), 2, (1.0, 0.05), 1 * MS, False)
+@example(
+    [unit(0, 0, 0.75), unit(40, 0, 1.9375), unit(40, 0, 1.875), unit(40, 0, 0.125)],
+    *(set(), 2, (1.0, 0.05), 1 * MS, True),
+)
 def test_every_step(
     machine: Hardware,
     units: list[StreamUnit],

@@ -16,8 +16,9 @@ from umem.hardware import Hardware
 
 __all__ = ["LaneKind", "LaneReport", "LaneTasks", "Task", "simulate_lanes"]
 
-_MOST_STEPS = 32
-"""Steps to simulate until they repeat, which most do after the first."""
+_MOST_STEPS = 128
+"""Steps to simulate until they repeat, which most do after the first. Copies that take little
+longer than the computation fall behind by that little in each step, until no slot is left."""
 
 _TIME_DIGITS = 10
 """Decimal digits to which the seconds that are left of a task count as the same."""
