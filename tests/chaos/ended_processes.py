@@ -19,6 +19,7 @@ from pathlib import Path
 
 from training_program import CHECKPOINT_BYTES
 
+import umem
 from umem.cli import INTERRUPTED_STATUS
 from umem.core.errors import UmemError
 from umem.trace import load_trace
@@ -32,6 +33,13 @@ _LIMIT_S = 300.0
 
 _NEVER = re.compile(r"Fatal Python error|terminate called|atexit|^\w+(Error|Exception)\b", re.M)
 """What no process prints, whenever it is ended: the only exception is KeyboardInterrupt."""
+_UMEM = str(Path(umem.__file__).parent)
+_FINALIZERS = re.compile(
+    r"^Exception ignored in atexit callback: <bound method finalize\._exitfunc"
+    r".*?^KeyboardInterrupt",
+    re.M | re.S,
+)
+"""A signal came while Python ran finalizers at its end, as torch's libraries have them."""
 
 _LAYERS, _LAYER_BYTES = 16, 16 << 20
 _TRACE = {
@@ -163,7 +171,9 @@ class Processes:
         # Python gives the signal back to the system when it ends.
         statuses = (0, -number, INTERRUPTED_STATUS if number == signal.SIGINT else 0)
         _check(ended, ended.status in statuses)
-        _check(ended, _NEVER.search(ended.errors) is None)
+        finalizers = _FINALIZERS.search(ended.errors)
+        _check(ended, finalizers is None or _UMEM not in finalizers[0])
+        _check(ended, _NEVER.search(_FINALIZERS.sub("", ended.errors)) is None)
 
     def _check_files(self) -> None:
         """All that was written is whole, and nothing else is there."""
