@@ -333,13 +333,16 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
 def missing() -> list[PrivateName]:
     """Look up every name that this torch should have, and return those that it lacks.
 
-    Names for CUDA are left out in a torch without it, and those newer than this torch.
+    Names for CUDA, and of ``torch.distributed``, are left out in a torch without it, and those
+    newer than this torch.
     """
     torch = importlib.import_module("torch")
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     absent = []
     for entry in PRIVATE_NAMES.values():
         if version < entry.since or (entry.is_cuda and torch.version.cuda is None):
+            continue
+        if entry.path.startswith("torch.distributed:") and not torch.distributed.is_available():
             continue
         try:
             entry.find()
