@@ -45,6 +45,7 @@ def stream_weights(
     memory: HostStateMemory,
     slots: int = 2,
     extra: Mapping[str, ExtraSlots] | None = None,
+    cached_share: float = 0.0,
 ) -> StreamedWeights:
     """Stage all weights of a model that can be."""
     weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
@@ -58,7 +59,7 @@ def stream_weights(
         ]
         if parts:
             experts = find_expert_tables(block.module)
-            blocks.append(StreamedBlock(block.name, block.module, parts, experts))
+            blocks.append(StreamedBlock(block.name, block.module, parts, experts, cached_share))
     weights.set_blocks(blocks, slots, extra=extra)
     return weights
 
@@ -70,13 +71,15 @@ class WeightProgram(Program):
     streamed: StreamedWeights | None = None
     extra: Any = None
     """Further buffers in the passes of each block."""
+    cached_share: float = 0.0
+    """Of experts."""
 
     def stream(self) -> None:
         if self.lanes is not None:
             lanes = self.lanes(self.model)
             self.memory = HostStateMemory(most_buffers=self.most_buffers, lanes=lanes)
             self.streamed = stream_weights(
-                self.model, lanes, self.memory, self.slots, self.extra or {}
+                self.model, lanes, self.memory, self.slots, self.extra or {}, self.cached_share
             )
 
     @property
@@ -404,7 +407,7 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        tables = self.weight.index_select(0, chosen.reshape(-1))
+        tables = self.weight[chosen.reshape(-1)]
         return (tables @ x.reshape(-1, WIDTH, 1)).reshape(x.shape)
 
 
@@ -448,20 +451,83 @@ def infer(program: Program) -> None:
             program.seen.append(program.model(x))
 
 
+def write_tables(program: Program) -> None:
+    """Between calls of few tokens, in all ways that a program has."""
+    few = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(7))
+    tables = [it for it in program.model.parameters() if it.ndim == 3]
+    views = [it.detach()[1] for it in tables]
+
+    @torch.no_grad()
+    def call() -> None:
+        program.seen.append(program.model(few))
+        program.seen.append(program.model(few))
+
+    call()
+    with torch.no_grad():
+        program.seen.append(program.model(torch.randn(EXPERTS, WIDTH).fill_(0.5)))
+    for table in tables:
+        table.data.mul_(0.5)  # behind a call of many tokens
+    call()
+    for table, view in zip(tables, views, strict=True):
+        view.data.mul_(1.5)  # of before the first call
+        call()
+        with torch.no_grad():
+            table.add_(0.25)
+        call()
+        table.data.mul_(0.5)  # changes no version
+        call()
+        table.data = table.data.flip(0)
+        call()
+        with torch.no_grad():
+            table[torch.arange(len(table))] = table.flip(0)
+        call()
+    view = tables[0].detach()[0]
+    for _ in range(2):
+        view.data.mul_(0.5)
+        call()
+    del view, views
+    program.model.load_state_dict({k: v * 2 for k, v in program.model.state_dict().items()})
+    call()
+    layer: Any = program.model.layers[1]
+    experts = getattr(layer, "experts", layer)
+
+    def write(experts: Any, _: object) -> None:
+        experts.weight.data.mul_(0.5)
+
+    hook = experts.register_forward_pre_hook(write)
+    call()
+    hook.remove()
+    call()
+
+
+@pytest.mark.parametrize("cached_share", [0.0, 0.2])
 @pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense])
 @pytest.mark.parametrize("slots", [2, 8])
-@pytest.mark.parametrize("change", [lambda _: None, *CHANGES])
+@pytest.mark.parametrize("change", [lambda _: None, write_tables, *CHANGES])
 def test_no_bit_changes_where_few_experts_are_used(
-    change: Callable[[Program], None], slots: int, make_model: Callable[[], nn.Module]
+    change: Callable[[Program], None],
+    slots: int,
+    make_model: Callable[[], nn.Module],
+    cached_share: float,
 ) -> None:
     def infer_and_change(program: Program) -> None:
         infer(program)
         change(program)
         infer(program)
 
-    program = compare(infer_and_change, slots=slots, make_model=make_model, eagerness=0.5)
+    program = compare(
+        infer_and_change,
+        slots=slots,
+        make_model=make_model,
+        eagerness=0.5,
+        cached_share=cached_share,
+    )
     # With a buffer for each block, copies from a training's passes are still there.
     assert slots == 8 or program.counts.experts_in_place > 0
+    assert program.streamed is not None
+    use = program.streamed.expert_use()
+    assert cached_share or use == (0, 0)
+    assert not cached_share or slots == 8 or min(use) > 0
 
 
 @pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense])

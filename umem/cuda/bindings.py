@@ -28,6 +28,7 @@ __all__ = [
     "advise",
     "allocate_managed",
     "bindings_version",
+    "compile_kernels",
     "create_stream",
     "device_attribute",
     "device_count",
@@ -40,6 +41,7 @@ __all__ = [
     "driver_version",
     "free",
     "is_read_mostly",
+    "launch",
     "memory_type",
     "nvml_memory_bytes",
     "nvml_nvlink_c2c",
@@ -304,6 +306,68 @@ def create_stream(priority: int) -> int:
     flags = _runtime().cudaStreamNonBlocking
     stream = _call("cudaStreamCreateWithPriority", flags, priority, subject=f"priority {priority}")
     return int(stream)
+
+
+def compile_kernels(source: str, name: str, device: int, kernels: Sequence[str]) -> list[Any]:
+    """Compile CUDA C++ for a device, and load it for the life of the process.
+
+    Parameters
+    ----------
+    source
+        The program; its kernels are ``extern "C"``.
+    name
+        Its name, for errors.
+    device
+        Number of a GPU whose primary context is current, as it is where torch has used it.
+    kernels
+        Names of its kernels.
+
+    Returns
+    -------
+    list
+        For each kernel what :func:`launch` takes.
+
+    Raises
+    ------
+    NativeLibraryError
+        Without NVRTC.
+    CudaError
+        Where it does not compile, or not load.
+    """
+    try:
+        from cuda.bindings import nvrtc
+
+        _, program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], [])
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no such library
+        raise NativeLibraryError(
+            f"NVRTC, which compiles {name}, cannot be loaded: {error}; torch's wheels for CUDA "
+            "bring it, in nvidia-cuda-nvrtc"
+        ) from error
+    capability = "".join(
+        str(device_attribute(device, f"COMPUTE_CAPABILITY_{it}")) for it in ("MAJOR", "MINOR")
+    )
+    found = nvrtc.nvrtcCompileProgram(program, 1, [f"-arch=sm_{capability}".encode()])[0]
+    if int(found) != 0:
+        log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CudaError(f"NVRTC refused {name}: {found.name}: {bytes(log).decode().strip()}")
+    image = bytearray(nvrtc.nvrtcGetCUBINSize(program)[1])
+    nvrtc.nvrtcGetCUBIN(program, image)
+    nvrtc.nvrtcDestroyProgram(program)
+    module = _call("cuModuleLoadData", bytes(image), subject=name)
+    return [_call("cuModuleGetFunction", module, it.encode(), subject=it) for it in kernels]
+
+
+def launch(kernel: Any, grid: tuple[int, int], threads: int, stream: int, parameters: int) -> None:
+    """Launch a kernel on a stream of the current device.
+
+    `parameters` is the address of an array of the parameters' addresses.
+    """
+    x, y = grid
+    _check(
+        "cuLaunchKernel",
+        _driver().cuLaunchKernel(kernel, x, y, 1, threads, 1, 1, 0, stream, parameters, 0)[0],
+    )
 
 
 @contextmanager

@@ -427,13 +427,20 @@ def fit_inference(
 
     cache, activations, logits = other(batch)
     beside = fixed_bytes + cache + activations + logits
-    placed = plan_weights(units, max(0, room_bytes - beside), WEIGHT_SLOTS, experts_first=True)
+    chosen = _chosen_share(shape, batch)
+    placed = plan_weights(
+        units,
+        max(0, room_bytes - beside),
+        WEIGHT_SLOTS,
+        experts_first=True,
+        caches_experts=chosen < 1.0,
+    )
     home_bytes = placed.streamed_bytes + placed.in_place_bytes
     share = _read_share(shape, batch)
     resident = share * (all_bytes - home_bytes) + cache
     time_s = max(
         resident / hardware.memory_bytes_per_s,
-        _crossing(shape, units, placed, batch) / hardware.copy_to_device_bytes_per_s,
+        _crossing(units, placed, chosen) / hardware.copy_to_device_bytes_per_s,
     )
     stock_s = (share * all_bytes + cache) / hardware.memory_bytes_per_s
     umem_bytes, everything_bytes = beside + placed.device_bytes, beside + movable_bytes
@@ -474,14 +481,20 @@ def _layer_weights(layer: Layer) -> WeightUnit:
     )
 
 
-def _crossing(
-    shape: ModelShape, units: Sequence[WeightUnit], placed: WeightPlan, batch: int
-) -> float:
-    """Bytes over the link for a token of each sequence: of few tokens' experts the chosen ones."""
+def _chosen_share(shape: ModelShape, batch: int) -> float:
+    """Share of a layer's experts that a token of each sequence chooses, at most."""
     counts = {it.count for layer in shape.layers for it in layer.experts if it.count > 1}
-    chosen = min((min(1.0, batch * shape.experts_per_token / it) for it in counts), default=1.0)
+    return min((min(1.0, batch * shape.experts_per_token / it) for it in counts), default=1.0)
+
+
+def _crossing(units: Sequence[WeightUnit], placed: WeightPlan, chosen: float) -> float:
+    """Bytes over the link for a token of each sequence, of experts those of the chosen share.
+
+    Those of them that the cache has, if all experts are as likely, come from the device.
+    """
+    missing = chosen * (1.0 - placed.cached_share)
     return sum(
-        unit.part_bytes[part] * (chosen if part in unit.experts else 1.0)
+        unit.part_bytes[part] * (missing if part in unit.experts else 1.0)
         for unit, parts in zip(units, placed.streamed, strict=True)
         for part in parts
     )

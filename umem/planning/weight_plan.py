@@ -7,7 +7,7 @@ block's computation, and a staging buffer is as small as one share.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -18,6 +18,10 @@ _MOST_COMBINED = 10
 
 _ALIGNMENT = 512
 """Of a part in a staging buffer, bytes."""
+
+_EXPERTS_PER_CACHED = 2
+"""Of so many experts of a streamed table one is cached at most: what room is left beyond keeps
+tables whole on the device, so that a prompt's call, which needs all experts, copies less."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,18 @@ class WeightPlan:
     """Weights on the device."""
     streamed_bytes: int
     in_place_bytes: int
+    cache_bytes: int = 0
+    """Device memory for experts of streamed tables, where nothing else is streamed."""
+
+    @property
+    def cached_share(self) -> float:
+        """Of the experts of each streamed table."""
+        return self.cache_bytes / self.streamed_bytes if self.streamed_bytes else 0.0
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of weights and staging buffers."""
-        return self.resident_bytes + self.slots * self.slot_bytes
+        """Device memory of weights, staging buffers and caches."""
+        return self.resident_bytes + self.slots * self.slot_bytes + self.cache_bytes
 
 
 def plan_weights(
@@ -64,6 +75,7 @@ def plan_weights(
     slots: int,
     *,
     experts_first: bool = False,
+    caches_experts: bool = False,
     most_resident_bytes: int | None = None,
 ) -> WeightPlan:
     """Keep as many weights on the device as have room there beside the staging buffers.
@@ -82,6 +94,9 @@ def plan_weights(
         Number of staging buffers, 2 or more.
     experts_first
         Whether to stream tables of experts alone where that makes room enough.
+    caches_experts
+        Whether some experts of each streamed table are to have room on the device, in place of
+        whole tables. For `experts_first`.
     most_resident_bytes
         The most that may stay on the device, beside staging buffers; None for as much as has room.
 
@@ -104,7 +119,7 @@ def plan_weights(
         in_place[number].add(part)
         left_bytes += size_bytes
     none: list[frozenset[int]] = [frozenset()] * len(units)
-    streamed, slot_bytes = none, 0
+    streamed, slot_bytes, has_cache = none, 0, False
     if all_bytes - left_bytes > min(room_bytes, most_bytes):
         can_stream = [
             {part: size for part, size in enumerate(unit.part_bytes) if part not in unit.gathered}
@@ -112,24 +127,45 @@ def plan_weights(
         ]
         excess_bytes = all_bytes - left_bytes - room_bytes
         least_bytes = all_bytes - left_bytes - most_bytes
+
+        def needed(slot_bytes: int) -> int:
+            return max(excess_bytes + slots * slot_bytes, least_bytes)
+
+        ways = [(can_stream, needed)]
         if experts_first:
             tables = [
                 {part: size for part, size in some.items() if part in unit.experts}
                 for unit, some in zip(units, can_stream, strict=True)
             ]
-            streamed, slot_bytes = _streamed(tables, excess_bytes, slots, least_bytes)
-        found_bytes = _bytes_of(units, streamed)
-        if found_bytes < max(excess_bytes + slots * slot_bytes, least_bytes):
-            streamed, slot_bytes = _streamed(can_stream, excess_bytes, slots, least_bytes)
+            tables_bytes = sum(sum(some.values()) for some in tables)
+
+            def needed_with_cache(slot_bytes: int) -> int:
+                return min(_EXPERTS_PER_CACHED * needed(slot_bytes), tables_bytes)
+
+            ways.insert(0, (tables, needed))
+            if caches_experts:
+                ways.insert(0, (tables, needed_with_cache))
+        for some, wanted in ways:
+            streamed, slot_bytes = _streamed(some, wanted)
+            has_room = _bytes_of(units, streamed) >= needed(slot_bytes)
+            has_cache = caches_experts and has_room and some is not can_stream
+            if has_room:
+                break
     streamed_bytes = _bytes_of(units, streamed)
+    resident_bytes = all_bytes - left_bytes - streamed_bytes
+    cache_bytes = 0
+    if has_cache:
+        free_bytes = min(room_bytes - slots * slot_bytes, most_bytes) - resident_bytes
+        cache_bytes = max(0, min(free_bytes, streamed_bytes // _EXPERTS_PER_CACHED))
     return WeightPlan(
         streamed=tuple(streamed),
         in_place=tuple(map(frozenset, in_place)),
         slots=slots if streamed_bytes else 0,
         slot_bytes=slot_bytes,
-        resident_bytes=all_bytes - left_bytes - streamed_bytes,
+        resident_bytes=resident_bytes,
         streamed_bytes=streamed_bytes,
         in_place_bytes=left_bytes,
+        cache_bytes=cache_bytes,
     )
 
 
@@ -148,19 +184,19 @@ def staged_bytes(sizes: Sequence[int]) -> int:
 
 
 def _streamed(
-    units: Sequence[dict[int, int]], excess_bytes: int, slots: int, least_bytes: int
+    units: Sequence[dict[int, int]], wanted: Callable[[int], int]
 ) -> tuple[list[frozenset[int]], int]:
-    """Parts to stream, so that their bytes less those of the slots are the excess, and a slot.
+    """Parts to stream, and the size of the slots that they need: the smallest that serves.
 
-    They have `least_bytes` in any case.
+    `wanted` tells for the size of a slot how many bytes are to be streamed.
     """
     choices = [_combinations(tuple(unit.items())) for unit in units]
     sizes = sorted({staged for some in choices for staged, _, _ in some})
     # Few units may have less to stream than buffers take.
     nothing: list[frozenset[int]] = [frozenset()] * len(units)
-    least, best = max(excess_bytes, least_bytes), (nothing, 0)
+    least, best = wanted(0), (nothing, 0)
     for slot_bytes in sizes:
-        wanted_bytes = max(excess_bytes + slots * slot_bytes, least_bytes)
+        wanted_bytes = wanted(slot_bytes)
         chosen, streamed_bytes = _share(choices, slot_bytes, wanted_bytes)
         missing = wanted_bytes - streamed_bytes
         if missing <= 0:

@@ -28,6 +28,7 @@ from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.shared_budget import BudgetPart, SharedBudget, shared_budget
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
+from umem.executor.weights.expert_cache import ExpertUse
 from umem.executor.weights.expert_tables import ExpertTables, find_expert_tables
 from umem.executor.weights.staged_weights import WeightMemory, is_movable_weight
 from umem.executor.weights.streamed_weights import (
@@ -68,6 +69,9 @@ _MARGIN_SHARE, _LEAST_MARGIN_BYTES = 16, 64 << 20
 _PATIENCE_CALLS = 32
 """Calls that need much less before weights come back; twice as many each time."""
 
+_MOST_FEW, _LEAST_FEW = 16, 4
+"""Calls of few tokens for each other one with which experts are cached, and are not any more."""
+
 _STEP_HOOK: list[object] = []
 """The handle of the hook on all optimizers, once there is a model."""
 
@@ -89,6 +93,10 @@ class WeightStatus:
     """Tables at home of which calls read some rows, over the link."""
     buffer_bytes: int
     """The staging buffers."""
+    cache_bytes: int
+    """Experts of streamed tables that are kept on the device."""
+    cached_experts: ExpertUse
+    """How often an expert that a call of few tokens chose was among them, with the present plan."""
     other_bytes: int
     """Memory that the plan leaves for everything else."""
     counts: WeightCounts
@@ -235,6 +243,8 @@ class ModelWeights:
         self._calm_bytes = 0
         """The most that these calls have needed."""
         self._patience = _PATIENCE_CALLS
+        self._caches_experts = False
+        """Whether calls are of few tokens, most of them, so that a cache of experts serves them."""
         self._is_measured = False
         self.is_driven = False
         """Whether the tuner of a training decides, instead of what calls need."""
@@ -265,6 +275,8 @@ class ModelWeights:
             streamed_bytes=self.streamed.streamed_bytes,
             in_place_bytes=0 if plan is None else plan.in_place_bytes,
             buffer_bytes=self.streamed.buffer_bytes,
+            cache_bytes=self.streamed.cache_bytes,
+            cached_experts=self.streamed.expert_use(),
             other_bytes=self._other_bytes,
             counts=self.streamed.counts,
             moved_outputs=0 if self.outputs is None else self.outputs.moved,
@@ -373,10 +385,24 @@ class ModelWeights:
         if self.is_driven or not self.may_place or not self._units:
             return
         needed_bytes = self._measure()
+        if self._calls_are_others_now() and needed_bytes is None:
+            needed_bytes = self._other_bytes
         if needed_bytes is not None:
             self._place(needed_bytes)
         if self._plan is not None:
             self._managed_run.ends(None, is_planned=needed_bytes is None)
+
+    def _calls_are_others_now(self) -> bool:
+        """Note whether calls are of few tokens now; returns whether that is new.
+
+        A cache of experts serves them better than whole tables on the device. Others copy what is
+        in the cache, too.
+        """
+        few, many = self.streamed.few_and_many
+        before = self._caches_experts
+        if few + many >= _PATIENCE_CALLS:
+            self._caches_experts = few >= (_LEAST_FEW if before else _MOST_FEW) * many
+        return self._caches_experts != before
 
     def _measure(self) -> int | None:
         """Memory to leave for everything but weights; None to leave the plan as it is."""
@@ -464,14 +490,14 @@ class ModelWeights:
 
     @property
     def placed_bytes(self) -> int:
-        """Memory of weights, at home or on the device, and of the staging buffers."""
-        return self._weight_bytes + self.streamed.buffer_bytes
+        """Memory of weights, at home or on the device, of the staging buffers and of caches."""
+        return self._weight_bytes + self.streamed.buffer_bytes + self.streamed.cache_bytes
 
     @property
     def device_bytes(self) -> int:
         """The part of it that is on the device."""
-        status = self.status()
-        return status.resident_bytes + status.buffer_bytes
+        beside_bytes = self.streamed.buffer_bytes + self.streamed.cache_bytes
+        return self._weight_bytes - self.away_bytes + beside_bytes
 
     @property
     def least_bytes(self) -> int:
@@ -500,6 +526,7 @@ class ModelWeights:
             WEIGHT_SLOTS,
             # A training uses all of them in each pass.
             experts_first=not torch.is_grad_enabled(),
+            caches_experts=self._caches_experts,
             most_resident_bytes=self._most_resident_bytes(),
         )
         self.apply(plan, other_bytes)
@@ -543,7 +570,7 @@ class ModelWeights:
             tensors = [it for it in tensors if self._memory.is_home(it)]
             if tensors:
                 name, module = unit.block.name, unit.block.module
-                blocks.append(StreamedBlock(name, module, tensors, unit.experts))
+                blocks.append(StreamedBlock(name, module, tensors, unit.experts, plan.cached_share))
                 classes[unit.block.name] = self._class_of(tensors[0])
         self._room.trim()
         slots = {name: ExtraSlots(*counts) for name, counts in extra.items()}
@@ -556,12 +583,13 @@ class ModelWeights:
         self.spilled_bytes = self._room.spilled_bytes()
         _LOG.info(
             "umem: weights, plan %d: %s on the device, %s streamed through %d buffers of %s, %s "
-            "read in place; %s of %s left for all else",
+            "of experts cached, %s read in place; %s of %s left for all else",
             self._plans,
             format_bytes(plan.resident_bytes + self.fixed_bytes),
             format_bytes(plan.streamed_bytes),
             plan.slots,
             format_bytes(plan.slot_bytes),
+            format_bytes(self.streamed.cache_bytes),
             format_bytes(plan.in_place_bytes),
             format_bytes(other_bytes),
             format_bytes(self._room.budget_bytes),

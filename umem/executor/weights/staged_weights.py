@@ -16,6 +16,7 @@ import torch
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import WatchedParameterGuard, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
+from umem.executor.weights.expert_cache import CachedExperts, make_cached_table
 from umem.planning.weight_plan import staged_bytes
 from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import (
@@ -221,6 +222,20 @@ class StagedWeights:
         # Gradients are no part of it.
         self.guard = WatchedParameterGuard(self._settle, lambda: None)
         """Sees what the program does to the weights while their copy waits for its use."""
+        self.cache: CachedExperts | None = None
+        """Experts that stay on the device from one use to the next."""
+
+    def make_cache(self, share: float) -> None:
+        """Keep a share of the experts of each table on the device."""
+        tables = []
+        for part in self._parts.every:
+            if part.is_expert_table:
+                slots = int(share * len(part.tensor))
+                cached = make_cached_table(part.tensor, slots, self._memory.buffer)
+                if cached is not None:
+                    tables.append((part.tensor, cached))
+        if tables:
+            self.cache = CachedExperts(tables, self._lanes, self._settle)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -346,6 +361,8 @@ class StagedWeights:
             self._lanes.wait(self.arrived)
             if not self.users:
                 self._bind()
+        if self.cache is not None and not self.is_whole:
+            self.cache.serve()
         self.users.add(user)
 
     def end_use(self, user: object) -> Moment:
@@ -358,6 +375,8 @@ class StagedWeights:
         if self.buffer is not None:
             if len(self.users) == 1:
                 self._unbind()
+                if self.cache is not None and self.is_whole:
+                    self.cache.serve()  # sees changes from now on, too
             ended = self._lanes.mark()
             self.buffer.used.append(ended)
         self.users.discard(user)
@@ -366,6 +385,8 @@ class StagedWeights:
     def _bind(self) -> None:
         assert self.buffer is not None
         self.guard.release()
+        if self.cache is not None and self.is_whole:
+            self.cache.release()
         self.was_used = self._is_bound = True
         self._stream = self._lanes.stream_key()
         place = self.buffer.place

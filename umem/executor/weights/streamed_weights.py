@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -27,6 +28,7 @@ from torch import nn
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import TensorGuard
 from umem.executor.optimizer.lanes import Lanes, Moment
+from umem.executor.weights.expert_cache import ExpertUse
 from umem.executor.weights.expert_tables import ExpertTables
 from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
 from umem.offloading import ActivationStore
@@ -53,8 +55,8 @@ class WeightCounts:
     in_place: int = 0
     """Calls of blocks whose weights were used in host memory for want of a buffer."""
     experts_in_place: int = 0
-    """Calls of blocks with few tokens, whose experts were used in host memory: only the chosen ones
-    cross the link."""
+    """Calls of blocks with few tokens, whose tables of experts stayed in host memory: only chosen
+    experts cross the link, if they are not in the cache."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class StreamedBlock:
     """With homes in host memory."""
     experts: ExpertTables = field(default_factory=ExpertTables)
     """Those of the block, streamed or not."""
+    cached_share: float = 0.0
+    """Of the experts of each table among `tensors`, those that the device has room for."""
 
 
 class ExtraSlots(NamedTuple):
@@ -156,6 +160,7 @@ class StreamedWeights:
         self._few_rows = 0
         """Calls of blocks with at most so many rows are of few tokens. It is the same for all
         blocks: what follows one without experts depends on it too."""
+        self._passes: Counter[_Pass] = Counter()
         self._successors: dict[_Event, _Event] = {}
         self._last: _Event | None = None
         self._in_backward: StagedWeights | None = None
@@ -179,6 +184,22 @@ class StreamedWeights:
     def buffer_bytes(self) -> int:
         """The buffers on the device."""
         return sum(it.memory.nbytes for it in self._buffers)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The experts that are kept on the device."""
+        return sum(it.cache.size_bytes for it in self._staged if it.cache is not None)
+
+    def expert_use(self) -> ExpertUse:
+        """How often chosen experts were in the present cache. The device is waited for."""
+        every = [it.cache.counts for it in self._staged if it.cache is not None]
+        return ExpertUse(sum(it.hits for it in every), sum(it.misses for it in every))
+
+    @property
+    def few_and_many(self) -> tuple[int, int]:
+        """Number of passes of few tokens and of others, since these blocks are streamed."""
+        few = self._passes[_Pass.FEW_TOKENS]
+        return few, self._passes.total() - few - self._passes[_Pass.BACKWARD]
 
     @property
     def is_in_use(self) -> bool:
@@ -238,12 +259,15 @@ class StreamedWeights:
             # Without room for all of them, fewer blocks are fetched ahead.
             self._buffers = [it for _ in range(slots) if (it := self._new_buffer()) is not None]
             for staged, block in zip(self._staged, blocks, strict=True):
+                staged.make_cache(block.cached_share)
                 enter, leave = partial(self._enter, staged), partial(self._leave, staged)
                 self._undo += hook_calls(block.module, enter, leave, self._guard.on_error)
             # What is global holds no strong reference: this object goes with the blocks.
             ends = partial(_backward_ends, weakref.ref(self))
             listener = hook_backward(lambda _: None, ends)
-            guards = [it.guard for it in self._staged]
+            guards = [
+                guard for it in self._staged for guard in (it.guard, it.cache) if guard is not None
+            ]
             end = weakref.finalize(self, _end, listener, self._buffers, guards)
             end.atexit = False
             self._undo.append(end)
@@ -261,6 +285,8 @@ class StreamedWeights:
             for staged in self._staged:
                 if any(it.requires_grad for it in staged.tensors):
                     staged.drop()
+                    if staged.cache is not None:
+                        staged.cache.forget()
 
     def settled(self, name: str, is_early: bool) -> None:
         """A block's update has been waited for, and its guard is gone.
@@ -284,9 +310,12 @@ class StreamedWeights:
             for user in list(staged.users):  # behind an error, in the middle of a call
                 staged.end_use(user)
             staged.drop()
+            if staged.cache is not None:
+                staged.cache.release()
         for buffer in self._buffers:
             self._let_go(buffer)
         self._buffers, self._staged, self._numbers = [], [], {}
+        self._passes.clear()
         self._successors.clear()
         self._last = None
 
@@ -384,6 +413,7 @@ class StreamedWeights:
         """Begin a use of a block's weights; returns False for want of a buffer."""
         with self._lock:
             event = kind, self._numbers[id(staged)]
+            self._passes[kind] += staged is self._staged[0]
             # After a token the next token is expected, also if a prompt has come last time.
             is_prompt = kind is _Pass.INFERENCE
             if self._last is not None and not (is_prompt and self._last[0] is _Pass.FEW_TOKENS):
