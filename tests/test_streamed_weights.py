@@ -455,7 +455,6 @@ def write_tables(program: Program) -> None:
     """Between calls of few tokens, in all ways that a program has."""
     few = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(7))
     tables = [it for it in program.model.parameters() if it.ndim == 3]
-    views = [it.detach()[1] for it in tables]
 
     @torch.no_grad()
     def call() -> None:
@@ -467,6 +466,8 @@ def write_tables(program: Program) -> None:
         program.seen.append(program.model(torch.randn(EXPERTS, WIDTH).fill_(0.5)))
     for table in tables:
         table.data.mul_(0.5)  # behind a call of many tokens
+    call()
+    views = [it.detach()[1] for it in tables]
     call()
     for table, view in zip(tables, views, strict=True):
         view.data.mul_(1.5)  # of before the first call
@@ -577,6 +578,26 @@ def test_experts_in_use_at_home_stay_there() -> None:
         model(torch.randn(1, WIDTH))
     assert addresses == [home] * 3
     assert not weights.is_in_use
+
+
+def test_calls_of_many_tokens_leave_the_cache() -> None:
+    model = Mixture().requires_grad_(False)
+    weights = stream_weights(model, LazyLanes(model), HostStateMemory(), cached_share=0.2)
+    few, many = torch.randn(3, WIDTH), torch.randn(EXPERTS, WIDTH)
+    assert weights.cache_bytes == 4 * 3 * 4 * WIDTH * WIDTH
+    with torch.no_grad():
+        for _ in range(2):
+            model(few)
+        hits, misses = weights.expert_use()
+        assert hits >= 4 * 3
+        model(many)
+        assert weights.expert_use() == (hits, misses)
+        model(few)
+        assert weights.expert_use().misses == misses
+    assert weights.few_and_many == (3, 1)
+    weights.close()
+    assert weights.cache_bytes == 0
+    assert {type(it.weight) for it in model.layers} == {nn.Parameter}
 
 
 def test_a_whole_copy_serves_few_tokens_and_one_without_experts_not_many() -> None:

@@ -342,3 +342,81 @@ def test_in_decode_no_experts_are_copied(make: Callable[[], Any]) -> None:
     lanes.sources.clear()
     call(4, 1)
     assert tables <= set(lanes.sources)
+
+
+class SomeRoom(NoRoom):
+    """A device with weights, and as much memory beside as makes a plan leave 256 MiB."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.placed: Callable[[], int] = int
+
+    def take_peak_bytes(self) -> int:
+        return self.placed() + (192 << 20)
+
+
+def chat(make: Callable[[], Any], room: SomeRoom | None) -> tuple[list[torch.Tensor], Any]:
+    """Long answers, and then many prompts without any."""
+    torch.manual_seed(0)
+    model = make().eval()
+    model.set_experts_implementation("batched_mm")
+    weights = None
+    if room is not None:
+        memory, store = HostStateMemory(), ActivationStore("cpu")
+        lanes = LazyLanes(model, 0.5)
+        weights = ModelWeights(model, lanes, memory, room, store, min_bytes=EXPERT_BYTES)
+        room.placed = lambda: weights.placed_bytes
+    seen: list[torch.Tensor] = []
+    statuses = []
+    for batch in (1, 3):
+        tokens = torch.arange(batch * 5).view(batch, 5) + 3
+        made = model.generate(
+            input_ids=tokens,
+            min_new_tokens=40,
+            max_new_tokens=40,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        seen.extend((made.sequences, *made.logits))
+    if weights is not None:
+        statuses.append(weights.status())
+    for prompt in range(50):
+        tokens = torch.full((5, 5), prompt)
+        with torch.inference_mode():
+            seen.append(model(input_ids=tokens).logits)
+    if weights is not None:
+        statuses.append(weights.status())
+    return seen, statuses
+
+
+EXPERT_BYTES = 8 * 16 * 32 * 4
+"""Of the smallest table."""
+
+BESIDE_BYTES = (256 + 256) << 20
+"""What plans leave for what calls make, and as slack."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("make", MIXTURES)
+def test_experts_stay_on_the_device_where_calls_are_of_few_tokens(make: Callable[[], Any]) -> None:
+    model = make()
+    weight_bytes = sum(it.nbytes for it in model.parameters())
+    tables = [it.nbytes for it in model.parameters() if it.ndim == 3]
+    # Beside two buffers of a layer, a quarter of the tables have room.
+    room_bytes = weight_bytes - sum(tables) + 2 * sum(tables[:2]) + sum(tables) // 4
+    stock, _ = chat(make, None)
+    streamed, (talked, read) = chat(make, SomeRoom(BESIDE_BYTES + room_bytes))
+    assert all(map(torch.equal, stock, streamed))
+    assert talked.plans == 2
+    assert 0 < talked.cache_bytes <= sum(tables) // 4
+    assert talked.streamed_bytes == sum(tables)
+    assert talked.resident_bytes + talked.buffer_bytes + talked.cache_bytes <= room_bytes
+    hits, misses = talked.cached_experts
+    assert hits > 0
+    # The second prompt has left two layers in the buffers. Two tables of the last one are asked
+    # for three times two experts at each of 39 tokens.
+    assert hits + misses >= 2 * 39 * 3 * 2
+    # Prompts need all experts, and whole tables on the device are better for them.
+    assert (read.plans, read.cache_bytes) == (3, 0)
+    assert read.streamed_bytes < sum(tables)

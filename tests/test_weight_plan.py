@@ -173,3 +173,56 @@ def test_fewer_units_than_slots_stream_nothing(count: int) -> None:
     """Their buffers would take as much memory as the weights."""
     plan = plan_weights(layers(count, 4 * KIB), 0, 2)
     assert (plan.streamed_bytes, plan.device_bytes) == (0, count * 4 * KIB)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40), st.integers(0, 40)), max_size=6),
+    st.floats(0.0, 1.2),
+    st.floats(0.0, 1.0),
+)
+def test_a_cache_of_experts_takes_what_is_left(
+    sizes: list[tuple[int, int, int]], room: float, most: float
+) -> None:
+    units = [
+        WeightUnit(
+            (dense * KIB, *(it * KIB for it in tables if it)), frozenset(), frozenset(), some
+        )
+        for dense, *tables in sizes
+        for some in [frozenset(range(1, 1 + sum(map(bool, tables))))]
+    ]
+    room_bytes, most_bytes = (int(share * all_bytes(units)) for share in (room, most))
+    plan, without = (
+        plan_weights(
+            units,
+            room_bytes,
+            2,
+            experts_first=True,
+            caches_experts=caches,
+            most_resident_bytes=most_bytes,
+        )
+        for caches in (True, False)
+    )
+    assert without.cache_bytes == 0
+    assert plan.cached_share <= 1 / 2
+    if not plan.cache_bytes:
+        return
+    assert plan.device_bytes <= room_bytes
+    assert plan.resident_bytes + plan.cache_bytes <= most_bytes
+    tables = all(some <= unit.experts for some, unit in zip(plan.streamed, units, strict=True))
+    assert tables, "where other weights are streamed, no room is left"
+    # Whole tables have no room while more than half of the others' experts would lack it.
+    free_bytes = min(room_bytes, most_bytes + 2 * plan.slot_bytes) - plan.device_bytes
+    assert not free_bytes or 2 * plan.cache_bytes >= plan.streamed_bytes - 1
+
+
+def test_a_cache_takes_the_place_of_whole_tables() -> None:
+    """Of four tables of 16 KiB, one and two buffers have room, but less than half of all."""
+    units = [WeightUnit((KIB, 16 * KIB), experts=frozenset([1]))] * 4
+    room_bytes = (4 + 2 * 16 + 16) * KIB
+    plan = plan_weights(units, room_bytes, 2, experts_first=True)
+    assert (plan.streamed_bytes, plan.resident_bytes) == (48 * KIB, 20 * KIB)
+    plan = plan_weights(units, room_bytes, 2, experts_first=True, caches_experts=True)
+    assert (plan.streamed_bytes, plan.cache_bytes) == (64 * KIB, 16 * KIB)
+    assert plan.cached_share == 1 / 4
+    assert plan.device_bytes == room_bytes

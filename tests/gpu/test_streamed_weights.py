@@ -31,6 +31,7 @@ BUDGETS = {
     "compiled": "640MiB",
     "captured": "640MiB",
     "loaded": "640MiB",
+    "experts": "768MiB",
 }
 POLICIES = {
     "trained": "sft",
@@ -101,6 +102,14 @@ def test_weights_come_ahead_of_their_use(
     weights = pairs(mode)[1]["weights"]
     # At the begin of a plan, of a step that has changed weights, and of the passes between.
     assert weights["late"] <= weights["fetched"] // 4
+
+
+def test_experts_that_are_used_often_stay_on_the_device(
+    pairs: Callable[[str], tuple[Any, Any]],
+) -> None:
+    hits, misses = pairs("experts")[1]["weights"]["cached_experts"]
+    assert hits > 0
+    assert misses > 0
 
 
 def test_homes_are_all_of_the_host_that_is_taken(

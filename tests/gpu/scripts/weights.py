@@ -243,6 +243,42 @@ def load() -> tuple[Any, list[torch.Tensor]]:
     return model, seen
 
 
+def chat() -> tuple[Any, list[torch.Tensor]]:
+    """A mixture of experts: long answers of few tokens at a time, and changes of its tables."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_local_experts=16,
+        num_experts_per_tok=2,
+        vocab_size=2048,
+    )
+    torch.manual_seed(0)
+    model: Any = MixtralForCausalLM(config)
+    model.bfloat16().cuda().eval()
+    model.set_experts_implementation("batched_mm")
+    seen = []
+    for prompts in (1, 3, 2):
+        made = model.generate(
+            torch.arange(32 * prompts, device="cuda").view(prompts, 32),
+            min_new_tokens=60,
+            max_new_tokens=60,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        seen += [made.sequences, *made.logits]
+        with torch.no_grad():
+            for layer in model.model.layers[:3]:
+                layer.mlp.experts.down_proj.data.mul_(1.5)
+                layer.mlp.experts.gate_up_proj.mul_(0.5)
+    return model, seen
+
+
 def on_device(model: Any) -> tuple[int, ...]:
     """Copies of weights so far, and memory that umem has on the device; empty in a stock run."""
     its = weights_of(model)
@@ -252,13 +288,17 @@ def on_device(model: Any) -> tuple[int, ...]:
     return its.status().counts.fetched, reserved
 
 
+WHOLE = {"loaded": load, "experts": chat}
+"""Modes with models of their own."""
+
+
 def main(mode: str) -> None:
     torch.use_deterministic_algorithms(True)
     if "UMEM_POLICY" in os.environ:
         umem.enable(os.environ["UMEM_POLICY"])
     card = CardMemory()
-    if mode == "loaded":
-        model, seen = load()
+    if mode in WHOLE:
+        model, seen = WHOLE[mode]()
     else:
         model = make()
         seen = MODES[mode](model)
@@ -277,6 +317,7 @@ def main(mode: str) -> None:
             "reused": status.counts.reused,
             "in_place": status.counts.in_place,
             "moved_outputs": status.moved_outputs,
+            "cached_experts": status.cached_experts,
         }
         facts["page_locked_bytes"] = runtime().allocator.kind_stats(0)["pinned"]["reserved_bytes"]
     print(json.dumps(facts))
