@@ -72,6 +72,21 @@ def made_up_run(*results: GenerateResult, **changes: Any) -> Run:
     return Run(made_up_header("generate", settings(**changes)), results)
 
 
+def test_of_experts_the_chosen_ones_that_were_not_cached_bound_a_token() -> None:
+    row = result("umem", case="qwen3-30b-a3b", streamed_bytes=int(55e9), cached_share=0.4)
+    assert bound_s(made_up_run(row), row) == pytest.approx(8 / 128 * 0.6)
+    row = row.model_copy(update={"cached_share": None})
+    assert bound_s(made_up_run(row), row) == pytest.approx(8 / 128)
+
+
+@pytest.mark.parametrize(
+    ("case", "parameters"),
+    [("llama-2-7b", 6.738e9), ("code-llama-34b", 33.74e9), ("qwen3-30b-a3b", 30.53e9)],
+)
+def test_shapes_are_those_of_the_published_models(case: Any, parameters: float) -> None:
+    assert CASES[case].weight_bytes == pytest.approx(2 * parameters, rel=1e-3)
+
+
 # ---- rows ----
 
 
@@ -106,6 +121,9 @@ def test_sizes_are_known_before_a_row_starts() -> None:
     matrices = [it for it in build_for_inference(tiny, cpu, cpu).parameters() if it.ndim > 1]
     assert sorted(tiny.matrix_sizes) == sorted(it.numel() for it in matrices)
     assert tiny.weight_bytes == sum(it.nbytes for it in matrices)
+    mixture = TINY_EXPERTS
+    every = build_for_inference(mixture, cpu, cpu).parameters()
+    assert mixture.weight_bytes == sum(it.nbytes for it in every if it.ndim > 1)
 
     weights = 2 * 6_738_149_376
     assert host_bytes(settings(), ("llama-2-7b", "stock")) == 0
@@ -194,6 +212,11 @@ def test_large_cases_need_a_gpu() -> None:
 # ---- the script ----
 
 
+TINY_EXPERTS = CASES["tiny"].model_copy(
+    update={"intermediate": 64, "head_dim": 32, "experts": 8, "experts_per_token": 2}
+)
+
+
 class _Weights:
     """What umem says of weights: each time the next of some statuses."""
 
@@ -212,6 +235,8 @@ def status(**changes: Any) -> WeightStatus:
         "streamed_bytes": 2000,
         "in_place_bytes": 0,
         "buffer_bytes": 1000,
+        "cache_bytes": 0,
+        "cached_experts": (0, 0),
         "other_bytes": 500,
         "counts": WeightCounts(),
         "moved_outputs": 0,
@@ -292,6 +317,16 @@ def test_all_variants_generate_by_the_same_script(seen: dict[str, Any]) -> None:
     more = generated("stock", tokens=7)
     assert more["tokens_hash"] != stock["tokens_hash"]
     assert more["logits_hash"] != stock["logits_hash"]
+
+
+def test_a_mixture_of_experts_tells_how_many_were_cached(seen: dict[str, Any]) -> None:
+    seen["statuses"] = [
+        status(cached_experts=(5, 5), cache_bytes=10),
+        status(cached_experts=(8, 6), cache_bytes=10),
+    ]
+    stock, umem = (generated(it, model=TINY_EXPERTS) for it in ("stock", "umem"))
+    assert stock["logits_hash"] == umem["logits_hash"]
+    assert (umem["cache_bytes"], umem["cached_share"]) == (10, 3 / 4)
 
 
 def test_what_speaks_against_a_row_is_noted(seen: dict[str, Any]) -> None:

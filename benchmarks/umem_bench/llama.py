@@ -65,15 +65,13 @@ def build_llama(shape: LlamaShape, method: Method, device: torch.device) -> Any:
 
 
 def build_for_inference(shape: LlamaShape, device: torch.device, home: torch.device) -> Any:
-    """A Llama of `transformers` created at home; its weights are drawn on a device, then filled in.
+    """A model of `transformers` created at home; its weights are drawn on a device, then filled in.
 
     Wherever the home is, the weights and the rotary frequencies have the same bits.
     """
-    from transformers import LlamaForCausalLM
-
-    config = llama_config(shape)
+    config, kind = _config_and_class(shape)
     with _default_type(shape.weights), home, _no_initial_weights():
-        network: Any = LlamaForCausalLM(config)
+        network: Any = kind(config)
     generator = torch.Generator(device).manual_seed(SEED)
     with torch.no_grad():
         for weight in network.parameters():
@@ -91,20 +89,39 @@ def build_for_inference(shape: LlamaShape, device: torch.device, home: torch.dev
     return network.eval()
 
 
+def _config_and_class(shape: LlamaShape) -> tuple[Any, Any]:
+    if not shape.experts:
+        from transformers import LlamaForCausalLM
+
+        return llama_config(shape), LlamaForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        moe_intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.experts_per_token,
+        **_sizes(shape),
+    )
+    return config, Qwen3MoeForCausalLM
+
+
 def llama_config(shape: LlamaShape, **more: Any) -> Any:
     """The configuration of `transformers`."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads or shape.heads,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=False,
-        **more,
-    )
+    return LlamaConfig(intermediate_size=shape.intermediate, **_sizes(shape), **more)
+
+
+def _sizes(shape: LlamaShape) -> dict[str, Any]:
+    return {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_value_heads or shape.heads,
+        "vocab_size": shape.vocabulary,
+        "head_dim": shape.head_dim or shape.hidden // shape.heads,
+        "tie_word_embeddings": False,
+    }
 
 
 @contextmanager

@@ -145,13 +145,28 @@ class LlamaShape(Record):
     """Keep only each layer's input, and compute the rest again in the backward pass."""
     loss_chunk_tokens: int = Field(default=2048, ge=1)
     """Tokens of each sequence whose logits exist at once."""
+    head_dim: int | None = None
+    """None for hidden / heads."""
+    experts: int = 0
+    """0: a Llama. Else Qwen3's mixture, whose experts have `intermediate` each; to generate."""
+    experts_per_token: int = 0
+
+    @property
+    def chosen_share(self) -> float:
+        """Of the experts of a layer, what a token of each sequence chooses at most."""
+        if not self.experts:
+            return 1.0
+        return min(1.0, self.batch * self.experts_per_token / self.experts)
 
     @property
     def matrix_sizes(self) -> list[int]:
-        """Elements of each matrix: the weights but those of norms."""
-        hidden, wide = self.hidden, self.intermediate
-        of_keys = hidden // self.heads * (self.key_value_heads or self.heads)
-        layer = [hidden * hidden, hidden * of_keys] * 2 + [hidden * wide] * 3
+        """Elements of each matrix, or table of experts: the weights but those of norms."""
+        hidden, wide = self.hidden, self.intermediate * max(1, self.experts)
+        head = self.head_dim or hidden // self.heads
+        of_queries, of_keys = head * self.heads, head * (self.key_value_heads or self.heads)
+        layer = [hidden * of_queries, hidden * of_keys] * 2 + [hidden * wide] * 3
+        if self.experts:
+            layer.append(hidden * self.experts)
         return [self.vocabulary * hidden] * 2 + self.layers * layer
 
     @property
@@ -332,7 +347,7 @@ class ScaleResult(ProcessResult):
 
 # ---- text generation within a budget ----
 
-GenerateCase = Literal["llama-2-7b", "llama-2-13b", "code-llama-34b", "tiny"]
+GenerateCase = Literal["llama-2-7b", "llama-2-13b", "code-llama-34b", "qwen3-30b-a3b", "tiny"]
 
 GenerateVariant = Literal["stock", "umem", "accelerate", "zero-inference"]
 GENERATE_VARIANTS: tuple[GenerateVariant, ...] = get_args(GenerateVariant)
@@ -385,6 +400,10 @@ class GenerateResult(TextResult):
     """Seconds a token, one figure for each round."""
     buffer_bytes: int | None = None
     """umem's staging buffers."""
+    cache_bytes: int | None = None
+    """umem's cache of experts."""
+    cached_share: float | None = None
+    """Of the chosen experts in all rounds, those that were in the cache."""
     plans: int | None = None
     """How often umem placed the weights."""
 

@@ -135,6 +135,8 @@ def _measure(job: GenerateJob, end_s: float) -> dict[str, Any]:
             "streamed_bytes": after.streamed_bytes,
             "resident_bytes": after.resident_bytes,
             "buffer_bytes": after.buffer_bytes,
+            "cache_bytes": after.cache_bytes,
+            "cached_share": _cached_share(before, after),
             "plans": after.plans,
         }
     return found | {
@@ -166,7 +168,7 @@ def _build(job: GenerateJob, device: torch.device) -> Any:
         network,
         # More than the model, so that nothing goes to the disk.
         max_memory={0: room_bytes, "cpu": 2 * job.model.weight_bytes},
-        no_split_module_classes=["LlamaDecoderLayer"],
+        no_split_module_classes=[type(network.model.layers[0]).__name__],
     )
     # As transformers dispatches: the cache stays where its layers compute.
     return dispatch_model(network, parts, skip_keys="past_key_values")
@@ -204,6 +206,16 @@ def _synchronize(job: GenerateJob) -> None:
 def _status(job: GenerateJob, network: Any) -> WeightStatus | None:
     """What umem says of the weights; None for the other variants."""
     return manage_weights(network).status() if job.variant == "umem" else None
+
+
+def _cached_share(before: WeightStatus | None, after: WeightStatus) -> float | None:
+    """Of the experts that were chosen in between; None without a cache, or with another one."""
+    if before is None or before.plans != after.plans:
+        return None
+    hits, misses = (
+        now - then for now, then in zip(after.cached_experts, before.cached_experts, strict=True)
+    )
+    return hits / (hits + misses) if hits + misses else None
 
 
 def _notes(before: WeightStatus | None, after: WeightStatus | None) -> list[str]:

@@ -64,6 +64,19 @@ CASES: dict[GenerateCase, LlamaShape] = {
         batch=1,
         tokens=64,
     ),
+    "qwen3-30b-a3b": LlamaShape(
+        hidden=2048,
+        intermediate=768,
+        layers=48,
+        heads=32,
+        key_value_heads=4,
+        head_dim=128,
+        vocabulary=151_936,
+        experts=128,
+        experts_per_token=8,
+        batch=1,
+        tokens=64,
+    ),
     # For tests, on the CPU too.
     "tiny": LlamaShape(
         hidden=64,
@@ -81,6 +94,7 @@ BUDGETS_BYTES: dict[GenerateCase, int] = {
     "llama-2-7b": 8 * _GIB,
     "llama-2-13b": 16 * _GIB,
     "code-llama-34b": 16 * _GIB,
+    "qwen3-30b-a3b": 16 * _GIB,
 }
 """A case without a budget has the variant stock only."""
 

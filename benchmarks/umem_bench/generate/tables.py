@@ -48,13 +48,16 @@ def _stock(run: Run, result: GenerateResult) -> GenerateResult | None:
 def bound_s(run: Run, result: GenerateResult) -> float | None:
     """Seconds a token that umem's row takes at least: stock's, or those of the streamed weights.
 
-    Without stock's row only the latter. None for the other variants.
+    Of streamed experts those count that a token chooses and that the cache lacked. Without stock's
+    row only the latter. None for the other variants.
     """
     if result.streamed_bytes is None:
         return None
     stock = _stock(run, result)
     stock_s = median(stock.token_s) if stock else None
-    return max(stock_s or 0.0, result.streamed_bytes / LINK_BYTES_PER_S) or None
+    chosen = run.generate_settings.cases[result.case].chosen_share
+    crossing_bytes = result.streamed_bytes * chosen * (1.0 - (result.cached_share or 0.0))
+    return max(stock_s or 0.0, crossing_bytes / LINK_BYTES_PER_S) or None
 
 
 def is_over_budget(run: Run, result: GenerateResult) -> bool:
