@@ -37,8 +37,9 @@ SHORT_TOKENS = 4
 
 _FIRST_TOKENS = 2
 
-_SETTLING_TOKENS = 40
-"""umem may place weights anew after 32 calls that need less than the first ones."""
+_SETTLING_TOKENS = 80
+"""umem may place weights anew after 32 calls that need less than the first ones, or that are all of
+few tokens, and again once their experts are cached."""
 
 ACCELERATE_LEFT_BYTES = 512 << 20
 """Of accelerate's budget, for caches and activations, which its map of weights does not count; and

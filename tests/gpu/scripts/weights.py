@@ -244,7 +244,10 @@ def load() -> tuple[Any, list[torch.Tensor]]:
 
 
 def chat() -> tuple[Any, list[torch.Tensor]]:
-    """A mixture of experts: long answers of few tokens at a time, and changes of its tables."""
+    """A mixture of experts: long answers of few tokens at a time, and changes of its tables.
+
+    `generate` selects experts for each token by itself.
+    """
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -259,7 +262,6 @@ def chat() -> tuple[Any, list[torch.Tensor]]:
     torch.manual_seed(0)
     model: Any = MixtralForCausalLM(config)
     model.bfloat16().cuda().eval()
-    model.set_experts_implementation("batched_mm")
     seen = []
     for prompts in (1, 3, 2):
         made = model.generate(
