@@ -100,7 +100,7 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
         "system": "ddp",
         "variant": "stock",
         "state": "measured",
-        "steps_s": [1.0, 1.0],
+        "steps_s": [0.1, 0.1, 0.1, 0.1, 1.0, 1.0],
         "losses_hex": ["0x1p+1", "0x1p+0"],
         "card_peak_bytes": 11 * gib,
         "outside_bytes": gib,
@@ -108,7 +108,7 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
     same = {
         **stock,
         "variant": "umem",
-        "steps_s": [9.0, 1.25],
+        "steps_s": [9.0, 9.0, 9.0, 9.0, 2.0, 1.25],
         "card_peak_bytes": 7 * gib,
         "plan_running": True,
         "budget_bytes": 6 * gib,
@@ -128,9 +128,9 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
     shown = matrix("--report", str(file), "--markdown")
     cells = [line.strip("| ").split(" | ") for line in shown.splitlines() if line.startswith("|")]
     assert [it[:4] for it in cells if it[0] == "ddp"] == [
-        ["ddp", "stock", "—", "100 %"],
-        ["ddp", "umem", "equal", "80 %"],
-        ["ddp", "umem-budget", "differ from step 2 on", "100 %"],
+        ["ddp", "stock", "—", "100 % (100 %)"],
+        ["ddp", "umem", "equal", "61.5 % (80 %)"],
+        ["ddp", "umem-budget", "differ from step 2 on", "100 % (100 %)"],
     ]
     assert [it[4:7] for it in cells if it[:2] == ["ddp", "umem"]] == [
         ["7 GiB (1 GiB)", "6 GiB", "yes"]
