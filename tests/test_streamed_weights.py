@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
-from umem.executor.weights.expert_tables import find_expert_tables
+from umem.executor.weights.experts import find_experts
 from umem.executor.weights.staged_weights import is_movable_weight
 from umem.executor.weights.streamed_weights import (
     ExtraSlots,
@@ -58,7 +58,7 @@ def stream_weights(
             if is_movable_weight(it) and sum(it is other for other in owners) == 1
         ]
         if parts:
-            experts = find_expert_tables(block.module)
+            experts = find_experts(block.module)
             blocks.append(StreamedBlock(block.name, block.module, parts, experts, cached_share))
     weights.set_blocks(blocks, slots, extra=extra)
     return weights
@@ -443,6 +443,35 @@ class MixtureBesideDense(Mixture):
     layer = ExpertsBesideDense
 
 
+class ListedExperts(nn.Module):
+    """A module for each expert, of which the chosen ones are called."""
+
+    top_k = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            y[chosen == number] = self.experts[number](x[chosen == number])
+        return y
+
+
+class MixtureOfModules(Mixture):
+    layer = ListedExperts
+
+
+def write_experts(program: Program) -> None:
+    for layer in program.model.layers:
+        for expert in layer.experts:
+            expert.weight.data.mul_(0.5)
+            infer(program)
+            with torch.no_grad():
+                expert.bias.add_(0.25)
+
+
 def infer(program: Program) -> None:
     """Calls without gradients, of few tokens and of many in turn."""
     for rows in (EXPERTS, 1, 1, EXPERTS - 1, 2 * EXPERTS, 2):
@@ -531,7 +560,27 @@ def test_no_bit_changes_where_few_experts_are_used(
     assert not cached_share or slots == 8 or min(use) > 0
 
 
-@pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense])
+@pytest.mark.parametrize("slots", [2, 8])
+@pytest.mark.parametrize(
+    "change", [write_experts, two_graphs, gradient_of_inputs, to_other_types, functional_call]
+)
+def test_no_bit_changes_where_few_modules_of_experts_are_called(
+    change: Callable[[Program], None], slots: int
+) -> None:
+    def infer_and_change(program: Program) -> None:
+        infer(program)
+        change(program)
+        infer(program)
+
+    program = compare(
+        infer_and_change, slots=slots, make_model=MixtureOfModules, eagerness=0.5, cached_share=0.2
+    )
+    assert slots == 8 or program.counts.experts_in_place > 0
+    assert program.streamed is not None
+    assert program.streamed.expert_use() == (0, 0)
+
+
+@pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense, MixtureOfModules])
 @pytest.mark.parametrize("most_buffers", [0, 1, 3])
 def test_no_bit_changes_where_few_experts_are_used_without_room(
     make_model: Callable[[], nn.Module], most_buffers: int
@@ -542,7 +591,7 @@ def test_no_bit_changes_where_few_experts_are_used_without_room(
 def test_experts_alone_need_no_buffer() -> None:
     model = Mixture().requires_grad_(False)
     blocks = [
-        StreamedBlock(it.name, it.module, [it.module.weight], find_expert_tables(it.module))
+        StreamedBlock(it.name, it.module, [it.module.weight], find_experts(it.module))
         for it in find_blocks(model, None)
         if isinstance(it.module, Experts)
     ]

@@ -15,7 +15,7 @@ from streamed_programs import NoRoom
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import Copy, Lane
-from umem.executor.weights.expert_tables import find_expert_tables
+from umem.executor.weights.experts import find_experts
 from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
 
@@ -236,7 +236,7 @@ MIXTURES = [mixtral, qwen3_moe, gpt_oss, deepseek]
 
 @pytest.mark.parametrize("make", [*MIXTURES, llama4])
 def test_tables_of_experts_are_found(make: Callable[[], Any]) -> None:
-    found = [it for layer in make().model.layers if (it := find_expert_tables(layer)).ids]
+    found = [it for layer in make().model.layers if (it := find_experts(layer)).ids]
     if make is llama4:  # computes all experts in each call
         assert not found
     else:
@@ -320,7 +320,7 @@ def test_in_decode_no_experts_are_copied(make: Callable[[], Any]) -> None:
         it.data_ptr()
         for layer in model.model.layers
         for it in model.parameters()
-        if id(it) in find_expert_tables(layer).ids
+        if id(it) in find_experts(layer).ids
     }
     assert len(tables) == 2 * LAYERS
 

@@ -480,7 +480,8 @@ def _line(result: SystemResult) -> str:
     settled = _settled(result)
     if result.state != "measured" or not settled:
         return f"{words}: {result.state}: {result.reason}"
-    return f"{words}: {1e3 * statistics.median(settled):.4g} ms a step, {result.process_s:.1f} s in all"
+    step_ms = 1e3 * statistics.median(settled)
+    return f"{words}: {step_ms:.4g} ms a step, {result.process_s:.1f} s in all"
 
 
 def show(matrix: Matrix, *, as_markdown: bool) -> None:

@@ -29,7 +29,7 @@ from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.shared_budget import BudgetPart, SharedBudget, shared_budget
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.weights.expert_cache import ExpertUse
-from umem.executor.weights.expert_tables import ExpertTables, find_expert_tables
+from umem.executor.weights.experts import Experts, find_experts
 from umem.executor.weights.staged_weights import WeightMemory, is_movable_weight
 from umem.executor.weights.streamed_weights import (
     ExtraSlots,
@@ -177,7 +177,7 @@ class _Unit:
     block: Block
     tensors: list[torch.Tensor]
     planned: WeightUnit
-    experts: ExpertTables
+    experts: Experts
 
 
 class ModelWeights:
@@ -400,7 +400,7 @@ class ModelWeights:
         """
         few, many = self.streamed.few_and_many
         before = self._caches_experts
-        if few + many >= _PATIENCE_CALLS:
+        if few + many >= _PATIENCE_CALLS and any(it.experts.tables for it in self._units):
             self._caches_experts = few >= (_LEAST_FEW if before else _MOST_FEW) * many
         return self._caches_experts != before
 
@@ -656,7 +656,7 @@ def _find_units(
     for block in blocks:
         tensors: list[torch.Tensor] = []
         gathered = set()
-        experts = find_expert_tables(block.module)
+        experts = find_experts(block.module)
         for owner in block.module.modules():
             for parameter in owner.parameters(recurse=False):
                 if users[id(parameter)] != 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -17,6 +17,7 @@ from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import WatchedParameterGuard, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.weights.expert_cache import CachedExperts, make_cached_table
+from umem.executor.weights.experts import Experts
 from umem.planning.weight_plan import staged_bytes
 from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import (
@@ -123,7 +124,7 @@ class _Part:
     """Of the home that was seen last."""
     size_bytes: int
     """Its place's."""
-    is_expert_table: bool
+    is_expert: bool
     home: torch.Tensor | None = None
     """The home, while the tensor has the buffer's memory."""
 
@@ -171,8 +172,8 @@ class StagedWeights:
         Held by all callers, and by the guard of the weights.
     tensor_class
         What their copies count as.
-    expert_tables
-        By ``id``, those of the weights of which calls with few tokens read some experts only.
+    experts
+        Weights of which calls with few tokens read some only.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class StagedWeights:
         memory: WeightMemory,
         lock: threading.RLock,
         tensor_class: TensorClass,
-        expert_tables: Collection[int] = (),
+        experts: Experts | None = None,
     ) -> None:
         self.name = name
         self.buffer: StagingBuffer | None = None
@@ -199,6 +200,7 @@ class StagedWeights:
         self._memory = memory
         self._lock = lock
         self._tensor_class = tensor_class
+        self._experts = experts or Experts()
         self._is_bound = False
         """Whether any of them may have the buffer's memory."""
         self._stream = 0
@@ -212,7 +214,7 @@ class StagedWeights:
                     self.size_bytes,
                     tensor.data_ptr(),
                     tensor.nbytes,
-                    id(tensor) in expert_tables,
+                    id(tensor) in self._experts.ids,
                 )
                 parts.append(part)
                 self.size_bytes += staged_bytes([part.size_bytes])
@@ -228,12 +230,10 @@ class StagedWeights:
     def make_cache(self, share: float) -> None:
         """Keep a share of the experts of each table on the device."""
         tables = []
-        for part in self._parts.every:
-            if part.is_expert_table:
-                slots = int(share * len(part.tensor))
-                cached = make_cached_table(part.tensor, slots, self._memory.buffer)
-                if cached is not None:
-                    tables.append((part.tensor, cached))
+        for table in (it for it in self.tensors if id(it) in self._experts.tables):
+            cached = make_cached_table(table, int(share * len(table)), self._memory.buffer)
+            if cached is not None:
+                tables.append((table, cached))
         if tables:
             self.cache = CachedExperts(tables, self._lanes, self._settle)
 
@@ -245,8 +245,8 @@ class StagedWeights:
     def _set_parts(self, every: list[_Part]) -> None:
         self._parts = _Parts(every)
         self._without_experts = self._parts
-        if any(it.is_expert_table for it in every):
-            self._without_experts = _Parts([it for it in every if not it.is_expert_table])
+        if any(it.is_expert for it in every):
+            self._without_experts = _Parts([it for it in every if not it.is_expert])
 
     # ------------------------------------------------------------------ copies
 

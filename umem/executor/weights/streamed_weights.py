@@ -29,7 +29,7 @@ from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import TensorGuard
 from umem.executor.optimizer.lanes import Lanes, Moment
 from umem.executor.weights.expert_cache import ExpertUse
-from umem.executor.weights.expert_tables import ExpertTables
+from umem.executor.weights.experts import Experts
 from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import tensors_in
@@ -67,7 +67,7 @@ class StreamedBlock:
     module: nn.Module
     tensors: Sequence[torch.Tensor]
     """With homes in host memory."""
-    experts: ExpertTables = field(default_factory=ExpertTables)
+    experts: Experts = field(default_factory=Experts)
     """Those of the block, streamed or not."""
     cached_share: float = 0.0
     """Of the experts of each table among `tensors`, those that the device has room for."""
@@ -239,7 +239,7 @@ class StreamedWeights:
                     self._memory,
                     self._lock,
                     kinds.get(it.name, TensorClass.WEIGHTS),
-                    it.experts.ids,
+                    it.experts,
                 )
                 for it in blocks
             ]
