@@ -82,6 +82,9 @@ SYSTEMS: dict[str, System] = {
         ("transformers", "accelerate"), program="hf_trainer_sft", options=("--device-map", "auto")
     ),
     "hf_trainer_lora": System(("transformers", "accelerate", "peft"), policy="lora"),
+    "hf_trainer_qlora": System(
+        ("transformers", "accelerate", "peft", "bitsandbytes"), policy="lora"
+    ),
     "trl_sft": System(("transformers", "accelerate", "datasets", "trl")),
     "accelerate_loop": System(("transformers", "accelerate")),
     "lightning_fit": System(("transformers", "lightning")),
@@ -480,7 +483,8 @@ def _line(result: SystemResult) -> str:
     settled = _settled(result)
     if result.state != "measured" or not settled:
         return f"{words}: {result.state}: {result.reason}"
-    return f"{words}: {1e3 * statistics.median(settled):.4g} ms a step, {result.process_s:.1f} s in all"
+    step_ms = 1e3 * statistics.median(settled)
+    return f"{words}: {step_ms:.4g} ms a step, {result.process_s:.1f} s in all"
 
 
 def show(matrix: Matrix, *, as_markdown: bool) -> None:
