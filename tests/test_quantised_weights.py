@@ -6,6 +6,7 @@ Copies run late or at random moments, and buffers begin as NaN.
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -114,6 +115,21 @@ def ao_int8(folder: str) -> Any:
     return model
 
 
+def loaded_ao_int8(folder: str) -> Any:
+    """Quantised while it is loaded."""
+    return load(folder, transformers.TorchAoConfig(torchao().Int8WeightOnlyConfig()))
+
+
+def ao_nf4(folder: str) -> Any:
+    """As torchtune has it."""
+    model, library = load(folder), torchao()
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            packed = library.to_nf4(module.weight.detach(), block_size=64, scaler_block_size=16)
+            module.weight = nn.Parameter(packed, requires_grad=False)
+    return model
+
+
 def ao_int4(folder: str) -> Any:
     """Of torchao's kinds of int4 the one that the CPU has kernels for."""
     model, library = load(folder), torchao()
@@ -165,7 +181,9 @@ def run(make: Callable[[str], Any], folder: str, eagerness: float | None) -> tup
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 0.5])
-@pytest.mark.parametrize("make", [nf4, nested_nf4, nested_fp4, repacked_nf4, ao_int8, ao_int4])
+@pytest.mark.parametrize(
+    "make", [nf4, nested_nf4, nested_fp4, repacked_nf4, ao_int8, ao_int4, loaded_ao_int8, ao_nf4]
+)
 def test_generation_keeps_its_bits(
     make: Callable[[str], Any], eagerness: float, checkpoint: str
 ) -> None:
@@ -412,6 +430,14 @@ def save_adapters(program: Program) -> None:
         program.seen.append(Path(folder, "adapter_model.safetensors").read_bytes())
 
 
+def pickle_weights(program: Program) -> None:
+    file = io.BytesIO()
+    torch.save(list(program.model.parameters()), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    program.seen += [(type(it).__name__, it) for it in loaded]
+
+
 def copy_model(program: Program) -> None:
     other = copy.deepcopy(program.model)
     with torch.no_grad():
@@ -424,7 +450,7 @@ def copy_model(program: Program) -> None:
     "use",
     [
         *(change_in_place, copy_model, dequantise, disable, merge, merge_a_layer),
-        *(save_adapters, save_and_load),
+        *(pickle_weights, save_adapters, save_and_load),
     ],
 )
 def test_no_use_of_4bit_weights_sees_another_value(
@@ -437,7 +463,7 @@ def test_no_use_of_4bit_weights_sees_another_value(
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
-@pytest.mark.parametrize("use", [change_in_place, copy_model, disable])
+@pytest.mark.parametrize("use", [change_in_place, copy_model, disable, pickle_weights])
 def test_no_use_of_int8_weights_sees_another_value(
     use: Callable[[Program], None], eagerness: float, checkpoint: str
 ) -> None:
