@@ -530,3 +530,19 @@ def test_weights_of_llm_int8_stay_where_they_are(is_called: bool, checkpoint: st
     assert [it.state.CB.data_ptr() for it in layers] == addresses
     status = weights.status()
     assert (status.plans, status.streamed_bytes) == (1, 0)
+
+
+@pytest.mark.parametrize("make", [nf4, ao_int8])
+def test_compiled_layers_keep_their_bits(make: Callable[[str], Any], checkpoint: str) -> None:
+    def call(*, streams: bool) -> tuple[list[torch.Tensor], Any]:
+        torch.compiler.reset()
+        model = make(checkpoint).eval()
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+        weights = stream(model, LazyLanes(model, 1.0)) if streams else None
+        with torch.no_grad():
+            return [model(torch.arange(14).view(2, 7) + n).logits for n in range(5)], weights
+
+    (stock, _), (streamed, weights) = call(streams=False), call(streams=True)
+    assert bits(streamed) == bits(stock)
+    assert weights.streamed.counts.fetched > 4 * LAYERS
