@@ -772,26 +772,31 @@ class Quantised(Net):
                 layer.weight = Packed(weight.detach(), requires_grad=False)
 
 
-def test_weights_that_wrap_others_are_streamed() -> None:
+@pytest.mark.parametrize("eagerness", [0.0, 0.5, 1.0])
+def test_weights_that_wrap_others_are_streamed(eagerness: float) -> None:
     def run(streams: bool) -> tuple[list[torch.Tensor], StreamedWeights | None]:
         torch.manual_seed(0)
         model = Quantised()
         weights = None
         if streams:
             memory = HostStateMemory()
-            weights = StreamedWeights(LazyLanes(model, 0.5), memory, ActivationStore("cpu"), fail)
+            lanes = LazyLanes(model, eagerness)
+            weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
             blocks = [
                 StreamedBlock(it.name, it.module, list(plain_tensors(weight)))
                 for it in find_blocks(model, None)
                 if isinstance(weight := getattr(it.module, "weight", None), torch.Tensor)
             ]
-            weights.set_blocks(blocks, 2)
+            weights.set_blocks(blocks, 3)
         seen = []
         for step in range(4):
             x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
             with torch.no_grad():
                 seen.append(model(x))
             model(x).square().mean().backward()
+            for layer in model.layers:  # past torch's count of changes, ahead of the next pass
+                changed: Any = layer.weight
+                getattr(changed, "numbers", changed).data.mul_(2)
         seen += [it.grad for it in model.parameters() if it.grad is not None]
         return seen, weights
 

@@ -34,8 +34,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = (
-    *("hf_trainer_sft", "hf_trainer_device_map", "ddp", "trl_sft", "deepspeed_zero2"),
-    "transformer_lens_cache",
+    *("hf_trainer_sft", "hf_trainer_device_map", "hf_trainer_qlora", "ddp", "trl_sft"),
+    *("deepspeed_zero2", "transformer_lens_cache"),
 )
 """By Python and by torchrun; `make systems` and tests/gpu/test_systems.py run all of them."""
 

@@ -24,8 +24,9 @@ DIVIDED = "transformer_lens_two_devices"
 INFERENCE = ("transformer_lens_forward", "transformer_lens_cache", "hf_generate", DIVIDED)
 TWO_GPUS = ("megatron_core_tensor", "megatron_core_pipeline", DIVIDED)
 SYSTEMS = (
-    *("hf_trainer_sft", "hf_trainer_device_map", "hf_trainer_lora", "trl_sft", "accelerate_loop"),
-    *("lightning_fit", "torch_compile", "deepspeed_zero2", "deepspeed_zero3", "fsdp2", "ddp"),
+    *("hf_trainer_sft", "hf_trainer_device_map", "hf_trainer_lora", "hf_trainer_qlora", "trl_sft"),
+    *("accelerate_loop", "lightning_fit", "torch_compile", "deepspeed_zero2", "deepspeed_zero3"),
+    *("fsdp2", "ddp"),
     *("megatron_core", "megatron_core_tensor", "megatron_core_pipeline"),
     *INFERENCE,
 )

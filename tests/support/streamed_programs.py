@@ -17,6 +17,7 @@ from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
 from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
+from umem.runtime.model_parts import plain_tensors
 
 __all__ = ["WIDTH", "Net", "NetWithFlat", "Program", "bits", "compare"]
 
@@ -248,6 +249,9 @@ class Program:
 def bits(value: Any) -> Any:
     """A value that compares equal if all bits of all tensors do."""
     if isinstance(value, torch.Tensor):
+        parts = list(plain_tensors(value))
+        if len(parts) > 1:
+            return bits(parts)
         flat = value.detach().reshape(-1).view(torch.uint8)
         return value.dtype, tuple(value.shape), flat.numpy().tobytes()
     if isinstance(value, dict):

@@ -82,6 +82,9 @@ SYSTEMS: dict[str, System] = {
         ("transformers", "accelerate"), program="hf_trainer_sft", options=("--device-map", "auto")
     ),
     "hf_trainer_lora": System(("transformers", "accelerate", "peft"), policy="lora"),
+    "hf_trainer_qlora": System(
+        ("transformers", "accelerate", "peft", "bitsandbytes"), policy="lora"
+    ),
     "trl_sft": System(("transformers", "accelerate", "datasets", "trl")),
     "accelerate_loop": System(("transformers", "accelerate")),
     "lightning_fit": System(("transformers", "lightning")),

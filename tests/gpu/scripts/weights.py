@@ -294,6 +294,26 @@ WHOLE = {"loaded": load, "experts": chat}
 """Modes with models of their own."""
 
 
+def facts_of_weights(model: nn.Module) -> dict[str, Any]:
+    """Where weights are, and what became of their uses; nothing in a stock run."""
+    its = weights_of(model)
+    if its is None:
+        return {}
+    status = its.status()
+    weights = {
+        "plans": status.plans,
+        "streamed_bytes": status.streamed_bytes,
+        "fetched": status.counts.fetched,
+        "late": status.counts.late,
+        "reused": status.counts.reused,
+        "in_place": status.counts.in_place,
+        "moved_outputs": status.moved_outputs,
+        "cached_experts": status.cached_experts,
+    }
+    page_locked_bytes = runtime().allocator.kind_stats(0)["pinned"]["reserved_bytes"]
+    return {"weights": weights, "page_locked_bytes": page_locked_bytes}
+
+
 def main(mode: str) -> None:
     torch.use_deterministic_algorithms(True)
     if "UMEM_POLICY" in os.environ:
@@ -308,20 +328,7 @@ def main(mode: str) -> None:
     card.stop()
     facts: dict[str, Any] = {"seen": [crc(it) for it in seen], "card_bytes": card.peak_bytes}
     facts["beside_bytes"] = card.beside_bytes
-    its = weights_of(model)
-    if its is not None:
-        status = its.status()
-        facts["weights"] = {
-            "plans": status.plans,
-            "streamed_bytes": status.streamed_bytes,
-            "fetched": status.counts.fetched,
-            "late": status.counts.late,
-            "reused": status.counts.reused,
-            "in_place": status.counts.in_place,
-            "moved_outputs": status.moved_outputs,
-            "cached_experts": status.cached_experts,
-        }
-        facts["page_locked_bytes"] = runtime().allocator.kind_stats(0)["pinned"]["reserved_bytes"]
+    facts |= facts_of_weights(model)
     print(json.dumps(facts))
 
 

@@ -37,13 +37,14 @@ from umem.executor.weights.streamed_weights import (
     StreamedWeights,
     WeightCounts,
 )
+from umem.executor.weights.weight_parts import weight_parts
 from umem.offloading import ActivationStore
 from umem.planning.stream_plan import least_slack_bytes
 from umem.planning.stream_timing import staged_bytes
 from umem.planning.training_plan import WEIGHT_SLOTS
 from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
 from umem.runtime.managed_runs import new_run
-from umem.runtime.model_parts import buffers_of, gpu_of, plain_tensors, weight_classes
+from umem.runtime.model_parts import buffers_of, gpu_of, weight_classes
 from umem.runtime.state import runtime
 from umem.runtime.torch_hooks.modules import Undo, hook_calls, hook_running_forward
 from umem.torch_compat import (
@@ -227,7 +228,7 @@ class ModelWeights:
         self._classes = {
             id(part): tensor_class
             for it, tensor_class in weight_classes(model.parameters())
-            for part in plain_tensors(it)
+            for part in weight_parts(it)
         }
         self._device, self._min_bytes = store.device, min_bytes
         self._units, self._fixed = _find_units(model, min_bytes, self._device)
@@ -304,7 +305,7 @@ class ModelWeights:
 
         Those at home are used there in place.
         """
-        excluded = {id(part) for it in parameters for part in plain_tensors(it)}
+        excluded = {id(part) for it in parameters for part in weight_parts(it)}
         self._units = [
             made for unit in self._units if (made := _without(unit, excluded)) is not None
         ]
@@ -661,7 +662,7 @@ def _find_units(
             for parameter in owner.parameters(recurse=False):
                 if users[id(parameter)] != 1:
                     continue
-                for part in plain_tensors(parameter):
+                for part in weight_parts(parameter):
                     if id(part) in known or part.nbytes < min_bytes or id(part) not in can_move:
                         continue
                     known.add(id(part))
@@ -683,7 +684,7 @@ def _movable(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
     every = {
         id(part): part
         for it in (*model.parameters(), *buffers_of(model))
-        for part in plain_tensors(it)
+        for part in weight_parts(it)
         if part.device == device
     }
     return [it for it in every.values() if is_movable_weight(it)]

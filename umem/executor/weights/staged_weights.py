@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import WatchedParameterGuard, has_alias
+from umem.executor.optimizer.access_guard import has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.weights.expert_cache import CachedExperts, make_cached_table
 from umem.executor.weights.experts import Experts
+from umem.executor.weights.weight_guard import WeightGuard
 from umem.planning.weight_plan import staged_bytes
 from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import (
@@ -221,8 +222,7 @@ class StagedWeights:
         self._set_parts(parts)
         self._copied = _Parts([])
         """Those that the present copy is of."""
-        # Gradients are no part of it.
-        self.guard = WatchedParameterGuard(self._settle, lambda: None)
+        self.guard = WeightGuard(self._settle)
         """Sees what the program does to the weights while their copy waits for its use."""
         self.cache: CachedExperts | None = None
         """Experts that stay on the device from one use to the next."""
@@ -316,12 +316,8 @@ class StagedWeights:
             self.drop()
 
     def hold(self) -> None:
-        """Guard the weights from a copy's start to its use.
-
-        A frozen weight of another class, such as a quantised one, is told by its version alone.
-        """
-        # Weights that an optimizer's guard has are not plain until their update is over.
-        self.guard.hold([it for it in self._copied.tensors if type(it) is torch.nn.Parameter])
+        """Guard the weights from a copy's start to its use."""
+        self.guard.hold(self._copied.tensors)
 
     def drop(self) -> None:
         """Forget the copy: its buffer is free. Not while it is in use."""

@@ -31,6 +31,7 @@ from umem.executor.optimizer.lanes import Lanes, Moment
 from umem.executor.weights.expert_cache import ExpertUse
 from umem.executor.weights.experts import Experts
 from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
+from umem.executor.weights.weight_guard import WeightGuard
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward, nodes_of
@@ -577,7 +578,9 @@ def _backward_ends(reference: weakref.ref[StreamedWeights], _has_failed: bool) -
         weights.end_backward()
 
 
-def _end(listener: Undo, buffers: Sequence[StagingBuffer], guards: Sequence[TensorGuard]) -> None:
+def _end(
+    listener: Undo, buffers: Sequence[StagingBuffer], guards: Sequence[WeightGuard | TensorGuard]
+) -> None:
     listener()
     for buffer in buffers:
         buffer.end_loan()
