@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -627,6 +628,27 @@ def test_experts_in_use_at_home_stay_there() -> None:
         model(torch.randn(1, WIDTH))
     assert addresses == [home] * 3
     assert not weights.is_in_use
+
+
+def test_layers_that_are_compiled_later_are_still_fetched() -> None:
+    model = Net().requires_grad_(False)
+    x = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        expected = model(x)
+        weights = stream_weights(model, LazyLanes(model), HostStateMemory())
+        fetched = []
+        for call in range(8):
+            if call == 2:
+                for layer in model.layers:
+                    layer.compile(backend="eager")
+            weights.begin_call()  # as the model's hook does
+            assert torch.equal(model(x), expected)
+            fetched.append(weights.counts.fetched)
+    first, *others = (after - before for before, after in pairwise(fetched))
+    assert first > len(model.layers), "all of them, and what is around them"
+    assert set(others) == {first}
+    weights.close()
+    assert torch.equal(model(x), expected)
 
 
 def test_calls_of_many_tokens_leave_the_cache() -> None:

@@ -36,7 +36,12 @@ from umem.offloading import ActivationStore
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward, nodes_of
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
-from umem.torch_compat import InferenceMode, current_graph_task_id, function_transform_level
+from umem.torch_compat import (
+    InferenceMode,
+    compiled_call,
+    current_graph_task_id,
+    function_transform_level,
+)
 
 __all__ = ["ExtraSlots", "StreamedBlock", "StreamedWeights", "WeightCounts"]
 
@@ -167,6 +172,11 @@ class StreamedWeights:
         self._in_backward: StagedWeights | None = None
         """The block that the backward pass is in."""
         self._running = _Running()
+        self._modules: list[weakref.ref[nn.Module]] = []
+        """The blocks, in forward order."""
+        self._compiled: list[object] = []
+        """What they were compiled to when they were hooked."""
+        self._unhook: list[Undo] = []
         self._undo: list[Undo] = []
 
     # ------------------------------------------------------------------ plans
@@ -261,8 +271,8 @@ class StreamedWeights:
             self._buffers = [it for _ in range(slots) if (it := self._new_buffer()) is not None]
             for staged, block in zip(self._staged, blocks, strict=True):
                 staged.make_cache(block.cached_share)
-                enter, leave = partial(self._enter, staged), partial(self._leave, staged)
-                self._undo += hook_calls(block.module, enter, leave, self._guard.on_error)
+            self._modules = [weakref.ref(it.module) for it in blocks]
+            self._hook_blocks()
             # What is global holds no strong reference: this object goes with the blocks.
             ends = partial(_backward_ends, weakref.ref(self))
             listener = hook_backward(lambda _: None, ends)
@@ -272,6 +282,22 @@ class StreamedWeights:
             end = weakref.finalize(self, _end, listener, self._buffers, guards)
             end.atexit = False
             self._undo.append(end)
+
+    def _hook_blocks(self) -> None:
+        for undo in self._unhook:
+            undo()
+        self._unhook.clear()
+        for staged, reference in zip(self._staged, self._modules, strict=True):
+            module = reference()
+            if module is not None:
+                enter, leave = partial(self._enter, staged), partial(self._leave, staged)
+                self._unhook += hook_calls(module, enter, leave, self._guard.on_error)
+        self._compiled = self._compiled_calls()
+
+    def _compiled_calls(self) -> list[object]:
+        """Of each block, the function that it was compiled to in place; None if it was not."""
+        modules = (it() for it in self._modules)
+        return [None if it is None else compiled_call(it) for it in modules]
 
     def close(self) -> None:
         """Remove the hooks. Weights stay at home."""
@@ -303,8 +329,9 @@ class StreamedWeights:
                         it.hold()
 
     def _clear(self) -> None:
-        for undo in self._undo:
+        for undo in (*self._unhook, *self._undo):
             undo()
+        self._unhook.clear()
         self._undo.clear()
         self.end_backward()
         for staged in self._staged:
@@ -316,6 +343,7 @@ class StreamedWeights:
         for buffer in self._buffers:
             self._let_go(buffer)
         self._buffers, self._staged, self._numbers = [], [], {}
+        self._modules, self._compiled = [], []
         self._passes.clear()
         self._successors.clear()
         self._last = None
@@ -338,6 +366,9 @@ class StreamedWeights:
         while self._running.calls:
             self._end_call(self._running.calls[-1])
             self._running.calls.pop()
+        if self._compiled_calls() != self._compiled:
+            with self._lock:
+                self._hook_blocks()  # around what the blocks were compiled to since
 
     def _enter(self, staged: StagedWeights, args: object, kwargs: object) -> None:
         """A block is called."""
