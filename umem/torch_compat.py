@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -42,6 +42,7 @@ __all__ = [
     "DataDependentOutputException",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
+    "FSDPGroup",
     "FakeTensor",
     "FakeTensorMode",
     "InferenceMode",
@@ -50,6 +51,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "before_compilation",
+    "fsdp_groups",
     "missing",
     "replace",
     "require",
@@ -469,6 +471,43 @@ def before_compilation(function: Callable[..., None]) -> None:
 
     handler.clear = forget_others
     handler.register_start_callback(function)
+
+
+@dataclass(frozen=True)
+class FSDPGroup:
+    """Parameters that FSDP2 gathers together."""
+
+    parameters: list[tuple[torch.Tensor, torch.Tensor]]
+    """Each with the flat view of this rank's part that is gathered."""
+    streams: list[Any]
+    """On which they are, once the first forward pass has made them."""
+
+
+def fsdp_groups(model: nn.Module) -> Iterator[FSDPGroup]:
+    """The groups of all modules of a model that ``fully_shard`` has wrapped.
+
+    Nothing of umem fails without the private names: in a torch that has others, groups have less,
+    or are not found. Then the steps of FSDP2's parameters are not deferred.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a program that has such a module imports it
+    wrapped: Any = getattr(fsdp, "FSDPModule", ())
+    for module in model.modules():
+        if not isinstance(module, wrapped) or not hasattr(module, "_get_fsdp_state"):
+            continue
+        state: Any = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):  # a newer torch may have several
+            groups = state._fsdp_param_groups
+        else:
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            every = [
+                (it.sharded_param, it._sharded_param_data)
+                for it in getattr(group, "fsdp_params", ())
+                if hasattr(it, "sharded_param") and hasattr(it, "_sharded_param_data")
+            ]
+            context = getattr(group, "comm_ctx", None)
+            names = ("all_gather_copy_in_stream", "all_gather_stream")
+            yield FSDPGroup(every, [getattr(context, it) for it in names if hasattr(context, it)])
 
 
 def torch_profiler_runs() -> bool:

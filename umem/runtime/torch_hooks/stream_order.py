@@ -34,6 +34,8 @@ class StreamOrder:
         self._current_stream = current_stream
         self._behind: dict[Any, Any] = {}
         """By stream, an event that counts as part of its work."""
+        self._apart: set[Any] = set()
+        """Streams that wait for the work itself."""
         self._event_class = event_class
         self._stream_class = stream_class
         self._record = event_class.record
@@ -59,6 +61,13 @@ class StreamOrder:
         self._behind[stream] = event
         self._install()
 
+    def leave_out(self, stream: Any) -> None:
+        """Have a stream that waits for an event not wait for what was added to it.
+
+        All that it does with the results of such work waits for it in another way.
+        """
+        self._apart.add(stream)
+
     def _install(self) -> None:
         if self._is_installed:
             return
@@ -73,10 +82,11 @@ class StreamOrder:
         @functools.wraps(self._wait)
         def wait(event: Any, stream: Any = None) -> None:
             order._wait(event, stream)
-            if (behind := _behind(event)) is not None:
+            waiting = stream or order._current_stream()
+            if (behind := _behind(event)) is not None and waiting not in order._apart:
                 order._wait(behind, stream)
             for listener in list(order._listeners):
-                listener(stream or order._current_stream())
+                listener(waiting)
 
         @functools.wraps(self._synchronize)
         def synchronize(event: Any) -> None:
