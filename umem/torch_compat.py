@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DTENSOR_PART",
     "NEWEST",
     "OLDEST",
     "PRIVATE_NAMES",
@@ -418,6 +419,9 @@ def __getattr__(name: str) -> Any:
 
 
 # Attributes of objects.
+DTENSOR_PART = "_local_tensor"
+"""The attribute of a DTensor that is the plain tensor in it. Its other attributes and methods take
+it from there, and a guard lets it pass alone: nothing is lost where a torch has another name."""
 version_counter: Callable[[torch.Tensor], int] = attrgetter("_version")
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")

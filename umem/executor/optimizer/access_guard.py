@@ -28,6 +28,7 @@ from torch import nn
 from umem.core.interrupts import call_all
 from umem.runtime.model_parts import dtensor_class
 from umem.torch_compat import (
+    DTENSOR_PART,
     DisableTorchFunctionSubclass,
     InferenceMode,
     storage_address,
@@ -85,8 +86,11 @@ _HARMLESS_NAMES = frozenset(
     ("__class__", "__torch_function__", "device", "dtype", "ndim", "requires_grad", "shape")
 )
 """The attributes among them that are looked at most, and those that Python and torch ask for."""
-_PARAMETER_NAMES = _HARMLESS_NAMES | {"__dict__", "_is_param", "grad", "is_leaf", "numel", "size"}
-"""The same of a DTensor as a parameter, whose gradient is an attribute of the object meanwhile."""
+_PARAMETER_NAMES = _HARMLESS_NAMES.union(
+    ("__dict__", "_is_param", "grad", "is_leaf", "numel", "size", DTENSOR_PART)
+)
+"""The same of a DTensor as a parameter. Its gradient is an attribute of the object meanwhile, and
+its part has a guard of its own: FSDP2 asks for it before it gathers."""
 _GRADIENT: Any = torch.Tensor.grad
 
 

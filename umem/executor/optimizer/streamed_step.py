@@ -209,7 +209,7 @@ class StreamedStep:
             self._is_begun = True
             self.waits = not self.may_defer
             self._leaving.clear()
-            sharded = self._find_sharded(optimizer, queued) if is_deferred else None
+            sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
             updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
             self._send_temporary_home()
             for moment in filter(None, updates):
@@ -375,11 +375,13 @@ class StreamedStep:
         self._launch(unit, call, pieces, ready)
         if sharded is not None and _works_on_dtensors(pieces):
             sharded, is_shared = None, True
+        if sharded is not None:  # also for a step that is measured: the gathering tells the order
+            self._shard_guards(unit).flats.hold(sharded.flats)
+        elif unit.shard_guards is not None:
+            unit.shard_guards.flats.release()
         waits = is_shared or (is_outside(unit.name) and not self.defers_outside)
         self.waits |= waits
         if waits or not is_deferred:
-            if unit.shard_guards is not None:
-                unit.shard_guards.flats.release()
             return unit.returned if state.is_shared else unit.updated
         if sharded is not None:
             self._guard_sharded(unit, sharded, ready)
@@ -415,7 +417,6 @@ class StreamedStep:
         guards.gradients.hold(sharded.gradients)
         shards.gradients.hold(sharded.dtensor_gradients)
         shards.parts.hold(sharded.parts)
-        shards.flats.hold(sharded.flats)
         plain_gradients: list[Any] = [it.grad for it in sharded.parameters]
         guards.parameters.take_gradients(sharded.parameters, plain_gradients)
         shards.parameters.take_gradients(sharded.dtensors, sharded.dtensor_gradients)
@@ -454,7 +455,13 @@ class StreamedStep:
         return unit.shard_guards
 
     def _gather(self, unit: StreamedUnit) -> None:
-        """FSDP2 reads parameters of a unit: on a stream that has not waited for it yet."""
+        """FSDP2 reads parameters of a unit: on a stream that has not waited for it yet.
+
+        It does so before the blocks' hooks, as for a head with the model's first gathering. Units
+        are updated in the order in which they are needed.
+        """
+        if current_graph_task_id() == -1:
+            self._called.setdefault(unit.name)
         self.settle(unit)
         if unit.updated is not None:
             self._lanes.wait(unit.updated)

@@ -74,7 +74,7 @@ class ShardGuards:
     parts: TensorGuard
     """Of this rank's parts of parameters."""
     flats: StandingGuard
-    """Of what FSDP2 gathers from: on until a later step is not deferred."""
+    """Of what FSDP2 gathers from: from one step to the next."""
 
 
 @dataclass(slots=True)
