@@ -107,6 +107,24 @@ def test_other_streams_are_as_they_were(training: Stream) -> None:
     assert side.done == set()
 
 
+@pytest.mark.usefixtures("training")
+def test_a_stream_that_is_left_out_has_what_the_stream_itself_has_waited_for() -> None:
+    CURRENT[0] = stream = Stream()
+    order = StreamOrder(Stream, Event, lambda: CURRENT[0])
+    order.add(stream, Event({"update"}, has_passed=False))
+    stream.done.add("kernel")
+    gathering, side = Stream(), Stream()
+    order.leave_out(gathering)
+    for it in (gathering, side):
+        it.wait_stream(stream)
+    assert gathering.done == {"kernel"}
+    assert side.done == {"kernel", "update"}
+    CURRENT[0], event = gathering, Event()
+    event.record(stream)
+    event.wait()
+    assert gathering.done == {"kernel"}
+
+
 def test_listeners_hear_of_streams_that_wait(training: Stream) -> None:
     order = StreamOrder(Stream, Event, lambda: CURRENT[0])
     heard: list[Stream] = []
