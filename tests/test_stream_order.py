@@ -56,17 +56,22 @@ _PLAIN = [dict(vars(kind)) for kind in (Stream, Event)]
 
 
 @pytest.fixture
-def training() -> Iterator[Stream]:
-    """A stream whose step is deferred: its updates are under way, and it has not waited."""
-    CURRENT[0] = stream = Stream()
+def order() -> Iterator[StreamOrder]:
+    """The order of these streams."""
+    CURRENT[0] = Stream()
     HOST.done.clear()
-    order = StreamOrder(Stream, Event, lambda: CURRENT[0])
-    order.add(stream, Event({"update"}, has_passed=False))
-    yield stream
+    yield StreamOrder(Stream, Event, lambda: CURRENT[0])
     for kind, plain in zip((Stream, Event), _PLAIN, strict=True):
         for name in ("record", "wait", "synchronize", "query"):
             if name in plain:
                 setattr(kind, name, plain[name])
+
+
+@pytest.fixture
+def training(order: StreamOrder) -> Stream:
+    """A stream whose step is deferred: its updates are under way, and it has not waited."""
+    order.add(CURRENT[0], Event({"update"}, has_passed=False))
+    return CURRENT[0]
 
 
 def test_a_stream_that_waits_for_the_stream_has_the_updates(training: Stream) -> None:
@@ -107,20 +112,18 @@ def test_other_streams_are_as_they_were(training: Stream) -> None:
     assert side.done == set()
 
 
-@pytest.mark.usefixtures("training")
-def test_a_stream_that_is_left_out_has_what_the_stream_itself_has_waited_for() -> None:
-    CURRENT[0] = stream = Stream()
-    order = StreamOrder(Stream, Event, lambda: CURRENT[0])
-    order.add(stream, Event({"update"}, has_passed=False))
-    stream.done.add("kernel")
+def test_a_stream_that_is_left_out_has_what_the_stream_itself_has_waited_for(
+    order: StreamOrder, training: Stream
+) -> None:
+    training.done.add("kernel")
     gathering, side = Stream(), Stream()
     order.leave_out(gathering)
     for it in (gathering, side):
-        it.wait_stream(stream)
+        it.wait_stream(training)
     assert gathering.done == {"kernel"}
     assert side.done == {"kernel", "update"}
     CURRENT[0], event = gathering, Event()
-    event.record(stream)
+    event.record(training)
     event.wait()
     assert gathering.done == {"kernel"}
 
