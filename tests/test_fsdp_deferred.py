@@ -390,6 +390,17 @@ def regularised(program: Program) -> None:
     program.see(program.weight.grad)
 
 
+def added_later(program: Program) -> None:
+    """A graph from before the step adds a gradient that autograd makes."""
+    program.optimizer.zero_grad()
+    program.backward()
+    penalty = (program.weight * 0.1).sum()
+    program.optimizer.step()
+    penalty.backward()
+    program.see(program.weight.grad)
+    program.optimizer.step()
+
+
 def lists(program: Program) -> None:
     same = [it.up.weight for it in program.model.layers]
     with torch.no_grad():
@@ -410,7 +421,7 @@ USES = [
     *(keep_a_gradient, buffer_of_the_root, use_the_buffer_of_the_root, nothing, zeroed),
     *(accumulated, other_gradients, not_exchanged, graph_from_before, unshard, evaluate),
     *(call_a_block, average, state_dict, checkpointed_state, load, load_a_block, save, copied),
-    *(redistributed, regularised, lists, other_learning_rate, reset, nothing),
+    *(redistributed, regularised, added_later, lists, other_learning_rate, reset, nothing),
 ]
 
 

@@ -494,7 +494,9 @@ def fsdp_groups(model: nn.Module) -> Iterator[FSDPGroup]:
     or are not found. Then the steps of FSDP2's parameters are not deferred.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a program that has such a module imports it
-    wrapped: Any = getattr(fsdp, "FSDPModule", ())
+    wrapped: Any = getattr(fsdp, "FSDPModule", None)
+    if wrapped is None:
+        return
     for module in model.modules():
         if not isinstance(module, wrapped) or not hasattr(module, "_get_fsdp_state"):
             continue

@@ -28,8 +28,8 @@ from umem.executor.optimizer.access_guard import (
     can_guard_dtensor,
     has_alias,
 )
-from umem.runtime.model_parts import unwrapped
 from umem.torch_compat import (
+    DTENSOR_PART,
     DisableTorchFunctionSubclass,
     fsdp_groups,
     storage_address,
@@ -188,8 +188,8 @@ class ShardedStep:
 
 def _add_part(dtensor: torch.Tensor, memories: dict[int, _Memory]) -> torch.Tensor | None:
     """Note this rank's part of a DTensor; None if that is not one plain tensor."""
-    part, *others = unwrapped(dtensor)
-    if others or not can_guard(part) or part.layout is not torch.strided:
+    part: torch.Tensor | None = getattr(dtensor, DTENSOR_PART, None)
+    if part is None or not can_guard(part) or part.layout is not torch.strided:
         return None
     memory = memories.setdefault(storage_address(part), _Memory())
     memory.parts.append(part)

@@ -82,11 +82,11 @@ class StreamOrder:
         @functools.wraps(self._wait)
         def wait(event: Any, stream: Any = None) -> None:
             order._wait(event, stream)
-            waiting = stream or order._current_stream()
-            if (behind := _behind(event)) is not None and waiting not in order._apart:
+            behind = _behind(event)
+            if behind is not None and (stream or order._current_stream()) not in order._apart:
                 order._wait(behind, stream)
             for listener in list(order._listeners):
-                listener(waiting)
+                listener(stream or order._current_stream())
 
         @functools.wraps(self._synchronize)
         def synchronize(event: Any) -> None:
