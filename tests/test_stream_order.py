@@ -122,10 +122,13 @@ def test_a_stream_that_is_left_out_has_what_the_stream_itself_has_waited_for(
         it.wait_stream(training)
     assert gathering.done == {"kernel"}
     assert side.done == {"kernel", "update"}
-    CURRENT[0], event = gathering, Event()
+    event = Event()
     event.record(training)
-    event.wait()
+    gathering.wait_event(event)
     assert gathering.done == {"kernel"}
+    CURRENT[0] = gathering
+    event.wait()  # some other code's
+    assert gathering.done == {"kernel", "update"}
 
 
 def test_listeners_hear_of_streams_that_wait(training: Stream) -> None:

@@ -407,7 +407,12 @@ class StreamedStep:
         self._leaving.clear()
 
     def _guard_sharded(self, unit: StreamedUnit, sharded: ShardedUnit, ready: Moment) -> None:
-        """Guard the tensors of a unit that has DTensors."""
+        """Guard the tensors of a unit that has DTensors.
+
+        Their gradients have memory of a stream of FSDP2's. It may be used anew as soon as it is
+        given back, behind the program's stream, for which that stream waits before it reduces
+        gradients. So it is right to give it back when the program's stream has waited.
+        """
         guards, shards = self._guards(unit), self._shard_guards(unit)
         # Gradients first: those of DTensors are given back with the parameters.
         every = (guards.gradients, shards.gradients, shards.parts)
