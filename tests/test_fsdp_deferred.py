@@ -458,23 +458,26 @@ KEEPING = (keep_a_part, keep_a_view, keep_what_is_inside)
 
 
 class Gathers:
-    """Notes for which moments FSDP2's stream for the reading of parameters waits."""
+    """Notes for which moments FSDP2's streams wait: the one that reads, and the other."""
 
     def __init__(self, model: Any, patch: pytest.MonkeyPatch) -> None:
-        self.moments: set[Any] = set()
+        self.moments: list[set[Any]] = [set(), set()]
         self.left_out: list[Any] = []
         from torch.distributed.fsdp import FSDPModule
 
         contexts: list[Any] = [
             it._get_fsdp_state()._comm_ctx for it in model.modules() if isinstance(it, FSDPModule)
         ]
-        self.streams = {it.all_gather_copy_in_stream for it in contexts}
-        self.other_streams = {it.all_gather_stream for it in contexts}
+        self.every: list[set[Any]] = [
+            {it.all_gather_copy_in_stream for it in contexts},
+            {it.all_gather_stream for it in contexts},
+        ]
         wait = LazyLanes.wait
 
         def note(lanes: LazyLanes, moment: Any) -> None:
-            if torch.cpu.current_stream() in self.streams:
-                self.moments.add(moment)
+            for streams, moments in zip(self.every, self.moments, strict=True):
+                if torch.cpu.current_stream() in streams:
+                    moments.add(moment)
             wait(lanes, moment)
 
         patch.setattr(LazyLanes, "wait", note)
@@ -522,7 +525,8 @@ def look_at_a_step(
     has_gradients = any(it.grad is not None for it in program.weights)
     shapes = [it.shape.numel() for it in program.weights]
     open_behind = [not step.update_of(it.name).is_done for it in step.units]
-    gathers.moments.clear()
+    for it in gathers.moments:
+        it.clear()
     early = training.counts.early
     moments = {it.name: step.update_of(it.name) for it in step.units}
     done_at_blocks: list[int] = []
@@ -536,13 +540,15 @@ def look_at_a_step(
     return {
         "order": list(moments),
         "early_uses": training.counts.early - early,
-        "are_left_out": set(gathers.left_out) == gathers.streams | gathers.other_streams,
+        "are_left_out": set(gathers.left_out) == set.union(*gathers.every),
         "open_before": open_before,
         "open_behind": open_behind,
         "has_gradients": has_gradients,
         "elements": sum(shapes),
         "done_at_blocks": done_at_blocks,
-        "gathered_behind": [it in gathers.moments for it in moments.values()],
+        "gathered_behind": [
+            all(it in behind for behind in gathers.moments) for it in moments.values()
+        ],
     }
 
 

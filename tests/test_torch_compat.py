@@ -321,6 +321,14 @@ class TestFSDP:
     ) -> None:
         assert [it for it in self.groups_of(state, monkeypatch) if any(it)] == []
 
+    def test_gathering_that_has_another_name_is_not_ordered(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+        for module in (SimpleNamespace(), SimpleNamespace(FSDPParamGroup=type("Other", (), {}))):
+            monkeypatch.setitem(sys.modules, name, module)
+            assert not torch_compat.before_fsdp_gathers(lambda _: None)
+
     def test_a_torch_without_fsdp(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace())
         assert list(torch_compat.fsdp_groups(Wrapped(SimpleNamespace()))) == []

@@ -10,6 +10,7 @@ The versions were checked against torch 2.8.0 to 2.15.0, builds with CUDA 12 and
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 import sys
@@ -52,6 +53,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "before_compilation",
+    "before_fsdp_gathers",
     "fsdp_groups",
     "missing",
     "replace",
@@ -505,15 +507,42 @@ def fsdp_groups(model: nn.Module) -> Iterator[FSDPGroup]:
             groups = state._fsdp_param_groups
         else:
             groups = [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            every = [
-                (it.sharded_param, it._sharded_param_data)
-                for it in getattr(group, "fsdp_params", ())
-                if hasattr(it, "sharded_param") and hasattr(it, "_sharded_param_data")
-            ]
-            context = getattr(group, "comm_ctx", None)
-            names = ("all_gather_copy_in_stream", "all_gather_stream")
-            yield FSDPGroup(every, [getattr(context, it) for it in names if hasattr(context, it)])
+        yield from map(_fsdp_group, groups)
+
+
+def _fsdp_group(group: Any) -> FSDPGroup:
+    every = [
+        (it.sharded_param, it._sharded_param_data)
+        for it in getattr(group, "fsdp_params", ())
+        if hasattr(it, "sharded_param") and hasattr(it, "_sharded_param_data")
+    ]
+    context = getattr(group, "comm_ctx", None)
+    names = ("all_gather_copy_in_stream", "all_gather_stream")
+    return FSDPGroup(every, [getattr(context, it) for it in names if hasattr(context, it)])
+
+
+def before_fsdp_gathers(function: Callable[[list[torch.Tensor]], None]) -> bool:
+    """Call a function before each gathering of FSDP2, with each of its streams as the current one.
+
+    Its argument are the flat views of the group. Returns False where a torch has other names: then
+    nothing calls it.
+    """
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    kind: Any = getattr(module, "FSDPParamGroup", None)
+    gather: Any = getattr(kind, "unshard", None)
+    if gather is None:
+        return False
+
+    @functools.wraps(gather)
+    def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _fsdp_group(group)
+        for stream in found.streams:
+            with group.device_handle.stream(stream):
+                function([flat for _, flat in found.parameters])
+        return gather(group, *args, **kwargs)
+
+    kind.unshard = unshard
+    return True
 
 
 def torch_profiler_runs() -> bool:

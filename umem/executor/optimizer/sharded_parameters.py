@@ -7,12 +7,14 @@ it gathers together in one buffer: they are known if nothing else is in it.
 
 FSDP2 gathers on streams of its own, which wait for the program's stream when the model's forward
 pass begins, and no more before a block. To wait for all updates then would hide nothing. So these
-streams are left out of what counts as part of the program's stream, and the flat view is guarded
-from one step to the next: whatever reads it waits for the update, on the stream that reads.
+streams are left out of what counts as part of the program's stream. Instead they wait before each
+gathering, for the updates of what is gathered (:func:`order_gathering`). The flat view is guarded
+from one step to the next, too: whatever else reads it waits, on the stream that reads.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,16 +29,33 @@ from umem.executor.optimizer.access_guard import (
     can_guard,
     can_guard_dtensor,
     has_alias,
+    settle_all,
 )
 from umem.torch_compat import (
     DTENSOR_PART,
     DisableTorchFunctionSubclass,
+    before_fsdp_gathers,
     fsdp_groups,
     storage_address,
     view_base,
 )
 
-__all__ = ["GatheredParameters", "ShardedStep", "ShardedUnit"]
+__all__ = ["GatheredParameters", "ShardedStep", "ShardedUnit", "order_gathering"]
+
+
+@functools.cache
+def order_gathering() -> bool:
+    """Have FSDP2's streams wait for updates of what they gather, until the process ends.
+
+    Called when there is such a stream. Returns whether they do: if not, in a torch with other
+    names, these streams have to wait for all updates at once, as others do.
+    """
+    return before_fsdp_gathers(_settle)
+
+
+def _settle(flats: list[torch.Tensor]) -> None:
+    # Each unit's guard has a class of its own: one of its tensors will do.
+    settle_all(list({type(it): it for it in flats}.values()))
 
 
 @dataclass(frozen=True, slots=True)

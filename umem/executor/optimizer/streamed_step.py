@@ -50,6 +50,7 @@ from umem.executor.optimizer.sharded_parameters import (
     GatheredParameters,
     ShardedStep,
     ShardedUnit,
+    order_gathering,
 )
 from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
@@ -225,8 +226,9 @@ class StreamedStep:
         if not any(unit.state is not None and unit.state.dtensors for unit in queued):
             return None
         gathered = self.find_gathered()
-        for stream in gathered.streams:
-            self._lanes.leave_out(stream)
+        if gathered.streams and order_gathering():
+            for stream in gathered.streams:
+                self._lanes.leave_out(stream)
         return ShardedStep(optimizer_parameters(optimizer), gathered)
 
     # ------------------------------------------------------------------ errors in a step
