@@ -54,8 +54,8 @@ def order_gathering() -> bool:
 
 
 def _settle(flats: list[torch.Tensor]) -> None:
-    # Each unit's guard has a class of its own: one of its tensors will do.
-    settle_all(list({type(it): it for it in flats}.values()))
+    # Each unit's guard has a class of its own, all of which are equal: one of its tensors will do.
+    settle_all(list({id(type(it)): it for it in flats}.values()))
 
 
 @dataclass(frozen=True, slots=True)
