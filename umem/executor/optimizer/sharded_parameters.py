@@ -86,7 +86,8 @@ class ShardedUnit:
     parameters: list[nn.Parameter] = field(default_factory=list)
     """Plain ones."""
     gradients: list[torch.Tensor] = field(default_factory=list)
-    """Plain ones, this rank's parts of DTensors, and buffers that have gradients of it alone."""
+    """Plain ones, this rank's parts of DTensors, and the buffers that these are in. A buffer may
+    have gradients of several units: the one that is updated last guards it, behind all others."""
     dtensors: list[nn.Parameter] = field(default_factory=list)
     """Parameters that are DTensors."""
     dtensor_gradients: list[torch.Tensor] = field(default_factory=list)
@@ -95,8 +96,6 @@ class ShardedUnit:
     """This rank's parts of the parameters, and what these are views of."""
     flats: list[torch.Tensor] = field(default_factory=list)
     """What FSDP2 gathers from."""
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    """They also have gradients of other units."""
 
 
 @dataclass(slots=True)
@@ -194,13 +193,11 @@ class ShardedStep:
     def _add_gradients(self, found: ShardedUnit) -> bool:
         """Add the parts of gradients; False if something else may be on their memory."""
         own = [self._parts[id(it)] for it in found.dtensor_gradients]
-        keys = set(map(id, own))
         for address in dict.fromkeys(map(storage_address, own)):
             memory = self._gradients[address]
             if not memory.is_known():
                 return False
-            is_alone = keys.issuperset(map(id, memory.parts))
-            (found.gradients if is_alone else found.buffers).extend(memory.others.values())
+            found.gradients += memory.others.values()
         found.gradients += own
         return True
 

@@ -154,9 +154,6 @@ class StreamedStep:
         """The moment after the update that was queued last."""
         self._leaving: list[tuple[StreamedUnit, StreamedUnit]] = []
         """Units, each with a piece that is updated in a temporary slot, and not on its way home."""
-        self._buffers: list[tuple[TensorGuard, list[StreamedUnit]]] = []
-        """Guards of buffers that have gradients of several units, and those of these units whose
-        updates are deferred."""
         self._is_begun = False
         """Whether updates of a step are queued, and its others are not known to have run."""
         self._failure = ""
@@ -419,37 +416,12 @@ class StreamedStep:
         # Gradients first: those of DTensors are given back with the parameters.
         every = (guards.gradients, shards.gradients, shards.parts)
         unit.pending = PendingUpdate(ready, (*every, guards.parameters, shards.parameters))
-        for buffer in sharded.buffers:
-            self._guard_buffer(buffer, unit)
         guards.gradients.hold(sharded.gradients)
         shards.gradients.hold(sharded.dtensor_gradients)
         shards.parts.hold(sharded.parts)
         plain_gradients: list[Any] = [it.grad for it in sharded.parameters]
         guards.parameters.take_gradients(sharded.parameters, plain_gradients)
         shards.parameters.take_gradients(sharded.dtensors, sharded.dtensor_gradients)
-
-    def _guard_buffer(self, buffer: torch.Tensor, unit: StreamedUnit) -> None:
-        """Guard a buffer until all units have been updated that read gradients there."""
-        for guard, units in self._buffers:
-            if type(buffer) is guard.kind:
-                units.append(unit)
-                return
-        units = [unit]
-
-        def settle() -> None:
-            for it in units:
-                self._use_gradient(it)
-            self._release_buffers()
-
-        guard = TensorGuard(settle)
-        self._buffers.append((guard, units))
-        guard.hold([buffer])
-
-    def _release_buffers(self) -> None:
-        for guard, units in self._buffers:
-            if all(it.pending is None for it in units):
-                guard.release()
-        self._buffers = [it for it in self._buffers if it[0].is_on]
 
     def _shard_guards(self, unit: StreamedUnit) -> ShardGuards:
         if unit.shard_guards is None:
@@ -658,8 +630,6 @@ class StreamedStep:
             for guard in pending.guards:
                 guard.release()
             unit.pending = None  # not before: what an interrupt cuts short is done again
-            if self._buffers:
-                self._release_buffers()
             if self.settled is not None:
                 self.settled(unit.name, is_early)
 
