@@ -56,17 +56,22 @@ _PLAIN = [dict(vars(kind)) for kind in (Stream, Event)]
 
 
 @pytest.fixture
-def training() -> Iterator[Stream]:
-    """A stream whose step is deferred: its updates are under way, and it has not waited."""
-    CURRENT[0] = stream = Stream()
+def order() -> Iterator[StreamOrder]:
+    """The order of these streams."""
+    CURRENT[0] = Stream()
     HOST.done.clear()
-    order = StreamOrder(Stream, Event, lambda: CURRENT[0])
-    order.add(stream, Event({"update"}, has_passed=False))
-    yield stream
+    yield StreamOrder(Stream, Event, lambda: CURRENT[0])
     for kind, plain in zip((Stream, Event), _PLAIN, strict=True):
         for name in ("record", "wait", "synchronize", "query"):
             if name in plain:
                 setattr(kind, name, plain[name])
+
+
+@pytest.fixture
+def training(order: StreamOrder) -> Stream:
+    """A stream whose step is deferred: its updates are under way, and it has not waited."""
+    order.add(CURRENT[0], Event({"update"}, has_passed=False))
+    return CURRENT[0]
 
 
 def test_a_stream_that_waits_for_the_stream_has_the_updates(training: Stream) -> None:
@@ -105,6 +110,25 @@ def test_other_streams_are_as_they_were(training: Stream) -> None:
     event.record(other)  # again, for the other stream
     side.wait_event(event)
     assert side.done == set()
+
+
+def test_a_stream_that_is_left_out_has_what_the_stream_itself_has_waited_for(
+    order: StreamOrder, training: Stream
+) -> None:
+    training.done.add("kernel")
+    gathering, side = Stream(), Stream()
+    order.leave_out(gathering)
+    for it in (gathering, side):
+        it.wait_stream(training)
+    assert gathering.done == {"kernel"}
+    assert side.done == {"kernel", "update"}
+    event = Event()
+    event.record(training)
+    gathering.wait_event(event)
+    assert gathering.done == {"kernel"}
+    CURRENT[0] = gathering
+    event.wait()  # some other code's
+    assert gathering.done == {"kernel", "update"}
 
 
 def test_listeners_hear_of_streams_that_wait(training: Stream) -> None:

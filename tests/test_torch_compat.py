@@ -271,3 +271,64 @@ def test_every_private_name_of_torch_is_listed() -> None:
         if not use.endswith((": _getframe", ": _exit"))  # of sys and os
     ]
     assert found == []
+
+
+class Wrapped(torch.nn.Module):
+    """A module of FSDP2, in a torch that has these names for its state."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__()
+        self.state = state
+
+    def _get_fsdp_state(self) -> object:
+        return self.state
+
+
+class TestFSDP:
+    """Other versions of torch have other names, and nothing fails."""
+
+    group = SimpleNamespace(
+        fsdp_params=[SimpleNamespace(sharded_param="weight", _sharded_param_data="flat")],
+        comm_ctx=SimpleNamespace(all_gather_copy_in_stream="copies", all_gather_stream="gathers"),
+    )
+
+    def groups_of(self, state: object, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        fsdp = SimpleNamespace(FSDPModule=Wrapped)
+        monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", fsdp)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), Wrapped(state))
+        return [(it.parameters, it.streams) for it in torch_compat.fsdp_groups(model)]
+
+    @pytest.mark.parametrize("is_new", [False, True])
+    def test_groups_of_older_and_newer_versions(
+        self, is_new: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        state = SimpleNamespace(_fsdp_param_group=self.group)
+        if is_new:
+            state = SimpleNamespace(_fsdp_param_groups=[self.group, self.group])
+        found = [([("weight", "flat")], ["copies", "gathers"])]
+        assert self.groups_of(state, monkeypatch) == found * (1 + is_new)
+
+    @pytest.mark.parametrize(
+        "state",
+        [
+            SimpleNamespace(),
+            SimpleNamespace(_fsdp_param_group=None),
+            SimpleNamespace(_fsdp_param_groups=[SimpleNamespace(fsdp_params=[object()])]),
+        ],
+    )
+    def test_what_has_other_names_is_not_found(
+        self, state: object, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert [it for it in self.groups_of(state, monkeypatch) if any(it)] == []
+
+    def test_gathering_that_has_another_name_is_not_ordered(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+        for module in (SimpleNamespace(), SimpleNamespace(FSDPParamGroup=type("Other", (), {}))):
+            monkeypatch.setitem(sys.modules, name, module)
+            assert not torch_compat.before_fsdp_gathers(lambda _: None)
+
+    def test_a_torch_without_fsdp(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace())
+        assert list(torch_compat.fsdp_groups(Wrapped(SimpleNamespace()))) == []

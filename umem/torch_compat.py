@@ -10,10 +10,11 @@ The versions were checked against torch 2.8.0 to 2.15.0, builds with CUDA 12 and
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -36,12 +37,14 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DTENSOR_PART",
     "NEWEST",
     "OLDEST",
     "PRIVATE_NAMES",
     "DataDependentOutputException",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
+    "FSDPGroup",
     "FakeTensor",
     "FakeTensorMode",
     "InferenceMode",
@@ -50,6 +53,8 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "before_compilation",
+    "before_fsdp_gathers",
+    "fsdp_groups",
     "missing",
     "replace",
     "require",
@@ -416,6 +421,9 @@ def __getattr__(name: str) -> Any:
 
 
 # Attributes of objects.
+DTENSOR_PART = "_local_tensor"
+"""The attribute of a DTensor that is the plain tensor in it. Its other attributes and methods take
+it from there, and a guard lets it pass alone: nothing is lost where a torch has another name."""
 version_counter: Callable[[torch.Tensor], int] = attrgetter("_version")
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
@@ -469,6 +477,72 @@ def before_compilation(function: Callable[..., None]) -> None:
 
     handler.clear = forget_others
     handler.register_start_callback(function)
+
+
+@dataclass(frozen=True)
+class FSDPGroup:
+    """Parameters that FSDP2 gathers together."""
+
+    parameters: list[tuple[torch.Tensor, torch.Tensor]]
+    """Each with the flat view of this rank's part that is gathered."""
+    streams: list[Any]
+    """On which they are, once the first forward pass has made them."""
+
+
+def fsdp_groups(model: nn.Module) -> Iterator[FSDPGroup]:
+    """The groups of all modules of a model that ``fully_shard`` has wrapped.
+
+    Nothing of umem fails without the private names: in a torch that has others, groups have less,
+    or are not found. Then the steps of FSDP2's parameters are not deferred.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a program that has such a module imports it
+    wrapped: Any = getattr(fsdp, "FSDPModule", None)
+    if wrapped is None:
+        return
+    for module in model.modules():
+        if not isinstance(module, wrapped) or not hasattr(module, "_get_fsdp_state"):
+            continue
+        state: Any = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):  # a newer torch may have several
+            groups = state._fsdp_param_groups
+        else:
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        yield from map(_fsdp_group, groups)
+
+
+def _fsdp_group(group: Any) -> FSDPGroup:
+    every = [
+        (it.sharded_param, it._sharded_param_data)
+        for it in getattr(group, "fsdp_params", ())
+        if hasattr(it, "sharded_param") and hasattr(it, "_sharded_param_data")
+    ]
+    context = getattr(group, "comm_ctx", None)
+    names = ("all_gather_copy_in_stream", "all_gather_stream")
+    return FSDPGroup(every, [getattr(context, it) for it in names if hasattr(context, it)])
+
+
+def before_fsdp_gathers(function: Callable[[list[torch.Tensor]], None]) -> bool:
+    """Call a function before each gathering of FSDP2, with each of its streams as the current one.
+
+    Its argument are the flat views of the group. Returns False where a torch has other names: then
+    nothing calls it.
+    """
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    kind: Any = getattr(module, "FSDPParamGroup", None)
+    gather: Any = getattr(kind, "unshard", None)
+    if gather is None:
+        return False
+
+    @functools.wraps(gather)
+    def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _fsdp_group(group)
+        for stream in found.streams:
+            with group.device_handle.stream(stream):
+                function([flat for _, flat in found.parameters])
+        return gather(group, *args, **kwargs)
+
+    kind.unshard = unshard
+    return True
 
 
 def torch_profiler_runs() -> bool:

@@ -70,6 +70,8 @@ class Streams:
         Whether parameters are updated in the backward pass.
     also
         Parameters that optimizers will have later.
+    eagerness
+        Of the lanes: whether work may run before anything waits for it.
     """
 
     def __init__(
@@ -78,12 +80,14 @@ class Streams:
         *,
         in_backward: bool = False,
         also: Iterable[torch.Tensor] = (),
+        eagerness: float = 0.3,
     ) -> None:
         self.trainings: list[StreamedTraining] = []
         self._shared: dict[StreamedTraining, tuple[LazyLanes, HostStateMemory]] = {}
         """What the optimizers of one model share."""
         self._more_bytes = more_bytes
         self._in_backward = in_backward
+        self._eagerness = eagerness
         self.also = list(also)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -94,7 +98,8 @@ class Streams:
             tuner, pool = others[0].tuner, others[0].step.units.pool
             lanes.may_update(updated)
         else:
-            lanes, memory = LazyLanes(model, 0.3, 1, also=updated), HostStateMemory()
+            lanes = LazyLanes(model, self._eagerness, 1, also=updated)
+            memory = HostStateMemory()
             room = Room(self._more_bytes)
             store = ActivationStore("cpu", LazyMover(), min_bytes=256)
             tuner, pool = StreamTuner(load_hardware("h200-pcie"), room, room, store), None

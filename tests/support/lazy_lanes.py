@@ -158,6 +158,9 @@ class LazyLanes(Lanes):
     def count_behind(self, marked: _Task, moment: _Task | None) -> None:
         """All threads are one stream here."""
 
+    def leave_out(self, stream: object) -> None:
+        """All threads are one stream here."""
+
     def finish(self, moment: _Task | None) -> None:
         """As a wait of the stream."""
         self.wait(moment)
@@ -190,6 +193,8 @@ class LazyLanes(Lanes):
                 (it, of, type(it), gradient.__get__(it))
                 for it, of in task.gradients
                 if is_guardable(type(it))
+                # Work on a DTensor has taken this rank's part of it, and of its gradient, already.
+                and not hasattr(type(it), "device_mesh")
                 and all(g is None or g.dtype == it.dtype for g in (of, gradient.__get__(it)))
             ]
             for parameter, of, _, _ in queued:

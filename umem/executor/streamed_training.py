@@ -27,6 +27,7 @@ from umem.executor.optimizer.collectives import is_distributed, order_collective
 from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
 from umem.executor.optimizer.separable import refusal, whole_step_reason
+from umem.executor.optimizer.sharded_parameters import GatheredParameters
 from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
@@ -265,6 +266,7 @@ class StreamedTraining:
             self._undo.append(lambda: updates.remove(update_of))
             self._step.settled = weights.streamed.settled
         self._step.may_defer = not is_compiled(model)
+        self._step.find_gathered = self._find_gathered
         self._compilations = 0
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
@@ -580,6 +582,11 @@ class StreamedTraining:
             held = set() if model is None else set(map(id, model.parameters()))
             self._held = layout, held.issuperset(map(id, optimizer_parameters(optimizer)))
         return self._held[1]
+
+    def _find_gathered(self) -> GatheredParameters:
+        """What FSDP2 gathers the model's parameters from."""
+        model = self._model()
+        return GatheredParameters() if model is None else GatheredParameters.of(model)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._rest is not None and self._tuner is not None:

@@ -9,7 +9,8 @@ The class equals torch's own: by ``type(tensor) in [torch.Tensor]`` torch choose
 for lists of tensors and for single ones, such as of a norm, which round differently.
 
 An object of another tensor on the same memory would not be seen. So what has such an alias is not
-deferred: :func:`has_alias`.
+deferred (:func:`has_alias`), unless all tensors on the memory are known and guarded
+(:func:`are_all_on_memory`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import nn
 from umem.core.interrupts import call_all
 from umem.runtime.model_parts import dtensor_class
 from umem.torch_compat import (
+    DTENSOR_PART,
     DisableTorchFunctionSubclass,
     InferenceMode,
     storage_address,
@@ -36,12 +38,15 @@ from umem.torch_compat import (
 
 __all__ = [
     "DTensorGuard",
+    "DTensorParameterGuard",
     "Guard",
     "GuardedParameter",
     "GuardedTensor",
     "ParameterGuard",
+    "StandingGuard",
     "TensorGuard",
     "WatchedParameterGuard",
+    "are_all_on_memory",
     "are_plain",
     "can_guard",
     "can_guard_dtensor",
@@ -81,6 +86,11 @@ _HARMLESS_NAMES = frozenset(
     ("__class__", "__torch_function__", "device", "dtype", "ndim", "requires_grad", "shape")
 )
 """The attributes among them that are looked at most, and those that Python and torch ask for."""
+_PARAMETER_NAMES = _HARMLESS_NAMES.union(
+    ("__dict__", "_is_param", "grad", "is_leaf", "numel", "size", DTENSOR_PART)
+)
+"""The same of a DTensor as a parameter. Its gradient is an attribute of the object meanwhile, and
+its part has a guard of its own: FSDP2 asks for it before it gathers."""
 _GRADIENT: Any = torch.Tensor.grad
 
 
@@ -254,6 +264,17 @@ def has_alias(tensors: Collection[torch.Tensor]) -> bool:
         return True
 
 
+def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether these tensors, all on one memory, are the only ones there; each is given once."""
+    first = next(iter(tensors))
+    address = storage_address(first)
+    if storage_use_count(address) == len(tensors):
+        return True
+    with DisableTorchFunctionSubclass():
+        storage = first.untyped_storage()  # Python's object of it counts too, as above
+    return storage_use_count(storage_key(storage)) == len(tensors) + 1
+
+
 class Guard(ABC):
     """Sees each use of some tensors.
 
@@ -328,15 +349,26 @@ class TensorGuard(Guard):
                 tensor.__class__ = plain
 
 
+class StandingGuard(TensorGuard):
+    """Guards tensors whatever uses them, until others take their place."""
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Guard these tensors, and no others any more."""
+        some = list(tensors)
+        self.release()
+        super().hold(some)
+
+
 @functools.cache
 def _guarded_dtensor() -> Any:
     class GuardedDTensor(_Guarded, dtensor_class(), metaclass=_EqualsPlain):  # type: ignore[misc]
-        """A DTensor of optimizer state. Its methods and torch's own code read its attributes."""
+        """A gradient, or a tensor of state. Its methods and torch's own code read attributes."""
 
         __slots__ = ()
+        harmless: ClassVar[frozenset[str]] = _HARMLESS_NAMES
 
         def __getattribute__(self, name: str) -> Any:
-            if name in _HARMLESS_NAMES:
+            if name in type(self).harmless:
                 return super().__getattribute__(name)
             _settle(self)
             return getattr(self, name)
@@ -344,8 +376,21 @@ def _guarded_dtensor() -> Any:
     return GuardedDTensor
 
 
+@functools.cache
+def _guarded_dtensor_parameter() -> Any:
+    class GuardedDTensorParameter(_guarded_dtensor()):  # type: ignore[misc]
+        """A parameter, whose gradient is taken off it as that of a :class:`GuardedParameter`."""
+
+        __slots__ = ()
+        harmless = _PARAMETER_NAMES
+
+        grad: Any = None
+
+    return GuardedDTensorParameter
+
+
 class DTensorGuard(TensorGuard):
-    """Guards DTensors of optimizer state until the first use.
+    """Guards DTensors of optimizer state, or gradients, until the first use.
 
     Parameters
     ----------
@@ -353,8 +398,10 @@ class DTensorGuard(TensorGuard):
         As of :class:`TensorGuard`.
     """
 
+    _make_class: ClassVar[Callable[[], Any]] = staticmethod(_guarded_dtensor)
+
     def __init__(self, settle: Callable[[], None]) -> None:
-        self._guarded, self._plain = _guarded_dtensor(), dtensor_class()  # type: ignore[misc]
+        self._guarded, self._plain = self._make_class(), dtensor_class()  # type: ignore[misc]
         super().__init__(settle)
 
     def use(self, tensor: torch.Tensor) -> None:
@@ -395,7 +442,7 @@ class ParameterGuard(TensorGuard):
     def take_gradients(
         self, parameters: Iterable[nn.Parameter], gradients: Iterable[torch.Tensor]
     ) -> None:
-        """Guard parameters that :func:`are_plain`, each of which has a gradient."""
+        """Guard parameters that nothing guards, each of which has a gradient."""
         kind, some = self.kind, list[Any](parameters)
         self._tensors += some
         self.is_on = True
@@ -417,6 +464,12 @@ class ParameterGuard(TensorGuard):
                 else:
                     parameter.__class__ = plain
                 parameter.__dict__.pop("grad", None)
+
+
+class DTensorParameterGuard(DTensorGuard, ParameterGuard):
+    """Guards DTensors as parameters, and takes their gradients off them."""
+
+    _make_class = staticmethod(_guarded_dtensor_parameter)
 
 
 def _add_later_gradient(parameter: torch.Tensor, seen: torch.Tensor) -> None:

@@ -92,6 +92,9 @@ class Lanes(Protocol):
         wait for the moment too. It takes the place of an earlier one.
         """
 
+    def leave_out(self, stream: Any) -> None:
+        """Do not count moments as part of a stream for this one: it waits for each it needs."""
+
     def finish(self, moment: Moment) -> None:
         """Block the calling thread until a moment has passed."""
 
@@ -148,6 +151,9 @@ class HostLanes(Lanes):
 
     def count_behind(self, marked: Moment, moment: Moment) -> None:
         """Return: all work has run."""
+
+    def leave_out(self, stream: Any) -> None:
+        """Return: nothing is counted."""
 
     def finish(self, moment: Moment) -> None:
         """Return: all work has run."""
@@ -234,6 +240,10 @@ class CudaLanes(Lanes):
     def count_behind(self, marked: Moment, moment: Moment) -> None:
         """Wrap torch's events."""
         cuda_stream_order().add(marked.stream, moment.event)
+
+    def leave_out(self, stream: Any) -> None:
+        """Leave it out of the order that :meth:`count_behind` makes."""
+        cuda_stream_order().leave_out(stream)
 
     def finish(self, moment: Moment) -> None:
         """Block this thread until the event has passed."""

@@ -91,18 +91,20 @@ class StepCall:
         if operands is not None or state.dtensors:
             gradients = {parameter: parameter.grad for parameter in parameters_of(part)}
             state.choose_wrapping(gradients)
-        on_parts = bool(state.dtensors) and not state.is_wrapped
         binding = state.binding
+        parts: dict[Any, Tensor] = {}
+        if operands is None and state.dtensors and not state.is_wrapped:
+            # Now: to ask a DTensor for its part is a use, for which a guard would wait.
+            parts = {it: _part_of(it, gradient) for it, gradient in gradients.items()}
 
         def update() -> None:
             groups, views = part, binding.views
-            made: dict[Any, Tensor] = {}
+            made = parts
             if operands is not None:
                 operands.multiply()
                 made = {it: operands.stand_in(it, gradient) for it, gradient in gradients.items()}
-            elif on_parts:
-                made = {it: _part_of(it, gradient) for it, gradient in gradients.items()}
-                increment_version(list(made))  # as an update of the DTensors does
+            elif parts:
+                increment_version(list(parts))  # as an update of the DTensors does
             if made:
                 groups = [(number, [made[it] for it in some]) for number, some in part]
                 views = {made[it]: binding.views[it] for it in made}

@@ -35,7 +35,10 @@ from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import (
+    DTensorGuard,
+    DTensorParameterGuard,
     ParameterGuard,
+    StandingGuard,
     TensorGuard,
     WatchedParameterGuard,
     are_plain,
@@ -43,15 +46,23 @@ from umem.executor.optimizer.access_guard import (
 )
 from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
+from umem.executor.optimizer.sharded_parameters import (
+    GatheredParameters,
+    ShardedStep,
+    ShardedUnit,
+    order_gathering,
+)
 from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
 from umem.executor.optimizer.streamed_units import (
     PendingUpdate,
+    ShardGuards,
     StreamedUnit,
     StreamedUnits,
     UnitGuards,
 )
 from umem.executor.optimizer.unit_names import is_outside
+from umem.runtime.model_parts import optimizer_parameters
 from umem.torch_compat import current_graph_task_id
 
 __all__ = ["StepCounts", "StreamedStep"]
@@ -131,6 +142,8 @@ class StreamedStep:
         """Called when the state of model and optimizer was loaded as a whole."""
         self.settled: Callable[[str, bool], None] | None = None
         """Called with the name of a unit behind its update, and whether a use came early."""
+        self.find_gathered: Callable[[], GatheredParameters] = GatheredParameters
+        """Returns what FSDP2 gathers the parameters of the model from."""
         self.units = units
         self.lock = units.lock
         self._lanes = lanes
@@ -194,7 +207,8 @@ class StreamedStep:
             self._is_begun = True
             self.waits = not self.may_defer
             self._leaving.clear()
-            updates = [self._queue(unit, call, left_out, is_deferred) for unit in queued]
+            sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
+            updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
             self._send_temporary_home()
             for moment in filter(None, updates):
                 self._lanes.wait(moment)
@@ -203,6 +217,16 @@ class StreamedStep:
                 self._lanes.count_behind(call.ready, self._last)
         self.counts.streamed += 1
         return shadow
+
+    def _find_sharded(self, optimizer: Optimizer, queued: list[StreamedUnit]) -> ShardedStep | None:
+        """Find what is on the memory of DTensors; None if no unit has any."""
+        if not any(unit.state is not None and unit.state.dtensors for unit in queued):
+            return None
+        gathered = self.find_gathered()
+        if gathered.streams and order_gathering():
+            for stream in gathered.streams:
+                self._lanes.leave_out(stream)
+        return ShardedStep(optimizer_parameters(optimizer), gathered)
 
     # ------------------------------------------------------------------ errors in a step
 
@@ -302,7 +326,12 @@ class StreamedStep:
                 self.units.find_state(optimizer, self._called)
 
     def _queue(
-        self, unit: StreamedUnit, call: StepCall, left_out: frozenset[Any], is_deferred: bool
+        self,
+        unit: StreamedUnit,
+        call: StepCall,
+        left_out: frozenset[Any],
+        is_deferred: bool,
+        sharded_step: ShardedStep | None,
     ) -> Moment | None:
         """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
         part: ParameterGroups | None = None
@@ -326,7 +355,12 @@ class StreamedStep:
             free = [it for it in gradients if not is_held(it)]
             are_free = are_plain(free)
         is_plain = are_free and are_plain(updated)
-        is_shared = state.is_shared or not is_plain or has_alias(updated) or has_alias(gradients)
+        sharded = None
+        if state.dtensors and sharded_step is not None and not held:
+            sharded = sharded_step.unit(updated)
+        is_shared = state.is_shared or (
+            sharded is None and (not is_plain or has_alias(updated) or has_alias(gradients))
+        )
         pieces = self._pieces(unit, part)
         if is_plain:
             self._stage_operands(pieces)
@@ -338,12 +372,19 @@ class StreamedStep:
                 piece.operands = None
             held, free, ready = [], gradients, self._lanes.mark()
         self._launch(unit, call, pieces, ready)
+        if sharded is not None and _works_on_dtensors(pieces):
+            sharded, is_shared = None, True
+        if sharded is not None:  # also for a step that is measured: the gathering tells the order
+            self._shard_guards(unit).flats.hold(sharded.flats)
+        elif unit.shard_guards is not None:
+            unit.shard_guards.flats.release()
         waits = is_shared or (is_outside(unit.name) and not self.defers_outside)
         self.waits |= waits
-        if state.is_shared:
-            return unit.returned
         if waits or not is_deferred:
-            return unit.updated
+            return unit.returned if state.is_shared else unit.updated
+        if sharded is not None:
+            self._guard_sharded(unit, sharded, ready)
+            return None
         guards = self._guards(unit)
         kept = [it.grad for it in held]
         if kept:
@@ -363,6 +404,46 @@ class StreamedStep:
             slot.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated])
             piece.returned = unit.returned = slot.free
         self._leaving.clear()
+
+    def _guard_sharded(self, unit: StreamedUnit, sharded: ShardedUnit, ready: Moment) -> None:
+        """Guard the tensors of a unit that has DTensors.
+
+        Their gradients have memory of a stream of FSDP2's. It may be used anew as soon as it is
+        given back, behind the program's stream, for which that stream waits before it reduces
+        gradients. So it is right to give it back when the program's stream has waited.
+        """
+        guards, shards = self._guards(unit), self._shard_guards(unit)
+        # Gradients first: those of DTensors are given back with the parameters.
+        every = (guards.gradients, shards.gradients, shards.parts)
+        unit.pending = PendingUpdate(ready, (*every, guards.parameters, shards.parameters))
+        guards.gradients.hold(sharded.gradients)
+        shards.gradients.hold(sharded.dtensor_gradients)
+        shards.parts.hold(sharded.parts)
+        plain_gradients: list[Any] = [it.grad for it in sharded.parameters]
+        guards.parameters.take_gradients(sharded.parameters, plain_gradients)
+        shards.parameters.take_gradients(sharded.dtensors, sharded.dtensor_gradients)
+
+    def _shard_guards(self, unit: StreamedUnit) -> ShardGuards:
+        if unit.shard_guards is None:
+            unit.shard_guards = ShardGuards(
+                DTensorGuard(lambda: self._use_gradient(unit)),
+                DTensorParameterGuard(lambda: self._settle_early(unit)),
+                TensorGuard(lambda: self._settle_early(unit)),
+                StandingGuard(lambda: self._gather(unit)),
+            )
+        return unit.shard_guards
+
+    def _gather(self, unit: StreamedUnit) -> None:
+        """FSDP2 reads parameters of a unit: on a stream that has not waited for it yet.
+
+        It does so before the blocks' hooks, as for a head with the model's first gathering. Units
+        are updated in the order in which they are needed.
+        """
+        if current_graph_task_id() == -1:
+            self._called.setdefault(unit.name)
+        self.settle(unit)
+        if unit.updated is not None:
+            self._lanes.wait(unit.updated)
 
     def _guards(self, unit: StreamedUnit) -> UnitGuards:
         if unit.guards is None:
@@ -580,6 +661,12 @@ class StreamedStep:
 
 def _operand_bytes(update: _PieceUpdate) -> int:
     return 0 if update.operands is None else update.operands.size_bytes
+
+
+def _works_on_dtensors(pieces: list[_PieceUpdate]) -> bool:
+    """Whether an update does not take this rank's parts, and so is a use of DTensors."""
+    states = [it.piece.state for it in pieces]
+    return any(it is not None and it.is_wrapped for it in states)
 
 
 def _are_staged(parameters: list[Any], pieces: list[_PieceUpdate]) -> bool:

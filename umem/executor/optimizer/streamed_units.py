@@ -16,7 +16,9 @@ from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.optimizer.access_guard import (
     DTensorGuard,
+    DTensorParameterGuard,
     ParameterGuard,
+    StandingGuard,
     TensorGuard,
     WatchedParameterGuard,
 )
@@ -37,7 +39,7 @@ from umem.planning.stream_timing import divide_state
 from umem.runtime.model_parts import local_part
 from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
 
-__all__ = ["PendingUpdate", "StreamedUnit", "StreamedUnits", "UnitGuards"]
+__all__ = ["PendingUpdate", "ShardGuards", "StreamedUnit", "StreamedUnits", "UnitGuards"]
 
 _Movable = Mapping[torch.Tensor, list[torch.Tensor]]
 """State tensors that can be streamed, by parameter."""
@@ -61,6 +63,18 @@ class UnitGuards:
     parameters: ParameterGuard
     ahead: WatchedParameterGuard
     """Of parameters that were updated in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGuards:
+    """The guards of a unit that has DTensors, beside those of its plain tensors."""
+
+    gradients: DTensorGuard
+    parameters: DTensorParameterGuard
+    parts: TensorGuard
+    """Of this rank's parts of parameters."""
+    flats: StandingGuard
+    """Of what FSDP2 gathers from: from one step to the next."""
 
 
 @dataclass(slots=True)
@@ -99,6 +113,8 @@ class StreamedUnit:
         """They guard it from one layout to the next."""
         self.guards: UnitGuards | None = None
         """None until they are needed first."""
+        self.shard_guards: ShardGuards | None = None
+        """The same."""
         self.slot: Slot | None = None
         """Where its state in host memory is staged; None if it has none, or no buffer fits the
         device."""
@@ -763,6 +779,9 @@ class StreamedUnits:
         for unit in self._units.values():
             if unit.returned is not None:
                 self._lanes.finish(unit.returned)
+            if unit.shard_guards is not None:
+                # Not before: streams of FSDP2 wait for updates by this guard alone.
+                unit.shard_guards.flats.release()
             self._drop_state(unit)
         self._units.clear()
         self._taken = None

@@ -34,6 +34,9 @@ class StreamOrder:
         self._current_stream = current_stream
         self._behind: dict[Any, Any] = {}
         """By stream, an event that counts as part of its work."""
+        self._apart: dict[int, Any] = {}
+        """Streams that wait for the work itself, by ``id``: torch gives the streams of its pool out
+        again, as other objects."""
         self._event_class = event_class
         self._stream_class = stream_class
         self._record = event_class.record
@@ -59,6 +62,13 @@ class StreamOrder:
         self._behind[stream] = event
         self._install()
 
+    def leave_out(self, stream: Any) -> None:
+        """Have a stream, as this object, not wait for what was added to an event that it waits for.
+
+        All that it does with the results of such work waits for it in another way.
+        """
+        self._apart[id(stream)] = stream
+
     def _install(self) -> None:
         if self._is_installed:
             return
@@ -73,7 +83,8 @@ class StreamOrder:
         @functools.wraps(self._wait)
         def wait(event: Any, stream: Any = None) -> None:
             order._wait(event, stream)
-            if (behind := _behind(event)) is not None:
+            behind = _behind(event)
+            if behind is not None and id(stream) not in order._apart:
                 order._wait(behind, stream)
             for listener in list(order._listeners):
                 listener(stream or order._current_stream())

@@ -1,0 +1,88 @@
+"""A training of FSDP2 whose state may be streamed, for torchrun: ``sharding.py STEPS``.
+
+With ``UMEM_POLICY`` umem is enabled. The last line is JSON: by rank, what the program saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from streaming import HIDDEN, LAYERS, Layer, crc
+from torch import distributed, nn
+
+import umem
+from umem.executor.streamed_training import streamed_trainings
+
+BATCHES, ROWS = 2, 512
+LAST = 4
+"""Steps at the end that are not measured for a plan any more."""
+
+
+def wrapped(device: torch.device) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(*(Layer() for _ in range(LAYERS)), nn.Linear(HIDDEN, HIDDEN))
+    model = model.to(device)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model[:LAYERS]:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def train(steps: int) -> dict[str, Any]:
+    rank, device = distributed.get_rank(), torch.device("cuda", torch.cuda.current_device())
+    model = wrapped(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses, seen, waited = [], [], 0
+    for step in range(steps):
+        if step == steps - LAST:
+            waited = sum(it.counts.waited for it in streamed_trainings())
+        for batch in range(BATCHES):
+            torch.manual_seed(100 + rank + 10 * (BATCHES * step + batch))
+            loss = model(torch.randn(ROWS, HIDDEN, device=device)).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(norm.full_tensor())
+        if step % 4 == 1:  # a use of weights while they are updated
+            seen.append(model[LAYERS // 2].up.weight.full_tensor().sum())
+    state = [it for values in optimizer.state.values() for it in values.values()]
+    return {
+        "losses": [float(it).hex() for it in losses],
+        "seen": [float(it).hex() for it in seen],
+        "weights": [crc(it.to_local()) for it in model.parameters()],
+        "state": [crc(it.to_local() if hasattr(it, "to_local") else it) for it in state],
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "streaming": [
+            {
+                "streamed": it.counts.streamed,
+                "in_line": it.counts.in_line,
+                "waited": it.counts.waited - waited,
+                "early": it.counts.early,
+                "state_bytes": it.status().state_bytes,
+                "slots_bytes": it.status().slots_bytes,
+            }
+            for it in streamed_trainings()
+        ],
+    }
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)
+    if "UMEM_POLICY" in os.environ:
+        assert umem.enable(os.environ["UMEM_POLICY"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("cpu:gloo,cuda:nccl")
+    mine = train(int(sys.argv[1]))
+    ranks: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(ranks, mine)
+    if distributed.get_rank() == 0:
+        print(json.dumps(ranks))
+    distributed.destroy_process_group()

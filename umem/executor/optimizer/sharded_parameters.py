@@ -1,0 +1,221 @@
+"""Parameters that are DTensors, and every tensor on the memory of this rank's part of them.
+
+A step of such parameters is deferred if all tensors on the memory are known, because each of them
+gets a guard: the DTensor, the plain tensor inside it, the tensor that this one is a view of, and
+the flat view from which FSDP2 gathers the parameter. FSDP2 makes the gradients of parameters that
+it gathers together in one buffer: they are known if nothing else is in it.
+
+FSDP2 gathers on streams of its own, which wait for the program's stream when the model's forward
+pass begins, and no more before a block. To wait for all updates then would hide nothing. So these
+streams are left out of what counts as part of the program's stream. Instead they wait before each
+gathering, for the updates of what is gathered (:func:`order_gathering`). The flat view is guarded
+from one step to the next, too: whatever else reads it waits, on the stream that reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from umem.executor.optimizer.access_guard import (
+    are_all_on_memory,
+    are_plain,
+    can_guard,
+    can_guard_dtensor,
+    has_alias,
+    settle_all,
+)
+from umem.torch_compat import (
+    DTENSOR_PART,
+    DisableTorchFunctionSubclass,
+    before_fsdp_gathers,
+    fsdp_groups,
+    storage_address,
+    view_base,
+)
+
+__all__ = ["GatheredParameters", "ShardedStep", "ShardedUnit", "order_gathering"]
+
+
+@functools.cache
+def order_gathering() -> bool:
+    """Have FSDP2's streams wait for updates of what they gather, until the process ends.
+
+    Called when there is such a stream. Returns whether they do: if not, in a torch with other
+    names, these streams have to wait for all updates at once, as others do.
+    """
+    return before_fsdp_gathers(_settle)
+
+
+def _settle(flats: list[torch.Tensor]) -> None:
+    # Each unit's guard has a class of its own, all of which are equal: one of its tensors will do.
+    settle_all(list({id(type(it)): it for it in flats}.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredParameters:
+    """What FSDP2 gathers the parameters of a model from."""
+
+    flats: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Flat views of this rank's parts, by ``id`` of the parameter."""
+    streams: list[Any] = field(default_factory=list)
+    """The streams of the gathering."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> GatheredParameters:
+        """Find them, as they are now. Where a torch has other names for them there are none."""
+        found = cls()
+        streams: dict[int, Any] = {}
+        for group in fsdp_groups(model):
+            found.flats.update((id(it), flat) for it, flat in group.parameters)
+            streams |= {id(it): it for it in group.streams}
+        found.streams.extend(streams.values())
+        return found
+
+
+@dataclass(slots=True)
+class ShardedUnit:
+    """What is to be guarded of a unit while its update is under way."""
+
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    """Plain ones."""
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    """Plain ones, this rank's parts of DTensors, and the buffers that these are in. A buffer may
+    have gradients of several units: the one that is updated last guards it, behind all others."""
+    dtensors: list[nn.Parameter] = field(default_factory=list)
+    """Parameters that are DTensors."""
+    dtensor_gradients: list[torch.Tensor] = field(default_factory=list)
+    """Their gradients, in the same order."""
+    parts: list[torch.Tensor] = field(default_factory=list)
+    """This rank's parts of the parameters, and what these are views of."""
+    flats: list[torch.Tensor] = field(default_factory=list)
+    """What FSDP2 gathers from."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The tensors that are known on one memory."""
+
+    parts: list[torch.Tensor] = field(default_factory=list)
+    """Of DTensors."""
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By ``id``: what the parts are views of, and other views."""
+
+    def add(self, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
+            self.others[id(tensor)] = tensor
+
+    def is_known(self) -> bool:
+        """Whether nothing else is on it, all can be guarded, and parts are apart."""
+        every = {id(it): it for it in self.parts} | self.others
+        spans = sorted(_bytes_of(it) for it in self.parts if it.numel())
+        return (
+            all(first[1] <= second[0] for first, second in pairwise(spans))
+            and all(map(can_guard, every.values()))
+            and are_all_on_memory(every.values())
+        )
+
+
+class ShardedStep:
+    """Tells what is to be guarded of units that have DTensors among their parameters.
+
+    Parameters
+    ----------
+    parameters
+        All parameters of the optimizer: their gradients may be in one buffer.
+    gathered
+        What FSDP2 gathers them from.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], gathered: GatheredParameters) -> None:
+        self._flats = gathered.flats
+        self._gradients: dict[int, _Memory] = {}
+        """By address."""
+        self._parts: dict[int, torch.Tensor] = {}
+        """Of gradients, by ``id``; those that are no single plain tensor are left out."""
+        with DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                gradient = parameter.grad
+                if gradient is not None and can_guard_dtensor(gradient):
+                    part = _add_part(gradient, self._gradients)
+                    if part is not None:
+                        self._parts[id(gradient)] = part
+
+    def unit(self, parameters: Iterable[nn.Parameter]) -> ShardedUnit | None:
+        """What is to be guarded of some parameters, all of which have gradients.
+
+        None where something may use them that a guard would not see.
+        """
+        found = ShardedUnit()
+        with DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                gradient: Any = parameter.grad
+                if are_plain((parameter, gradient)):
+                    found.parameters.append(parameter)
+                    found.gradients.append(gradient)
+                elif not self._add_dtensor(parameter, gradient, found):
+                    return None
+            if has_alias(found.parameters) or has_alias(found.gradients):
+                return None
+            return found if self._add_gradients(found) else None
+
+    def _add_dtensor(
+        self, parameter: nn.Parameter, gradient: torch.Tensor, found: ShardedUnit
+    ) -> bool:
+        """Add a parameter; False if something else may be on its memory."""
+        memories: dict[int, _Memory] = {}
+        if (
+            not can_guard_dtensor(parameter)
+            or id(gradient) not in self._parts
+            or _add_part(parameter, memories) is None
+        ):
+            return False
+        ((address, memory),) = memories.items()
+        flat = self._flats.get(id(parameter))
+        if flat is not None and can_guard(flat) and storage_address(flat) == address:
+            memory.add(view_base(flat))
+            memory.add(flat)
+            found.flats.append(flat)
+        if not memory.is_known():
+            return False
+        found.parts += memory.parts
+        found.parts += [it for it in memory.others.values() if it is not flat]
+        found.dtensors.append(parameter)
+        found.dtensor_gradients.append(gradient)
+        return True
+
+    def _add_gradients(self, found: ShardedUnit) -> bool:
+        """Add the parts of gradients; False if something else may be on their memory."""
+        own = [self._parts[id(it)] for it in found.dtensor_gradients]
+        for address in dict.fromkeys(map(storage_address, own)):
+            memory = self._gradients[address]
+            if not memory.is_known():
+                return False
+            found.gradients += memory.others.values()
+        found.gradients += own
+        return True
+
+
+def _add_part(dtensor: torch.Tensor, memories: dict[int, _Memory]) -> torch.Tensor | None:
+    """Note this rank's part of a DTensor; None if that is not one plain tensor."""
+    part: torch.Tensor | None = getattr(dtensor, DTENSOR_PART, None)
+    if part is None or not can_guard(part) or part.layout is not torch.strided:
+        return None
+    memory = memories.setdefault(storage_address(part), _Memory())
+    memory.parts.append(part)
+    memory.add(view_base(part))
+    return part
+
+
+def _bytes_of(part: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its memory that a tensor may have, from the first to before the last."""
+    if not part.is_contiguous():
+        return 0, part.untyped_storage().nbytes()
+    begin = int(part.storage_offset()) * part.itemsize
+    return begin, begin + part.nbytes
