@@ -826,3 +826,70 @@ def test_weights_that_wrap_others_are_streamed(eagerness: float) -> None:
     assert all(map(torch.equal, stock, streamed))
     assert weights is not None
     assert weights.counts.fetched > 4 * 6
+
+
+class Product(torch.autograd.Function):
+    """Keeps its weight past autograd's hooks, as bitsandbytes' product does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.tensors = (None, weight.view(-1, 1))
+        ctx.others = [weight.t()[1:], x.shape]
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        _, weight = ctx.tensors
+        assert len(ctx.others) == 2
+        assert torch.equal(ctx.others[0], weight.view(WIDTH, WIDTH).t()[1:])
+        return gradients[0] @ weight.view(WIDTH, WIDTH), None
+
+
+class PackedLayer(nn.Module):
+    """A frozen weight of a class of its own, and a trained bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Packed(torch.randn(WIDTH, WIDTH) / WIDTH, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return y + self.bias
+
+
+class KeptByFunctions(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PackedLayer() for _ in range(6))
+
+
+class CheckpointedKeptByFunctions(KeptByFunctions):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer in self.layers:
+            x = x + torch.tanh(checkpoint(layer, x, use_reentrant=False))
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+def change_packed(program: Program) -> None:
+    """Between the passes, too: autograd does not see it, and the backward pass has it."""
+    program.optimizer.zero_grad()
+    loss = program.model(program.batch()).square().mean()
+    program.model.layers[2].weight.data.mul_(0.5)
+    loss.backward()
+    with torch.no_grad():
+        program.model.layers[3].weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("make_model", [KeptByFunctions, CheckpointedKeptByFunctions])
+@pytest.mark.parametrize(
+    "change", [change_packed, backward_twice, two_graphs, fail_in_the_backward_pass]
+)
+def test_weights_that_functions_keep_leave_their_buffers(
+    change: Callable[[Program], None], make_model: Callable[[], nn.Module]
+) -> None:
+    program = compare(change, make_model=make_model, most_buffers=2, eagerness=0.5)
+    assert program.counts.in_place == 0
+    assert program.counts.fetched > 40

@@ -110,6 +110,8 @@ def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable
     return buffer.holder.find(view)
 
 
+_TORCHS_OWN = (torch.Tensor, torch.nn.Parameter)
+
 _address = torch.Tensor.data_ptr
 _size_bytes: Callable[[torch.Tensor], int] = attrgetter("nbytes")
 
@@ -220,6 +222,9 @@ class StagedWeights:
                 parts.append(part)
                 self.size_bytes += staged_bytes([part.size_bytes])
         self._set_parts(parts)
+        # A guarded class equals torch's own.
+        self.has_subclasses = any(type(it) not in _TORCHS_OWN for it in self.tensors)
+        """Whether weights are of another class than torch's own, such as quantised ones."""
         self._copied = _Parts([])
         """Those that the present copy is of."""
         self.guard = WeightGuard(self._settle)

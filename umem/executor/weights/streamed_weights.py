@@ -35,6 +35,7 @@ from umem.executor.weights.weight_guard import WeightGuard
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward, nodes_of
+from umem.runtime.torch_hooks.function_attributes import let_go_of_lent
 from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
 from umem.torch_compat import (
     InferenceMode,
@@ -112,6 +113,8 @@ class _Call:
     """Of the store, around the call."""
     used: StagedWeights | None = None
     """None for a call on homes, and for one within a backward pass."""
+    inputs: Sequence[object] = ()
+    """The nodes of the graph that have made its arguments, if the block has quantised weights."""
     makes_graph: bool = False
 
 
@@ -386,6 +389,8 @@ class StreamedWeights:
                 self.end_backward()
             call.makes_graph = torch.is_grad_enabled()
             call.used = staged  # an interrupt may come at any time
+            if call.makes_graph and staged.has_subclasses:
+                call.inputs = nodes_of(tensors_in((args, kwargs)))
             is_used = self._use(self._kind_of_call((args, kwargs)), staged, call)
             if is_used and call.makes_graph:
                 # What autograd saves of the weights is found again by name.
@@ -405,12 +410,16 @@ class StreamedWeights:
         if not self._running.calls:
             return
         call = self._running.calls[-1]
-        self._end_call(call)
-        self._running.calls.pop()
-        if call.makes_graph and not failed:
-            reached = self._guard(partial(self._reach, staged))
-            for node in nodes_of(tensors_in(output)):
-                node.register_prehook(reached)
+        nodes = nodes_of(tensors_in(output)) if call.makes_graph and not failed else []
+        try:
+            if staged.has_subclasses:
+                let_go_of_lent(nodes, call.inputs)
+        finally:
+            self._end_call(call)
+            self._running.calls.pop()
+        reached = self._guard(partial(self._reach, staged))
+        for node in nodes:
+            node.register_prehook(reached)
 
     def _end_call(self, call: _Call) -> None:
         # Its own group, if it came so far as to open one.

@@ -27,6 +27,7 @@ __all__ = [
     "Hooks",
     "Kept",
     "check_version",
+    "find_lent",
     "innermost",
     "is_lent",
     "keep",
@@ -122,10 +123,11 @@ def lend(storage: torch.UntypedStorage, find: Find) -> Callable[[], None]:
 
 def is_lent(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a view of lent memory."""
-    return _find(tensor) is not None
+    return find_lent(tensor) is not None
 
 
-def _find(tensor: torch.Tensor) -> Find | None:
+def find_lent(tensor: torch.Tensor) -> Find | None:
+    """How to find the contents of a view later; None if it is of no lent memory."""
     if not _lent or tensor.layout is not torch.strided:
         return None
     try:
@@ -136,7 +138,7 @@ def _find(tensor: torch.Tensor) -> Find | None:
 
 def keep(tensor: torch.Tensor) -> Kept:
     """Pack a tensor that stays where it is, or that is a view of lent memory."""
-    find = _find(tensor)
+    find = find_lent(tensor)
     version = version_counter(tensor)
     if find is not None:
         return _Lent(find(tensor), probe_of(tensor), version, tensor.size())
