@@ -72,6 +72,25 @@ extern "C" __global__ void choose(const long long* chosen, int count, int expert
   }
 }
 
+namespace {
+
+// Four loads are in flight at a time: one would wait for the memory most of the time.
+__device__ void copy(uint4* __restrict__ to, const uint4* __restrict__ from, long long words) {
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+  long long word = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; word + 3 * step < words; word += 4 * step) {
+    const uint4 a = from[word], b = from[word + step], c = from[word + 2 * step],
+                d = from[word + 3 * step];
+    to[word] = a;
+    to[word + step] = b;
+    to[word + 2 * step] = c;
+    to[word + 3 * step] = d;
+  }
+  for (; word < words; word += step) to[word] = from[word];
+}
+
+}  // namespace
+
 // Copies rows of `words` as planned. The y of a block is a place.
 extern "C" __global__ void gather(const long long* chosen, int count, int experts,
                                   const long long* plan, const uint4* home, uint4* cache, uint4* out,
@@ -80,17 +99,12 @@ extern "C" __global__ void gather(const long long* chosen, int count, int expert
   const long long slot = plan[2 * place], filled = plan[2 * place + 1];
   if (slot == kWritten) return;
   const long long expert = chosen[place] < 0 ? chosen[place] + experts : chosen[place];
-  const uint4* const __restrict__ from =
-      slot != kNone ? cache + slot * words : home + expert * words;
-  const long long first = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
-  uint4* const __restrict__ row = out + place * words;
-#pragma unroll 4
-  for (long long word = first; word < words; word += step) row[word] = from[word];
+  uint4* const row = out + place * words;
+  copy(row, slot != kNone ? cache + slot * words : home + expert * words, words);
   if (slot != kNone || filled == kNone) return;
-  for (long long word = first; word < words; word += step) cache[filled * words + word] = row[word];
+  // Each thread reads what it has written itself.
+  copy(cache + filled * words, row, words);
   for (int other = place + 1; other < count; ++other)
     if (plan[2 * other] == kWritten && plan[2 * other + 1] == place)
-      for (long long word = first; word < words; word += step)
-        out[other * words + word] = row[word];
+      copy(out + other * words, row, words);
 }

@@ -43,8 +43,8 @@ _ALIGNMENT = 16
 
 _CHOOSE_THREADS, _GATHER_THREADS = 32, 256
 
-_MOST_BLOCKS_PER_ROW = 32
-"""Enough for one row to take all of the link."""
+_MOST_BLOCKS_PER_ROW = 64
+"""A few rows keep all of a GPU's memory busy, and one row all of the link."""
 
 
 class ExpertUse(NamedTuple):
