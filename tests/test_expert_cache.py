@@ -72,6 +72,28 @@ def test_hits_do_not_read_the_table() -> None:
     assert not cached.select(table, chosen).any()
 
 
+def test_an_interrupt_within_a_selection_empties_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have come between the choice and the copy."""
+    table = table_of()
+    cached = cache_of(table, 4)
+    copy = cached._gather
+
+    def interrupt(table: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
+        copy(table, chosen, out)
+        cached._cache.fill_(float("nan"))
+        raise KeyboardInterrupt
+
+    chosen = torch.tensor([5, 2])
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(cached, "_gather", interrupt)
+        cached.select(table, chosen)
+    for _ in range(2):
+        assert torch.equal(cached.select(table, chosen), table[chosen])
+    assert cached.counts == (2, 4)
+
+
 @pytest.mark.parametrize(
     ("table", "slots"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -55,6 +57,33 @@ def test_rows_come_from_page_locked_memory() -> None:
     for _ in range(2):
         assert torch.equal(cached.select(view, chosen).cpu(), home[chosen.cpu()])
     assert cached.counts == (4, 2)
+
+
+def test_a_thread_that_has_used_no_cuda_selects_rows() -> None:
+    table = nn.Parameter(torch.randn(EXPERTS, 64, device="cuda"), requires_grad=False)
+    cached = make_cached_table(
+        table, 8, lambda size: torch.zeros(size, dtype=torch.uint8, device="cuda")
+    )
+    assert cached is not None
+    chosen = torch.tensor([5, 1], device="cuda")
+    rows = []
+    thread = threading.Thread(target=lambda: rows.append(cached.select(table, chosen)))
+    thread.start()
+    thread.join()
+    assert torch.equal(rows[0], table[chosen])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_device_may_be_another() -> None:
+    table = nn.Parameter(torch.randn(EXPERTS, 64, device="cuda:1"), requires_grad=False)
+    cached = make_cached_table(
+        table, 8, lambda size: torch.zeros(size, dtype=torch.uint8, device="cuda:1")
+    )
+    assert cached is not None
+    chosen = torch.tensor([5, 1], device="cuda:1")
+    for _ in range(2):
+        assert torch.equal(cached.select(table, chosen), table[chosen])
+    assert torch.cuda.current_device() == 0
 
 
 class PageLocked:

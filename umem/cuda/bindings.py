@@ -318,7 +318,7 @@ def compile_kernels(source: str, name: str, device: int, kernels: Sequence[str])
     name
         Its name, for errors.
     device
-        Number of a GPU whose primary context is current, as it is where torch has used it.
+        Number of the current device.
     kernels
         Names of its kernels.
 
@@ -354,16 +354,20 @@ def compile_kernels(source: str, name: str, device: int, kernels: Sequence[str])
     image = bytearray(nvrtc.nvrtcGetCUBINSize(program)[1])
     nvrtc.nvrtcGetCUBIN(program, image)
     nvrtc.nvrtcDestroyProgram(program)
+    _call("cudaSetDevice", device)  # makes its context current in this thread
     module = _call("cuModuleLoadData", bytes(image), subject=name)
     return [_call("cuModuleGetFunction", module, it.encode(), subject=it) for it in kernels]
 
 
-def launch(kernel: Any, grid: tuple[int, int], threads: int, stream: int, parameters: int) -> None:
-    """Launch a kernel on a stream of the current device.
+def launch(
+    kernel: Any, grid: tuple[int, int], threads: int, stream: int, parameters: int, device: int
+) -> None:
+    """Launch a kernel on a stream of the current device, whose number is `device`.
 
     `parameters` is the address of an array of the parameters' addresses.
     """
     x, y = grid
+    _call("cudaSetDevice", device)  # a thread may have used no CUDA yet, but for cached memory
     _check(
         "cuLaunchKernel",
         _driver().cuLaunchKernel(kernel, x, y, 1, threads, 1, 1, 0, stream, parameters, 0)[0],

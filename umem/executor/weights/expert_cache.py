@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from importlib.resources import files
@@ -24,6 +25,7 @@ from umem.core.errors import CudaError, NativeLibraryError
 from umem.cuda import bindings
 from umem.executor.optimizer.access_guard import WatchedParameterGuard, has_alias
 from umem.executor.optimizer.lanes import Lanes
+from umem.runtime.cuda_streams import run_on
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
     InferenceMode,
@@ -72,9 +74,10 @@ class CachedTable(ABC):
             self.experts + 2 * self.slots + 3, dtype=torch.int64, device=table.device
         )
         """By expert its slot, by slot its expert and the last call that used it, and counts."""
-        self._is_stale = True
-        self._version = _NONE
-        """The table's, when the cache was last known to have its contents."""
+        self._contents = object()
+        """Stands for what the table has; another object when it may have changed."""
+        self._valid: tuple[object, int] | None = None
+        """The contents and the table's version that the cache is of; None while it is changed."""
 
     @property
     def size_bytes(self) -> int:
@@ -88,7 +91,7 @@ class CachedTable(ABC):
 
     def forget(self) -> None:
         """The table may have changed."""
-        self._is_stale = True
+        self._contents = object()
 
     def select(self, table: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """The rows ``table[chosen]``, in new memory.
@@ -100,12 +103,14 @@ class CachedTable(ABC):
         chosen
             Numbers of experts on the device, fewer than there are experts.
         """
-        version = version_counter(table)
-        if self._is_stale or version != self._version:
+        now = self._contents, version_counter(table)
+        is_valid = self._valid == now
+        self._valid = None  # an interrupt may come between two launches
+        if not is_valid:
             self._state[: self.experts + self.slots].fill_(_NONE)
-            self._is_stale, self._version = False, version
         out = torch.empty((*chosen.shape, *table.shape[1:]), dtype=table.dtype, device=table.device)
         self._gather(table, chosen.reshape(-1).long().contiguous(), out)
+        self._valid = now
         return out
 
     @abstractmethod
@@ -172,7 +177,9 @@ class _CudaTable(CachedTable):
 
     def __init__(self, table: torch.Tensor, cache: torch.Tensor) -> None:
         super().__init__(table, cache)
-        self._kernels = _kernels(table.device.index or 0)
+        self._device = table.device.index or 0
+        stream = torch.cuda.current_stream(table.device)
+        self._kernels = run_on(stream, functools.partial(_kernels, self._device))
         self._plan = torch.empty(2 * self.experts, dtype=torch.int64, device=table.device)
         self._words = table[0].nbytes // _ALIGNMENT
         self._blocks = min(-(-self._words // _GATHER_THREADS), _MOST_BLOCKS_PER_ROW)
@@ -194,14 +201,21 @@ class _CudaTable(CachedTable):
         count = len(chosen)
         if not count:
             return
-        stream = torch.cuda.current_stream(table.device).cuda_stream
         its, copy = self._choose.values, self._copy.values
         its.chosen = copy.chosen = chosen.data_ptr()
         its.count = copy.count = count
         copy.home, copy.out = table.data_ptr(), out.data_ptr()
-        bindings.launch(self._kernels.choose, (1, 1), _CHOOSE_THREADS, stream, self._choose.address)
+        stream = torch.cuda.current_stream(table.device)
+        if torch.cuda.current_device() == self._device:
+            self._launch(stream.cuda_stream, count)
+        else:
+            run_on(stream, functools.partial(self._launch, stream.cuda_stream, count))
+
+    def _launch(self, stream: int, count: int) -> None:
+        (choose, gather), device = self._kernels, self._device
         grid = self._blocks, count
-        bindings.launch(self._kernels.gather, grid, _GATHER_THREADS, stream, self._copy.address)
+        bindings.launch(choose, (1, 1), _CHOOSE_THREADS, stream, self._choose.address, device)
+        bindings.launch(gather, grid, _GATHER_THREADS, stream, self._copy.address, device)
 
 
 def make_cached_table(
@@ -266,6 +280,7 @@ class CachedExperts(WatchedParameterGuard):
         self._tables = [*tables]
         self._by_id = {id(table): cached for table, cached in self._tables}
         self._lanes = lanes
+        self._lock = threading.Lock()
         self._on_change = settle
         self._stream = lanes.stream_key()
         """The only one whose work uses the caches."""
@@ -316,7 +331,8 @@ class CachedExperts(WatchedParameterGuard):
             if has_alias((table,)):
                 cached.forget()
                 return function(table, chosen)
-            return cached.select(table, chosen)
+            with self._lock:
+                return cached.select(table, chosen)
 
 
 def _copies_rows(index: object) -> bool:
