@@ -14,7 +14,8 @@ import functools
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -44,6 +45,7 @@ __all__ = [
     "DataDependentOutputException",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
+    "EnterStream",
     "FSDPGroup",
     "FakeTensor",
     "FakeTensorMode",
@@ -479,6 +481,10 @@ def before_compilation(function: Callable[..., None]) -> None:
     handler.register_start_callback(function)
 
 
+EnterStream = Callable[[], AbstractContextManager[Any]]
+"""Makes a stream the current one for a block."""
+
+
 @dataclass(frozen=True)
 class FSDPGroup:
     """Parameters that FSDP2 gathers together."""
@@ -521,11 +527,13 @@ def _fsdp_group(group: Any) -> FSDPGroup:
     return FSDPGroup(every, [getattr(context, it) for it in names if hasattr(context, it)])
 
 
-def before_fsdp_gathers(function: Callable[[list[torch.Tensor]], None]) -> bool:
-    """Call a function before each gathering of FSDP2, with each of its streams as the current one.
+def before_fsdp_gathers(
+    function: Callable[[list[torch.Tensor], Sequence[EnterStream]], None],
+) -> bool:
+    """Call a function before each gathering of FSDP2.
 
-    Its argument are the flat views of the group. Returns False where a torch has other names: then
-    nothing calls it.
+    Its arguments are the flat views of the group, and its streams. Returns False where a torch has
+    other names: then nothing calls it.
     """
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     kind: Any = getattr(module, "FSDPParamGroup", None)
@@ -536,9 +544,9 @@ def before_fsdp_gathers(function: Callable[[list[torch.Tensor]], None]) -> bool:
     @functools.wraps(gather)
     def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
         found = _fsdp_group(group)
-        for stream in found.streams:
-            with group.device_handle.stream(stream):
-                function([flat for _, flat in found.parameters])
+        device: Any = group.device_handle
+        streams = [functools.partial(device.stream, it) for it in found.streams]
+        function([flat for _, flat in found.parameters], streams)
         return gather(group, *args, **kwargs)
 
     kind.unshard = unshard

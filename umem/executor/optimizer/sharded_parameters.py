@@ -9,13 +9,13 @@ FSDP2 gathers on streams of its own, which wait for the program's stream when th
 pass begins, and no more before a block. To wait for all updates then would hide nothing. So these
 streams are left out of what counts as part of the program's stream. Instead they wait before each
 gathering, for the updates of what is gathered (:func:`order_gathering`). The flat view is guarded
-from one step to the next, too: whatever else reads it waits, on the stream that reads.
+until then, too: whatever else reads it waits, on the stream that reads.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -28,12 +28,13 @@ from umem.executor.optimizer.access_guard import (
     are_plain,
     can_guard,
     can_guard_dtensor,
+    guards_of,
     has_alias,
-    settle_all,
 )
 from umem.torch_compat import (
     DTENSOR_PART,
     DisableTorchFunctionSubclass,
+    EnterStream,
     before_fsdp_gathers,
     fsdp_groups,
     storage_address,
@@ -53,9 +54,22 @@ def order_gathering() -> bool:
     return before_fsdp_gathers(_settle)
 
 
-def _settle(flats: list[torch.Tensor]) -> None:
-    # Each unit's guard has a class of its own, all of which are equal: one of its tensors will do.
-    settle_all(list({id(type(it)): it for it in flats}.values()))
+def _settle(flats: list[torch.Tensor], streams: Sequence[EnterStream]) -> None:
+    """Have each stream wait for updates of what is gathered, which nothing guards from then on.
+
+    The guard is for these streams alone: the program's stream has waited too then, and any other
+    one waits for that, as it does in a program without umem.
+    """
+    guards = guards_of(flats)
+    if not guards:  # an earlier gathering since the step has waited
+        return
+    for stream in streams:
+        with stream():
+            for guard, some in guards:
+                guard.use(some[0])
+    if streams:
+        for guard, some in guards:
+            guard.give_back(some)
 
 
 @dataclass(frozen=True, slots=True)
