@@ -15,7 +15,8 @@ until then, too: whatever else reads it waits, on the stream that reads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -34,7 +35,6 @@ from umem.executor.optimizer.access_guard import (
 from umem.torch_compat import (
     DTENSOR_PART,
     DisableTorchFunctionSubclass,
-    EnterStream,
     before_fsdp_gathers,
     fsdp_groups,
     storage_address,
@@ -54,7 +54,7 @@ def order_gathering() -> bool:
     return before_fsdp_gathers(_settle)
 
 
-def _settle(flats: list[torch.Tensor], streams: Sequence[EnterStream]) -> None:
+def _settle(flats: list[torch.Tensor], streams: Iterator[AbstractContextManager[Any]]) -> None:
     """Have each stream wait for updates of what is gathered, which nothing guards from then on.
 
     The guard is for these streams alone: the program's stream has waited too then, and any other
@@ -63,13 +63,14 @@ def _settle(flats: list[torch.Tensor], streams: Sequence[EnterStream]) -> None:
     guards = guards_of(flats)
     if not guards:  # an earlier gathering since the step has waited
         return
+    have_waited = False
     for stream in streams:
-        with stream():
+        with stream:
             for guard, some in guards:
                 guard.use(some[0])
-    if streams:
-        for guard, some in guards:
-            guard.give_back(some)
+        have_waited = True
+    for guard, some in guards if have_waited else ():
+        guard.give_back(some)
 
 
 @dataclass(frozen=True, slots=True)
