@@ -24,6 +24,7 @@ from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 from umem.executor.streamed_training import StreamedTraining
+from umem.torch_compat import fsdp_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -531,6 +532,8 @@ def look_at_a_step(
     program.optimizer.zero_grad()
     has_gradients = any(it.grad is not None for it in program.weights)
     shapes = [it.shape.numel() for it in program.weights]
+    flats = [flat for it in fsdp_groups(program.model) for _, flat in it.parameters]
+    are_guarded = [any(map(is_guarded, flats))]  # state of biases is small, and not streamed
     open_behind = [not step.update_of(it.name).is_done for it in step.units]
     for it in gathers.moments:
         it.clear()
@@ -543,8 +546,10 @@ def look_at_a_step(
                 sum(moments[f"layers.{it}"].is_done for it in range(LAYERS))
             )
         )
+    program.model.register_forward_hook(lambda *_: are_guarded.append(any(map(is_guarded, flats))))
     program.backward()
     return {
+        "flats_are_guarded": are_guarded,
         "order": list(moments),
         "early_uses": training.counts.early - early,
         "are_left_out": set(gathers.left_out) == set.union(*gathers.every),
@@ -693,6 +698,12 @@ def test_each_block_waits_for_its_own_update_on_the_stream_that_gathers_it(
         assert found["gathered_behind"] == [True] * UNITS
         assert found["are_left_out"], "they would wait for all updates when the pass begins"
         assert found["early_uses"] == 0
+
+
+def test_what_is_gathered_is_guarded_until_its_streams_have_waited(ranks: list[Runs]) -> None:
+    for runs in ranks:
+        # Each use by Python of a guarded tensor takes time, and FSDP2 has several of each.
+        assert runs["plain"][1]["flats_are_guarded"] == [True, False]
 
 
 def test_a_training_that_ends_gives_all_back(ranks: list[Runs]) -> None:

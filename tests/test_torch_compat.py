@@ -327,7 +327,7 @@ class TestFSDP:
         name = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
         for module in (SimpleNamespace(), SimpleNamespace(FSDPParamGroup=type("Other", (), {}))):
             monkeypatch.setitem(sys.modules, name, module)
-            assert not torch_compat.before_fsdp_gathers(lambda _: None)
+            assert not torch_compat.before_fsdp_gathers(lambda *_: None)
 
     def test_a_torch_without_fsdp(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace())

@@ -15,6 +15,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -516,16 +517,22 @@ def _fsdp_group(group: Any) -> FSDPGroup:
         for it in getattr(group, "fsdp_params", ())
         if hasattr(it, "sharded_param") and hasattr(it, "_sharded_param_data")
     ]
+    return FSDPGroup(every, _fsdp_streams(group))
+
+
+def _fsdp_streams(group: Any) -> list[Any]:
     context = getattr(group, "comm_ctx", None)
     names = ("all_gather_copy_in_stream", "all_gather_stream")
-    return FSDPGroup(every, [getattr(context, it) for it in names if hasattr(context, it)])
+    return [getattr(context, it) for it in names if hasattr(context, it)]
 
 
-def before_fsdp_gathers(function: Callable[[list[torch.Tensor]], None]) -> bool:
-    """Call a function before each gathering of FSDP2, with each of its streams as the current one.
+def before_fsdp_gathers(
+    function: Callable[[list[torch.Tensor], Iterator[AbstractContextManager[Any]]], None],
+) -> bool:
+    """Call a function before each gathering of FSDP2.
 
-    Its argument are the flat views of the group. Returns False where a torch has other names: then
-    nothing calls it.
+    Its arguments are the flat views of the group and, for each of its streams, what makes it the
+    current one for a block. Returns False where a torch has other names: then nothing calls it.
     """
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     kind: Any = getattr(module, "FSDPParamGroup", None)
@@ -535,10 +542,13 @@ def before_fsdp_gathers(function: Callable[[list[torch.Tensor]], None]) -> bool:
 
     @functools.wraps(gather)
     def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _fsdp_group(group)
-        for stream in found.streams:
-            with group.device_handle.stream(stream):
-                function([flat for _, flat in found.parameters])
+        flats = [
+            flat
+            for it in getattr(group, "fsdp_params", ())
+            if (flat := getattr(it, "_sharded_param_data", None)) is not None
+        ]
+        # Streams are asked for at the first gathering behind a step alone.
+        function(flats, (group.device_handle.stream(it) for it in _fsdp_streams(group)))
         return gather(group, *args, **kwargs)
 
     kind.unshard = unshard

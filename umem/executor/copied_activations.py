@@ -49,6 +49,10 @@ class _Call:
     that a checkpoint saves."""
     saved_bytes: int = 0
     """Bytes of it that no call before has saved too."""
+    is_open: bool = False
+    """Whether a group of the store is to be closed at its end."""
+    has_group: bool = False
+    """Whether the last part is what was saved in the call."""
 
 
 class _Pass:
@@ -247,9 +251,11 @@ class CopiedActivations:
         running.call = call = _Call(name, name in self._copied, before, forward.take_between())
         self._measure(call)
         if call.is_copied or self._is_measuring:
-            key = object()
-            call.parts.append((key, None))
-            self._store.open_group(key)
+            key, call.is_open = object(), True
+            # None where other hooks are innermost, as in a checkpoint.
+            call.has_group = self._store.open_group(key)
+            if call.has_group:
+                call.parts.append((key, None))
 
     def _leave(self, output: object, *, failed: bool) -> None:
         """A block's call ends."""
@@ -258,12 +264,13 @@ class CopiedActivations:
         if forward is None or call is None or in_backward_or_compiler():
             return
         running.call = None
-        if call.parts and call.parts[-1][1] is None:
+        if call.is_open:
             self._store.close_group()
         forward.take_between()  # a block without a group of its own has saved it
         if failed:
             return
-        self._measure(call)
+        if call.has_group:
+            self._measure(call)
         if call.is_copied:
             forward.send(call)
         forward.calls.append(call)

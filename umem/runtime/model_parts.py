@@ -27,6 +27,7 @@ __all__ = [
     "gpu_of",
     "layout_of",
     "local_part",
+    "local_parts",
     "main_chain",
     "members",
     "named_parts",
@@ -229,6 +230,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The same of each tensor, which takes less time."""
+    with torch.no_grad():
+        return [
+            it if type(it) in _PLAIN or not _is_dtensor(it) else it.to_local()  # type: ignore[attr-defined]
+            for it in tensors
+        ]
+
+
 def layout_of(tensor: torch.Tensor) -> object:
     """Which ranks have which part of a DTensor; None for another tensor."""
     if type(tensor) in _PLAIN or not _is_dtensor(tensor):
@@ -257,6 +267,7 @@ def wrapper_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return wrap
 
 
+@functools.cache
 def dtensor_class() -> Any:
     """The class of tensors that several ranks have parts of."""
     from torch.distributed.tensor import DTensor  # not in each build of torch

@@ -50,6 +50,7 @@ __all__ = [
     "are_plain",
     "can_guard",
     "can_guard_dtensor",
+    "guards_of",
     "has_alias",
     "is_guardable",
     "settle_all",
@@ -123,6 +124,16 @@ def settle_all(arguments: object) -> None:
     """Settle what is guarded in the arguments of a function that torch does not dispatch."""
     for tensor in list(_guarded(arguments)):
         _settle(tensor)
+
+
+def guards_of(tensors: Iterable[torch.Tensor]) -> list[tuple[TensorGuard, list[torch.Tensor]]]:
+    """The guards of what is guarded among gradients, state, or parts of parameters."""
+    found: dict[int, tuple[TensorGuard, list[torch.Tensor]]] = {}
+    for tensor in tensors:
+        guard = getattr(type(tensor), "guard", None)
+        if guard is not None:
+            found.setdefault(id(guard), (guard, []))[1].append(tensor)
+    return list(found.values())
 
 
 class _EqualsPlain(type(nn.Parameter)):  # type: ignore[misc]
@@ -350,7 +361,7 @@ class TensorGuard(Guard):
 
 
 class StandingGuard(TensorGuard):
-    """Guards tensors whatever uses them, until others take their place."""
+    """Guards tensors whatever uses them, until they are given back or others take their place."""
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard these tensors, and no others any more."""

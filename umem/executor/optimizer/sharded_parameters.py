@@ -9,13 +9,14 @@ FSDP2 gathers on streams of its own, which wait for the program's stream when th
 pass begins, and no more before a block. To wait for all updates then would hide nothing. So these
 streams are left out of what counts as part of the program's stream. Instead they wait before each
 gathering, for the updates of what is gathered (:func:`order_gathering`). The flat view is guarded
-from one step to the next, too: whatever else reads it waits, on the stream that reads.
+until then, too: whatever else reads it waits, on the stream that reads.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -28,8 +29,8 @@ from umem.executor.optimizer.access_guard import (
     are_plain,
     can_guard,
     can_guard_dtensor,
+    guards_of,
     has_alias,
-    settle_all,
 )
 from umem.torch_compat import (
     DTENSOR_PART,
@@ -53,9 +54,23 @@ def order_gathering() -> bool:
     return before_fsdp_gathers(_settle)
 
 
-def _settle(flats: list[torch.Tensor]) -> None:
-    # Each unit's guard has a class of its own, all of which are equal: one of its tensors will do.
-    settle_all(list({id(type(it)): it for it in flats}.values()))
+def _settle(flats: list[torch.Tensor], streams: Iterator[AbstractContextManager[Any]]) -> None:
+    """Have each stream wait for updates of what is gathered, which nothing guards from then on.
+
+    The guard is for these streams alone: the program's stream has waited too then, and any other
+    one waits for that, as it does in a program without umem.
+    """
+    guards = guards_of(flats)
+    if not guards:  # an earlier gathering since the step has waited
+        return
+    have_waited = False
+    for stream in streams:
+        with stream:
+            for guard, some in guards:
+                guard.use(some[0])
+        have_waited = True
+    for guard, some in guards if have_waited else ():
+        guard.give_back(some)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +113,16 @@ class ShardedUnit:
     """What FSDP2 gathers from."""
 
 
-@dataclass(slots=True)
 class _Memory:
     """The tensors that are known on one memory."""
 
-    parts: list[torch.Tensor] = field(default_factory=list)
-    """Of DTensors."""
-    others: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By ``id``: what the parts are views of, and other views."""
+    __slots__ = ("others", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[torch.Tensor] = []
+        """Of DTensors."""
+        self.others: dict[int, torch.Tensor] = {}
+        """By ``id``: what the parts are views of, and other views."""
 
     def add(self, tensor: torch.Tensor | None) -> None:
         if tensor is not None:
@@ -113,12 +130,11 @@ class _Memory:
 
     def is_known(self) -> bool:
         """Whether nothing else is on it, all can be guarded, and parts are apart."""
-        every = {id(it): it for it in self.parts} | self.others
-        spans = sorted(_bytes_of(it) for it in self.parts if it.numel())
+        every = (self.others | {id(it): it for it in self.parts}).values()
         return (
-            all(first[1] <= second[0] for first, second in pairwise(spans))
-            and all(map(can_guard, every.values()))
-            and are_all_on_memory(every.values())
+            (are_plain(every) or all(map(can_guard, every)))
+            and are_all_on_memory(every)
+            and (len(self.parts) == 1 or _are_apart(self.parts))
         )
 
 
@@ -156,10 +172,13 @@ class ShardedStep:
         with DisableTorchFunctionSubclass():
             for parameter in parameters:
                 gradient: Any = parameter.grad
-                if are_plain((parameter, gradient)):
+                if id(gradient) in self._parts:
+                    if not self._add_dtensor(parameter, gradient, found):
+                        return None
+                elif are_plain((parameter, gradient)):
                     found.parameters.append(parameter)
                     found.gradients.append(gradient)
-                elif not self._add_dtensor(parameter, gradient, found):
+                else:
                     return None
             if has_alias(found.parameters) or has_alias(found.gradients):
                 return None
@@ -170,11 +189,7 @@ class ShardedStep:
     ) -> bool:
         """Add a parameter; False if something else may be on its memory."""
         memories: dict[int, _Memory] = {}
-        if (
-            not can_guard_dtensor(parameter)
-            or id(gradient) not in self._parts
-            or _add_part(parameter, memories) is None
-        ):
+        if not can_guard_dtensor(parameter) or _add_part(parameter, memories) is None:
             return False
         ((address, memory),) = memories.items()
         flat = self._flats.get(id(parameter))
@@ -185,7 +200,7 @@ class ShardedStep:
         if not memory.is_known():
             return False
         found.parts += memory.parts
-        found.parts += [it for it in memory.others.values() if it is not flat]
+        found.parts += (it for it in memory.others.values() if it is not flat)
         found.dtensors.append(parameter)
         found.dtensor_gradients.append(gradient)
         return True
@@ -207,10 +222,18 @@ def _add_part(dtensor: torch.Tensor, memories: dict[int, _Memory]) -> torch.Tens
     part: torch.Tensor | None = getattr(dtensor, DTENSOR_PART, None)
     if part is None or not can_guard(part) or part.layout is not torch.strided:
         return None
-    memory = memories.setdefault(storage_address(part), _Memory())
+    address = storage_address(part)
+    memory = memories.get(address)
+    if memory is None:
+        memory = memories[address] = _Memory()
     memory.parts.append(part)
     memory.add(view_base(part))
     return part
+
+
+def _are_apart(parts: Iterable[torch.Tensor]) -> bool:
+    spans = sorted(_bytes_of(it) for it in parts if it.numel())
+    return all(first[1] <= second[0] for first, second in pairwise(spans))
 
 
 def _bytes_of(part: torch.Tensor) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import can_guard, can_guard_dtensor, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
-from umem.runtime.model_parts import layout_of, local_part, wrapper_of
+from umem.runtime.model_parts import layout_of, local_part, local_parts, wrapper_of
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = [
@@ -283,18 +283,25 @@ class StagedState:
         values = [it for it in self._known[parameter].values() if isinstance(it, torch.Tensor)]
         return all(layout_of(it) == layout_of(parameter) for it in values if it.numel() > 1)
 
-    def choose_wrapping(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Choose whether to work on DTensors, by the gradients of parameters for an update."""
+    def choose_wrapping(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Choose whether to work on DTensors, by the gradients of parameters for an update.
+
+        Returns this rank's parts of the gradients if not; else nothing.
+        """
         if not self._may_unwrap:
-            return
-        is_wrapped = not all(
-            layout_of(it) == layout_of(of) and can_guard(local_part(it))
-            for of, it in gradients.items()
+            return []
+        parts = local_parts(gradients)
+        is_wrapped = not (
+            all(map(can_guard, parts))
+            and list(map(layout_of, gradients)) == list(map(layout_of, parameters))
         )
         if is_wrapped != self.is_wrapped:
             slot, self.is_wrapped = self.binding.slot, is_wrapped
             self.unbind()
             self.bind(slot)
+        return [] if is_wrapped else parts
 
     def _find(self, memory: StateMemory) -> None:
         for values in self._known.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.separable import plain_step, replaces_state
 from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.state_staging import StagedState
-from umem.runtime.model_parts import local_part
+from umem.runtime.model_parts import local_parts
 from umem.torch_compat import version_counter
 
 __all__ = ["ParameterGroups", "StepCall", "parameters_of"]
@@ -88,14 +88,14 @@ class StepCall:
             return self._update_of_span(state, state.span, part, operands, is_last=is_last)
         # Only where something stands in for parameters: each key takes a call of Python.
         gradients: dict[Any, Any] = {}
+        parts: dict[Any, Tensor] = {}
         if operands is not None or state.dtensors:
             gradients = {parameter: parameter.grad for parameter in parameters_of(part)}
-            state.choose_wrapping(gradients)
+            own = state.choose_wrapping(list(gradients), list(gradients.values()))
+            if own and operands is None:
+                # Now: to ask a DTensor for its part is a use, for which a guard would wait.
+                parts = _parts_of(gradients, own)
         binding = state.binding
-        parts: dict[Any, Tensor] = {}
-        if operands is None and state.dtensors and not state.is_wrapped:
-            # Now: to ask a DTensor for its part is a use, for which a guard would wait.
-            parts = {it: _part_of(it, gradient) for it, gradient in gradients.items()}
 
         def update() -> None:
             groups, views = part, binding.views
@@ -148,11 +148,12 @@ class StepCall:
         return update
 
 
-def _part_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """This rank's part of a parameter, with that of its gradient."""
-    part = local_part(parameter).detach()
-    part.grad = local_part(gradient)
-    return part
+def _parts_of(parameters: Collection[Tensor], gradients: Iterable[Tensor]) -> dict[Any, Tensor]:
+    """This rank's parts of parameters, with those of their gradients."""
+    parts = {it: of.detach() for it, of in zip(parameters, local_parts(parameters), strict=True)}
+    for part, gradient in zip(parts.values(), gradients, strict=True):
+        part.grad = gradient
+    return parts
 
 
 def _fixed(value: Any) -> Any:

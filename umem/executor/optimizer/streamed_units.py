@@ -74,7 +74,7 @@ class ShardGuards:
     parts: TensorGuard
     """Of this rank's parts of parameters."""
     flats: StandingGuard
-    """Of what FSDP2 gathers from: from one step to the next."""
+    """Of what FSDP2 gathers from: from a step to the first gathering behind it."""
 
 
 @dataclass(slots=True)
