@@ -155,7 +155,8 @@ class _Kernels(NamedTuple):
 @functools.cache
 def _kernels(device: int) -> _Kernels:
     source = files("umem.executor.weights").joinpath("expert_cache.cu").read_text("utf-8")
-    return _Kernels(*bindings.compile_kernels(source, "expert_cache.cu", device, _Kernels._fields))
+    names = ("choose", "gather")
+    return _Kernels(*bindings.compile_kernels(source, "expert_cache.cu", device, names))
 
 
 class _Parameters:
