@@ -55,6 +55,12 @@ class ExpertUse(NamedTuple):
     hits: int
     misses: int
 
+    @classmethod
+    def total(cls, every: Iterable[ExpertUse]) -> ExpertUse:
+        """The sum of several."""
+        known = list(every)
+        return cls(sum(it.hits for it in known), sum(it.misses for it in known))
+
 
 class CachedTable(ABC):
     """The rows of a table that were used last.
@@ -294,8 +300,7 @@ class CachedExperts(WatchedParameterGuard):
     @property
     def counts(self) -> ExpertUse:
         """Over all tables so far, for which the device is waited for."""
-        every = [it.counts for _, it in self._tables]
-        return ExpertUse(sum(it.hits for it in every), sum(it.misses for it in every))
+        return ExpertUse.total(it.counts for _, it in self._tables)
 
     def serve(self) -> None:
         """Answer what is selected from tables that are at home, from now on."""

@@ -206,8 +206,7 @@ class StreamedWeights:
 
     def expert_use(self) -> ExpertUse:
         """How often chosen experts were in the present cache. The device is waited for."""
-        every = [it.cache.counts for it in self._staged if it.cache is not None]
-        return ExpertUse(sum(it.hits for it in every), sum(it.misses for it in every))
+        return ExpertUse.total(it.cache.counts for it in self._staged if it.cache is not None)
 
     @property
     def few_and_many(self) -> tuple[int, int]:
@@ -417,9 +416,10 @@ class StreamedWeights:
         finally:
             self._end_call(call)
             self._running.calls.pop()
-        reached = self._guard(partial(self._reach, staged))
-        for node in nodes:
-            node.register_prehook(reached)
+        if nodes:
+            reached = self._guard(partial(self._reach, staged))
+            for node in nodes:
+                node.register_prehook(reached)
 
     def _end_call(self, call: _Call) -> None:
         # Its own group, if it came so far as to open one.
