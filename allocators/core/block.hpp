@@ -29,7 +29,7 @@ struct Segment {
 enum class BlockState : std::uint8_t {
   cached,   // free, in its heap's index
   live,     // a tensor's
-  pending,  // freed by its owner, still used by another stream
+  pending,  // freed by its owner, still another stream's
 };
 
 struct Block {
@@ -47,6 +47,7 @@ struct Block {
   TensorClass tensor_class = TensorClass::other;
   std::uint8_t advice = 0;               // profile whose advice its pages carry, or kMixedAdvice
   std::uint32_t pending_events = 0;
+  Heap* borrower = nullptr;  // whose stream uses it, if not its segment's
   std::vector<DeviceStream> other_streams;  // recorded by record_stream since its birth
 
   bool is_split() const { return previous != nullptr || next != nullptr; }

@@ -174,6 +174,7 @@ Heap& DeviceAllocator::heap_for(std::uint8_t route, StreamId stream, Pool* pool)
 
 Block* DeviceAllocator::find_cached(const Heap& heap, std::size_t bytes) const {
   Block* block = free_alias(heap, bytes);
+  if (block == nullptr) block = free_borrowed(heap, bytes);
   return block != nullptr ? block : heap.index.best_fit(bytes);
 }
 
@@ -182,6 +183,11 @@ Block* DeviceAllocator::take_cached(Heap& heap, std::size_t bytes) {
   if (block == nullptr) return nullptr;
   if (block->segment->is_alias) {
     std::erase(heap.free_aliases, block);
+    return block;
+  }
+  if (block->borrower != nullptr) {
+    std::erase(heap.free_borrowed, block);
+    count_active(*block, false);
     return block;
   }
   uncache(block);
@@ -262,8 +268,7 @@ void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
   stats_.allocated_bytes.increase(heap.tier, block->bytes);
   peak_bytes_ = std::max(peak_bytes_, stats_.allocated_bytes.all.current);
   stats_.highest_bytes = std::max(stats_.highest_bytes, stats_.allocated_bytes.all.current);
-  stats_.active.increase(heap.tier, 1);
-  stats_.active_bytes.increase(heap.tier, block->bytes);
+  count_active(*block, true);
   stats_.requested_bytes.increase(heap.tier, requested_bytes);
   if (heap.pool != nullptr) heap.pool->allocated_bytes += block->bytes;
   count_class(*block, true);
@@ -347,11 +352,26 @@ bool DeviceAllocator::free(std::uintptr_t address) {
   return true;
 }
 
-// No stream uses the block any more: it goes back to its heap.
+void DeviceAllocator::count_active(const Block& block, bool born) {
+  const Tier tier = block.segment->heap->tier;
+  if (born) {
+    stats_.active.increase(tier, 1);
+    stats_.active_bytes.increase(tier, block.bytes);
+  } else {
+    stats_.active.decrease(tier, 1);
+    stats_.active_bytes.decrease(tier, block.bytes);
+  }
+}
+
+// No other stream uses the block any more: it goes back to its heap, or to its borrower.
 void DeviceAllocator::settle(Block* block) {
   Heap& heap = *block->segment->heap;
-  stats_.active.decrease(heap.tier, 1);
-  stats_.active_bytes.decrease(heap.tier, block->bytes);
+  if (block->borrower != nullptr) {
+    block->state = BlockState::pending;
+    block->borrower->free_borrowed.push_back(block);
+    return;
+  }
+  count_active(*block, false);
   if (block->segment->is_alias) {
     block->state = BlockState::cached;
     heap.free_aliases.push_back(block);
@@ -379,7 +399,7 @@ bool DeviceAllocator::record_stream(std::uintptr_t address, DeviceStream stream)
   Block* block = live_block(address);
   if (block == nullptr) return false;
   std::vector<DeviceStream>& streams = block->other_streams;
-  if (stream != DeviceStream{device_, block->segment->heap->stream} &&
+  if (stream != DeviceStream{device_, user_of(*block).stream} &&
       std::find(streams.begin(), streams.end(), stream) == streams.end())
     streams.push_back(stream);
   return true;
@@ -388,7 +408,7 @@ bool DeviceAllocator::record_stream(std::uintptr_t address, DeviceStream stream)
 void DeviceAllocator::wait_for_streams(Block* block) {
   block->state = BlockState::pending;
   if (!active_pools_.empty()) {
-    bool capturing = driver_.capturing(block->segment->heap->stream);
+    bool capturing = driver_.capturing(user_of(*block).stream);
     for (const DeviceStream& other : block->other_streams)
       capturing = capturing || driver_.capturing(other.stream);
     if (capturing) {  // an event recorded now would be a node of the graph, never to be queried
@@ -573,7 +593,7 @@ std::vector<SegmentSnapshot> DeviceAllocator::segments() const {
                              .blocks = {}};
     for (const Block* block = segment.first; block != nullptr; block = block->next)
       snapshot.blocks.push_back({block->address, block->bytes, block->requested_bytes,
-                                 block->state, block->tensor_class});
+                                 block->state, block->tensor_class, user_of(*block).stream});
     all.push_back(std::move(snapshot));
   }
   return all;

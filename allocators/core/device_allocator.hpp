@@ -121,6 +121,7 @@ struct Heap {
   FreeIndex index;
   std::unique_ptr<ExpandableSegment> expandable;  // nullptr: segments are the source's
   std::vector<Block*> free_aliases;  // not in the index: smaller requests would keep them alive
+  std::vector<Block*> free_borrowed;  // of other streams' segments; not in the index either
   // Of aliases before they ended, by address; 0: that work has finished.
   std::unordered_map<std::uintptr_t, EventId> last_uses;
 
@@ -180,6 +181,7 @@ struct BlockSnapshot {
   std::size_t bytes, requested_bytes;
   BlockState state;
   TensorClass tensor_class;
+  StreamId stream;  // its segment's, or the borrower's
 };
 
 struct SegmentSnapshot {
@@ -413,6 +415,13 @@ class DeviceAllocator {
   EventId record_use(const Heap& heap);
   Block* end_aliases_for(Heap& heap, std::size_t bytes);
   void end_all_aliases();
+  const Heap& user_of(const Block& block) const;
+  Block* free_borrowed(const Heap& heap, std::size_t bytes) const;
+  Block* borrow(Heap& heap, std::size_t bytes);
+  bool put_behind(const Heap& later, const Heap& earlier);
+  void take_back(const Heap* owner);
+  Block* take_back_for(Heap& heap, std::size_t bytes);
+  void gather_free_memory();
   Range growth_for(Heap& heap, std::size_t bytes);
   bool expand(Heap& heap, const Range& growth, Shortage& shortage);
   void add_mapped(Heap& heap, const Range& mapped);
@@ -442,6 +451,7 @@ class DeviceAllocator {
   void count_class(const Block& block, bool born);
 
   Block* live_block(std::uintptr_t address);
+  void count_active(const Block& block, bool born);
   void settle(Block* block);
   void wait_for_streams(Block* block);
   void process_events();

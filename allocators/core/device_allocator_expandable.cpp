@@ -269,7 +269,7 @@ bool DeviceAllocator::add_peer(int peer) {
 void DeviceAllocator::stop_mapping() {
   const BothLocks locks(*this);
   virtual_memory_ = nullptr;
-  end_all_aliases();
+  gather_free_memory();
   if (active_pools_.empty()) release_spares(spares());
 }
 

@@ -61,7 +61,7 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
       kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes;
   const std::size_t held_before = held_bytes;
   synchronize_events();
-  end_all_aliases();
+  gather_free_memory();
   release_spares(spares());
 
   std::vector<Range> live, managed;

@@ -38,7 +38,7 @@ void DeviceAllocator::empty_cache() {
   const BothLocks locks(*this);
   if (!active_pools_.empty()) return;  // freeing a segment would break a capture
   synchronize_events();
-  end_all_aliases();
+  gather_free_memory();
   release_spares(spares());
 }
 

@@ -63,16 +63,17 @@ Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t b
 
   ++stats_.num_alloc_retries;
   synchronize_events();
-  block = take_cached(heap, bytes);
+  block = take_back_for(heap, bytes);
   if (block != nullptr) return block;
-  // A card that is full: free handles move, as under a budget that is spent.
+  // A card that is full: free memory serves others, as under a budget that is spent.
   if (const Range growth = growth_for(heap, bytes);
       growth.bytes != 0 && shortage.limit == Shortage::Limit::source) {
     if (block = alias(heap, bytes, growth); block != nullptr) return block;
+    if (block = borrow(heap, bytes); block != nullptr) return block;
     if (make_room(heap, bytes, growth.bytes, growth) && expand(heap, growth, shortage))
       if (block = take_cached(heap, bytes); block != nullptr) return block;
   }
-  end_all_aliases();
+  gather_free_memory();
   release_spares(spares());
   block = place(heap, tensor_class, bytes, shortage);
   if (block != nullptr || shortage.over_budget) return block;
@@ -95,10 +96,14 @@ Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t 
   };
   bool room_was_made = false;
   if (over_budget(profile, more_bytes()) && active_pools_.empty()) {
+    if (Block* block = take_back_for(heap, bytes)) return block;
+    growth = growth_for(heap, bytes);
     if (growth.bytes != 0)
       if (Block* block = alias(heap, bytes, growth)) return block;
     if (Block* block = end_aliases_for(heap, bytes)) return block;
-    end_all_aliases();
+    if (Block* block = borrow(heap, bytes)) return block;
+    gather_free_memory();
+    if (Block* block = borrow(heap, bytes)) return block;
     growth = growth_for(heap, bytes);
     if (waiting_helps(heap, bytes, more_bytes())) {
       synchronize_events();
@@ -486,7 +491,7 @@ void DeviceAllocator::count_page_tables(std::size_t more_locked_bytes) {
 void DeviceAllocator::trim_to_budget(std::size_t more_bytes) {
   if (excess_bytes(more_bytes) == 0 || !active_pools_.empty()) return;
   synchronize_events();
-  end_all_aliases();
+  gather_free_memory();
   std::vector<Spare> cached = spares(), given;
   std::erase_if(cached, [this](const Spare& spare) { return !on_device(spare); });
   take_least(std::move(cached), excess_bytes(more_bytes), given);

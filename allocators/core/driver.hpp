@@ -58,6 +58,8 @@ class Driver {
   virtual bool finished(EventId event) noexcept = 0;
   // Waits for the event and recycles it.
   virtual void wait(EventId event) noexcept = 0;
+  // Has later work of `stream` wait for the event, and recycles it. False on failure.
+  virtual bool order(int device, StreamId stream, EventId event) noexcept = 0;
   // True while work on `stream` is being captured into a graph.
   virtual bool capturing(StreamId stream) noexcept = 0;
   // Replaces the advice of the range.

@@ -43,6 +43,7 @@ class HostDriver final : public Driver {
   EventId record(int, StreamId) noexcept override { return 1; }
   bool finished(EventId) noexcept override { return true; }
   void wait(EventId) noexcept override {}
+  bool order(int, StreamId, EventId) noexcept override { return true; }
   bool capturing(StreamId) noexcept override { return false; }
   bool advise(int, Range, Advice) noexcept override { return true; }
   bool populate(int, Range) noexcept override { return true; }

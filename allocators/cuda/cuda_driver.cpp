@@ -100,6 +100,16 @@ void CudaDriver::wait(EventId id) noexcept {
   recycle(event);
 }
 
+bool CudaDriver::order(int device, StreamId stream, EventId id) noexcept {
+  if (in_forked_child()) return false;
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  auto* event = reinterpret_cast<Event*>(id);
+  const bool ordered = succeeded(cudaStreamWaitEvent(stream_handle(stream), event->handle, 0));
+  recycle(event);
+  return ordered;
+}
+
 void CudaDriver::recycle(Event* event) noexcept {
   const std::lock_guard lock(mutex_);
   devices_[static_cast<std::size_t>(event->device)].idle_events.push_back(event);

@@ -19,6 +19,7 @@ class CudaDriver final : public Driver {
   EventId record(int device, StreamId stream) noexcept override;
   bool finished(EventId event) noexcept override;
   void wait(EventId event) noexcept override;
+  bool order(int device, StreamId stream, EventId event) noexcept override;
   bool capturing(StreamId stream) noexcept override;
   bool advise(int device, Range range, Advice advice) noexcept override;
   bool populate(int device, Range range) noexcept override;

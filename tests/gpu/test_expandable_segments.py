@@ -53,6 +53,16 @@ def test_changing_sizes_stay_within_the_budget(changing: Any) -> None:
     assert changing["broken"] == 0
 
 
+def test_streams_share_a_budget_in_turns(start: Callable[..., Job], policy: str) -> None:
+    facts = start(
+        "expandable.py", "borrowing", policy, UMEM_DEVICE_BUDGET=f"{BUDGET_MIB}MiB", **DETERMINISTIC
+    ).facts()
+    assert facts["wrong"] == 0
+    assert facts["calls"] == 0  # each one uses what the other one has freed, where it is
+    assert facts["spilled_bytes"] == 0
+    assert facts["budget_peak_bytes"] <= BUDGET_MIB * MIB
+
+
 def test_a_training_is_stocks_to_the_last_bit(start: Callable[..., Job], policy: str) -> None:
     mapped = start("expandable.py", "train", policy, **DETERMINISTIC).facts()
     stock = start("expandable.py", "train", "stock", **DETERMINISTIC).facts()

@@ -116,7 +116,42 @@ def train() -> dict[str, Any]:
     return {"losses": losses, "digest": digest.hexdigest(), "calls": calls}
 
 
-MODES = {"changing": changing, "train": train}
+def borrowing() -> dict[str, Any]:
+    """A side stream and the program's stream share nearly the whole budget in turns."""
+    allocator = runtime().allocator
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    factor = torch.full((4096, 4096), 1.0 / 4096, device="cuda")  # a mean, so that products stay
+    results = torch.zeros(2, 40, device="cuda")
+
+    def use(stream: torch.cuda.Stream, number: int) -> None:
+        """Fill 1 GiB, have slow work read it, and free it before that work is over."""
+        with torch.cuda.stream(stream):
+            tensor = torch.full((16, 4096, 4096), float(number), device="cuda")
+            mean = tensor[0]
+            for index in range(16):
+                mean = (mean + tensor[index]) @ factor / 2
+            results[int(stream is side), number].copy_(mean[0, 0])
+
+    for number in range(4):
+        use(main, number)
+        use(side, number)
+    torch.cuda.synchronize()
+    before = allocator.stats(0)
+    for number in range(4, 40):
+        use(main, number)
+        use(side, number)
+    torch.cuda.synchronize()
+    after = allocator.stats(0)
+    expected = torch.arange(40, device="cuda").expand(2, 40)
+    return {
+        "wrong": int((results != expected).sum().item()),
+        "calls": sum(after[name] - before[name] for name in ("num_device_alloc", "num_device_free")),
+        "budget_peak_bytes": after["budget_bytes"]["peak"],
+        "spilled_bytes": allocator.kind_stats(0)["pinned"]["spilled_bytes"],
+    }
+
+
+MODES = {"borrowing": borrowing, "changing": changing, "train": train}
 
 if __name__ == "__main__":
     mode, policy = sys.argv[1:]

@@ -135,9 +135,53 @@ void FakeDriver::wait(EventId id) noexcept {
   const std::lock_guard lock(mutex_);
   const auto event = events_.find(id);
   CHECK(event != events_.end());
-  Stream& stream = streams_[event->second.stream];
-  stream.done = std::max(stream.done, event->second.mark);
+  complete(event->second);
   events_.erase(event);
+}
+
+bool FakeDriver::order(int device, StreamId stream, EventId id) noexcept {
+  slow.enter("order");
+  const std::lock_guard lock(mutex_);
+  CHECK(!capturing_.contains(stream));
+  const auto event = events_.find(id);
+  CHECK(event != events_.end());
+  const bool ordered = !faults_->fails() && !refuses_events_;
+  Stream& of = streams_[key(stream, device)];
+  if (ordered && streams_[event->second.stream].done < event->second.mark)
+    of.waits.push_back({of.launched++, event->second});  // a piece of work, as any other
+  events_.erase(event);
+  return ordered;
+}
+
+// Finishes a stream's work, and before that what the work waits for.
+void FakeDriver::complete(const Event& event) {
+  Stream& stream = streams_[event.stream];
+  const auto comes_later = [&](const Wait& wait) { return wait.after >= event.mark; };
+  const auto first =
+      std::stable_partition(stream.waits.begin(), stream.waits.end(), comes_later);
+  const std::vector<Wait> over(first, stream.waits.end());
+  stream.waits.erase(first, stream.waits.end());
+  for (const Wait& wait : over) complete(wait.event);
+  stream.done = std::max(stream.done, event.mark);
+}
+
+bool FakeDriver::runs_behind(DeviceStream later, DeviceStream earlier, std::uint64_t mark) {
+  const std::lock_guard lock(mutex_);
+  later = key(later.stream, later.device);
+  earlier = key(earlier.stream, earlier.device);
+  if (later == earlier || streams_[earlier].done >= mark) return true;
+  std::map<DeviceStream, std::uint64_t> reached;
+  std::vector<Event> open{{later, streams_[later].launched + 1}};
+  while (!open.empty()) {
+    const Event from = open.back();
+    open.pop_back();
+    for (const Wait& wait : streams_[from.stream].waits) {
+      if (wait.after >= from.mark || reached[wait.event.stream] >= wait.event.mark) continue;
+      reached[wait.event.stream] = wait.event.mark;
+      open.push_back(wait.event);
+    }
+  }
+  return reached[earlier] >= mark;
 }
 
 bool FakeDriver::capturing(StreamId stream) noexcept {
@@ -168,7 +212,10 @@ bool FakeDriver::synchronize(int) noexcept {
   slow.enter("synchronize");
   const std::lock_guard lock(mutex_);
   if (faults_->fails() || !capturing_.empty()) return false;
-  for (auto& [id, stream] : streams_) stream.done = stream.launched;
+  for (auto& [id, stream] : streams_) {
+    stream.done = stream.launched;
+    stream.waits.clear();
+  }
   return true;
 }
 
@@ -195,8 +242,7 @@ std::uint64_t FakeDriver::launch(StreamId stream, int device) {
 
 void FakeDriver::finish(StreamId stream, int device) {
   const std::lock_guard lock(mutex_);
-  Stream& of = streams_[key(stream, device)];
-  of.done = of.launched;
+  complete({key(stream, device), streams_[key(stream, device)].launched});
 }
 
 std::uint64_t FakeDriver::done(StreamId stream) {

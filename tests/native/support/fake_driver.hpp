@@ -78,6 +78,7 @@ class FakeDriver final : public Driver {
   EventId record(int device, StreamId stream) noexcept override;
   bool finished(EventId id) noexcept override;
   void wait(EventId id) noexcept override;
+  bool order(int device, StreamId stream, EventId id) noexcept override;
   bool capturing(StreamId stream) noexcept override;
   bool advise(int, Range range, Advice advice) noexcept override;
   bool populate(int, Range range) noexcept override;
@@ -93,6 +94,8 @@ class FakeDriver final : public Driver {
   std::uint64_t launch(StreamId stream, int device = 0);
   void finish(StreamId stream, int device = 0);
   std::uint64_t done(StreamId stream);
+  // Whether work that `later` gets now starts behind the work of `earlier` that `mark` stands for.
+  bool runs_behind(DeviceStream later, DeviceStream earlier, std::uint64_t mark);
   void begin_capture(StreamId stream);
   void end_capture(StreamId stream);
   void refuse_hints(bool refuse);
@@ -107,15 +110,22 @@ class FakeDriver final : public Driver {
   SlowCalls slow;  // record, wait, advise, populate, memory, synchronize, copy, evict
 
  private:
-  struct Stream {
-    std::uint64_t launched = 0;
-    std::uint64_t done = 0;
-  };
   struct Event {
     DeviceStream stream;
     std::uint64_t mark;
   };
+  // What a stream has been told to wait for, by order(), before its work behind `after`.
+  struct Wait {
+    std::uint64_t after;
+    Event event;
+  };
+  struct Stream {
+    std::uint64_t launched = 0;
+    std::uint64_t done = 0;
+    std::vector<Wait> waits;
+  };
 
+  void complete(const Event& event);
   static DeviceStream key(StreamId stream, int device) { return {stream == 0 ? device : 0, stream}; }
 
   const std::shared_ptr<Faults> faults_;

@@ -1,0 +1,87 @@
+// Free memory of one stream that serves another one, at the addresses where it lies.
+//
+// Handles that move between heaps keep the host waiting for the work of the stream that had them,
+// and take the driver's time. Here one stream waits for the other, and nothing is mapped.
+#include "core/device_allocator.hpp"
+
+namespace umem {
+
+// The heap whose stream may use the block: the borrower's.
+const Heap& DeviceAllocator::user_of(const Block& block) const {
+  return block.borrower != nullptr ? *block.borrower : *block.segment->heap;
+}
+
+// A free borrowed block of the size that a request would get.
+Block* DeviceAllocator::free_borrowed(const Heap& heap, std::size_t bytes) const {
+  for (Block* block : heap.free_borrowed)
+    if (block->bytes == bytes) return block;
+  return nullptr;
+}
+
+// A cached block of another stream's heap, for work behind all that this stream has to do now.
+// nullptr where none is large enough, or where the streams cannot be put in order.
+Block* DeviceAllocator::borrow(Heap& heap, std::size_t bytes) {
+  if (heap.tier == Tier::small || heap.expandable == nullptr) return nullptr;
+  Block* best = nullptr;
+  for (const auto& [stream, heaps] : heaps_)
+    for (const std::unique_ptr<Heap>& other : heaps) {
+      if (other == nullptr || other.get() == &heap || other->expandable == nullptr ||
+          other->tier != heap.tier)
+        continue;
+      Block* const block = other->index.best_fit(bytes);
+      if (block != nullptr && (best == nullptr || block->bytes < best->bytes)) best = block;
+    }
+  if (best == nullptr || !put_behind(heap, *best->segment->heap)) return nullptr;
+  uncache(best);
+  cut(best, bytes);
+  best->borrower = &heap;
+  return best;
+}
+
+// Has the later work of one heap's stream wait for the earlier work of another one's.
+bool DeviceAllocator::put_behind(const Heap& later, const Heap& earlier) {
+  if (driver_.capturing(later.stream)) return false;
+  const EventId event = record_use(earlier);
+  return event != 0 && driver_.order(device_, later.stream, event);
+}
+
+// Free borrowed blocks of `owner`, or of all heaps, are their owners' again, whose streams use them
+// behind the borrowers' work. Where streams cannot be put in order, blocks stay borrowed.
+void DeviceAllocator::take_back(const Heap* owner) {
+  for (auto& [stream, heaps] : heaps_)
+    for (const std::unique_ptr<Heap>& heap : heaps) {
+      if (heap == nullptr) continue;
+      std::map<const Heap*, bool> is_behind;
+      std::vector<Block*> kept;
+      for (Block* block : std::exchange(heap->free_borrowed, {})) {
+        const Heap* const its_owner = block->segment->heap;
+        bool returns = owner == nullptr || its_owner == owner;
+        if (returns) {
+          const auto [entry, is_new] = is_behind.try_emplace(its_owner, false);
+          if (is_new) entry->second = put_behind(*its_owner, *heap);
+          returns = entry->second;
+        }
+        if (returns) {
+          block->borrower = nullptr;
+          settle(block);
+        } else {
+          kept.push_back(block);
+        }
+      }
+      heap->free_borrowed = std::move(kept);
+    }
+}
+
+// A cached block, for which the heap takes back what others have borrowed and do not use.
+Block* DeviceAllocator::take_back_for(Heap& heap, std::size_t bytes) {
+  take_back(&heap);
+  return take_cached(heap, bytes);
+}
+
+// All free memory is where it belongs, and can be given back.
+void DeviceAllocator::gather_free_memory() {
+  end_all_aliases();
+  take_back(nullptr);
+}
+
+}  // namespace umem

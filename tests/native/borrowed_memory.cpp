@@ -1,0 +1,241 @@
+// Free memory of one stream that serves another one behind its work.
+#include "core/host.hpp"
+#include "steps.hpp"
+
+namespace umem {
+namespace {
+
+constexpr StreamId kSide = 7;
+constexpr std::size_t kBudget = 64 * MiB;
+constexpr std::size_t kHost = 64 * GiB;  // available host memory
+
+std::size_t calls(const Machine& machine) {
+  return mapped(machine).created() + mapped(machine).maps() + mapped(machine).unmaps();
+}
+
+std::size_t spilled_bytes(const Machine& machine) { return pinned_stats(machine).spilled_bytes; }
+
+// The side stream has the whole budget, and work that may use it; none of it is live.
+struct Spent {
+  Machine machine{{.config = budget_config(kBudget), .virtual_memory = true}};
+  const std::uintptr_t address = machine.allocate(kBudget, kSide);
+  const std::uint64_t work = machine.driver.launch(kSide);
+  Spent() { machine.free(address); }
+
+  bool runs_behind(StreamId later, StreamId earlier, std::uint64_t mark) {
+    return machine.driver.runs_behind({0, later}, {0, earlier}, mark);
+  }
+};
+
+void a_stream_waits_for_another_and_the_host_does_not() {
+  Spent spent;
+  Machine& machine = spent.machine;
+  const std::size_t before = calls(machine);
+  CHECK(!spent.runs_behind(kMain, kSide, spent.work));
+  CHECK_EQUAL(machine.allocate(40 * MiB), spent.address);
+  CHECK(spent.runs_behind(kMain, kSide, spent.work));
+  CHECK_EQUAL(machine.driver.done(kSide), 0U);
+  CHECK_EQUAL(calls(machine), before);
+  CHECK_EQUAL(machine.driver.events(), 0U);
+  CHECK_EQUAL(budget_bytes(machine), kBudget);
+  CHECK_EQUAL(spilled_bytes(machine), 0U);
+  check_consistent(machine.device);
+}
+
+void the_smallest_block_that_is_enough_is_borrowed() {
+  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+  const std::uintptr_t large = machine.allocate(40 * MiB, kSide);
+  const std::uintptr_t small = machine.allocate(24 * MiB, kSide + 1);
+  machine.free(large);
+  machine.free(small);
+  CHECK_EQUAL(machine.allocate(20 * MiB), small);
+}
+
+// As long as its owner does not need it, nothing has to be waited for again.
+void the_borrower_uses_it_again() {
+  Spent spent;
+  Machine& machine = spent.machine;
+  machine.free(machine.allocate(40 * MiB));
+  const std::uint64_t later = machine.driver.launch(kSide);
+  CHECK_EQUAL(machine.allocate(40 * MiB), spent.address);
+  CHECK(!spent.runs_behind(kMain, kSide, later));
+  CHECK_EQUAL(machine.allocate(24 * MiB, kSide), spent.address + 40 * MiB);
+  check_consistent(machine.device);
+}
+
+void the_owner_takes_back_what_is_free() {
+  Spent spent;
+  Machine& machine = spent.machine;
+  const std::uintptr_t borrowed = machine.allocate(40 * MiB);
+  const std::uint64_t work = machine.driver.launch(kMain);
+  machine.free(borrowed);
+  const std::size_t before = calls(machine);
+  CHECK_EQUAL(machine.allocate(kBudget, kSide), spent.address);
+  CHECK(spent.runs_behind(kSide, kMain, work));
+  CHECK_EQUAL(machine.driver.done(kMain), 0U);
+  CHECK_EQUAL(calls(machine), before);
+  CHECK_EQUAL(spilled_bytes(machine), 0U);
+  check_consistent(machine.device);
+}
+
+void the_owner_does_not_take_what_is_live() {
+  Spent spent;
+  Machine& machine = spent.machine;
+  const std::uintptr_t borrowed = machine.allocate(40 * MiB);
+  machine.allocate(kBudget, kSide);
+  CHECK_EQUAL(spilled_bytes(machine), kBudget);
+  machine.allocate(24 * MiB, kSide);
+  CHECK_EQUAL(spilled_bytes(machine), kBudget);
+  machine.free(borrowed);
+  CHECK_EQUAL(machine.allocate(40 * MiB, kSide), borrowed);
+  check_consistent(machine.device);
+}
+
+// A third stream gets what nobody uses, whoever has borrowed it.
+void a_third_stream_borrows_it_from_the_owner() {
+  Spent spent;
+  Machine& machine = spent.machine;
+  const std::uintptr_t borrowed = machine.allocate(40 * MiB);
+  const std::uint64_t work = machine.driver.launch(kMain);
+  machine.free(borrowed);
+  CHECK_EQUAL(machine.allocate(60 * MiB, kSide + 1), spent.address);
+  CHECK(spent.runs_behind(kSide + 1, kSide, spent.work));
+  CHECK(spent.runs_behind(kSide + 1, kMain, work));
+  CHECK_EQUAL(machine.driver.done(kMain) + machine.driver.done(kSide), 0U);
+  check_consistent(machine.device);
+}
+
+// Streams beside the borrower's, of which the owner's is one, are waited for as with any block.
+void recorded_streams_are_waited_for() {
+  Spent spent;
+  Machine& machine = spent.machine;
+  const std::uintptr_t borrowed = machine.allocate(kBudget);
+  machine.device.record_stream(borrowed, kMain);
+  machine.free(borrowed);
+  CHECK_EQUAL(machine.driver.events(), 0U);
+  CHECK_EQUAL(machine.allocate(kBudget), borrowed);
+
+  machine.device.record_stream(borrowed, kSide);
+  const std::uint64_t work = machine.driver.launch(kSide);
+  machine.free(borrowed);
+  CHECK_EQUAL(machine.driver.events(), 1U);
+  CHECK_EQUAL(machine.allocate(kBudget), borrowed);  // nothing else would be on the device
+  CHECK_EQUAL(machine.driver.done(kSide), work);
+  CHECK_EQUAL(machine.driver.events(), 0U);
+  check_consistent(machine.device);
+}
+
+// A capture cannot be put in order with other work: the host waits for the owner and moves handles,
+// or serves the request where the owner cannot be waited for either.
+void captures_neither_lend_nor_borrow() {
+  for (const StreamId capturing : {kMain, kSide}) {
+    Spent spent;
+    Machine& machine = spent.machine;
+    machine.driver.begin_capture(capturing);
+    CHECK(machine.allocate(40 * MiB) != spent.address);
+    CHECK_EQUAL(machine.driver.done(kSide), capturing == kMain ? spent.work : 0U);
+    CHECK_EQUAL(spilled_bytes(machine), capturing == kMain ? 0U : 40 * MiB);
+    check_consistent(machine.device);
+  }
+}
+
+void what_a_capture_has_borrowed_returns_after_it() {
+  Spent spent;
+  Machine& machine = spent.machine;
+  const std::uintptr_t borrowed = machine.allocate(40 * MiB);
+  machine.driver.begin_capture(kMain);
+  machine.free(borrowed);
+  machine.allocate(kBudget, kSide);
+  CHECK_EQUAL(spilled_bytes(machine), kBudget);
+  machine.driver.end_capture(kMain);
+  CHECK_EQUAL(machine.allocate(kBudget, kSide), spent.address);
+  check_consistent(machine.device);
+}
+
+void where_streams_cannot_be_put_in_order_nothing_is_borrowed() {
+  Spent spent;
+  Machine& machine = spent.machine;
+  machine.driver.refuse_events(true);
+  machine.allocate(40 * MiB);
+  CHECK_EQUAL(spilled_bytes(machine), 40 * MiB);
+  machine.driver.refuse_events(false);
+  const std::uintptr_t borrowed = machine.allocate(48 * MiB);
+  CHECK_EQUAL(borrowed, spent.address);
+  machine.free(borrowed);
+  machine.driver.refuse_events(true);
+  machine.device.empty_cache();
+  CHECK_EQUAL(mapped(machine).held_bytes(), kBudget);
+  machine.driver.refuse_events(false);
+  machine.device.empty_cache();
+  CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
+  check_consistent(machine.device);
+}
+
+void it_goes_back_like_all_free_memory() {
+  Spent spent;
+  Machine& machine = spent.machine;
+  const std::uintptr_t borrowed = machine.allocate(40 * MiB);
+  const std::uint64_t work = machine.driver.launch(kMain);
+  machine.free(borrowed);
+  bool was_over = true;
+  mapped(machine).on_unmap([&] { was_over = was_over && machine.driver.done(kMain) >= work; });
+  machine.device.set_device_budget(10 * MiB);
+  CHECK_EQUAL(mapped(machine).held_bytes(), 10 * MiB);
+  machine.device.empty_cache();
+  CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
+  CHECK(was_over);
+  CHECK_EQUAL(machine.driver.events(), 0U);
+  check_consistent(machine.device);
+}
+
+void it_outlasts_a_pause() {
+  Spent spent;
+  Machine& machine = spent.machine;
+  const std::uintptr_t borrowed = machine.allocate(40 * MiB);
+  const PauseReport report = machine.device.pause(kHost);
+  CHECK_EQUAL(report.host_bytes, 40 * MiB);
+  CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
+  machine.device.resume();
+  CHECK(mapped(machine).holds(borrowed, 40 * MiB));
+  machine.free(borrowed);
+  CHECK_EQUAL(machine.allocate(40 * MiB), borrowed);
+  machine.free(borrowed);
+  machine.device.empty_cache();
+  CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
+  check_consistent(machine.device);
+}
+
+// Others use the card too, or there is no budget.
+void a_card_that_is_full_lends_too() {
+  Machine machine({.config = config_of(MemoryKind::device), .virtual_memory = true});
+  mapped(machine).set_capacity(kBudget);
+  const std::uintptr_t side = machine.allocate(kBudget, kSide);
+  const std::uint64_t work = machine.driver.launch(kSide);
+  machine.free(side);
+  const std::size_t unmaps = mapped(machine).unmaps();
+  CHECK_EQUAL(machine.allocate(40 * MiB), side);
+  CHECK(machine.driver.runs_behind({0, kMain}, {0, kSide}, work));
+  CHECK_EQUAL(machine.driver.done(kSide), 0U);
+  CHECK_EQUAL(mapped(machine).unmaps(), unmaps);
+  check_consistent(machine.device);
+}
+
+}  // namespace
+}  // namespace umem
+
+int main() {
+  using namespace umem;
+  RUN(a_stream_waits_for_another_and_the_host_does_not);
+  RUN(the_smallest_block_that_is_enough_is_borrowed);
+  RUN(the_borrower_uses_it_again);
+  RUN(the_owner_takes_back_what_is_free);
+  RUN(the_owner_does_not_take_what_is_live);
+  RUN(a_third_stream_borrows_it_from_the_owner);
+  RUN(recorded_streams_are_waited_for);
+  RUN(captures_neither_lend_nor_borrow);
+  RUN(what_a_capture_has_borrowed_returns_after_it);
+  RUN(where_streams_cannot_be_put_in_order_nothing_is_borrowed);
+  RUN(it_goes_back_like_all_free_memory);
+  RUN(it_outlasts_a_pause);
+  RUN(a_card_that_is_full_lends_too);
+}
