@@ -389,6 +389,23 @@ void stress(std::size_t steps, std::uint64_t seed, bool caching, std::size_t off
   Exchange exchange;
   std::size_t peak_bytes = 0;
 
+  // What the default stream uses, all GPUs' default streams use that have been used before.
+  for (int number = 0; number < kDevices; ++number) {
+    const std::uint64_t token = allocator.classes().enter(TensorClass::other);
+    void* const address = allocator.allocate(1, number, 0);
+    CHECK(allocator.classes().leave(token));
+    const Held block{.address = reinterpret_cast<std::uintptr_t>(address),
+                     .bytes = 1,
+                     .device = number,
+                     .stream = 0,
+                     .tensor_class = TensorClass::other,
+                     .pool = {},
+                     .recorded = {}};
+    shadow.add(block);
+    shadow.remove(block);
+    CHECK(allocator.device(number).free(block.address));
+  }
+
   const auto check_at_rest = [&] {
     std::size_t reserved_bytes = 0;
     for (int number = 0; number < kDevices; ++number) {

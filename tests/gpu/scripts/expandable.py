@@ -145,7 +145,7 @@ def borrowing() -> dict[str, Any]:
     expected = torch.arange(40, device="cuda").expand(2, 40)
     return {
         "wrong": int((results != expected).sum().item()),
-        "calls": sum(after[name] - before[name] for name in ("num_device_alloc", "num_device_free")),
+        "calls": sum(after[it] - before[it] for it in ("num_device_alloc", "num_device_free")),
         "budget_peak_bytes": after["budget_bytes"]["peak"],
         "spilled_bytes": allocator.kind_stats(0)["pinned"]["spilled_bytes"],
     }
