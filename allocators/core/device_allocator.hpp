@@ -360,7 +360,7 @@ class DeviceAllocator {
       void* raw;
       std::size_t raw_bytes;
     };
-    std::vector<EventId> work;     // of streams that used it
+    EventId work = 0;              // that may still use it
     std::vector<Range> announced;  // to the release listener
     std::vector<Piece> pieces;     // of the source
     std::vector<Run> mapped;
@@ -464,7 +464,7 @@ class DeviceAllocator {
   bool on_device(const Spare& spare) const;
   void release_spares(std::vector<Spare> spares);
   void take_out_segment(Block* block, LeavingMemory& leaving);
-  std::vector<EventId> record_work(std::vector<Spare>& spares);
+  EventId record_work(std::vector<Spare>& spares);
   void append_piece(const Segment& segment, LeavingMemory& leaving) const;
   void give_back(const LeavingMemory& leaving);
   std::string budget_use() const;

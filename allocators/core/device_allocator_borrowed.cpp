@@ -18,7 +18,7 @@ Block* DeviceAllocator::free_borrowed(const Heap& heap, std::size_t bytes) const
   return nullptr;
 }
 
-// A cached block of another stream's heap, for work behind all that this stream has to do now.
+// A cached block of another stream's heap, for work behind all that may still use it.
 // nullptr where none is large enough, or where the streams cannot be put in order.
 Block* DeviceAllocator::borrow(Heap& heap, std::size_t bytes) {
   if (heap.tier == Tier::small || heap.expandable == nullptr) return nullptr;
@@ -38,7 +38,7 @@ Block* DeviceAllocator::borrow(Heap& heap, std::size_t bytes) {
   return best;
 }
 
-// Has the later work of one heap's stream wait for the earlier work of another one's.
+// Has the later work of one heap's stream wait for what may still use free memory of another one.
 bool DeviceAllocator::put_behind(const Heap& later, const Heap& earlier) {
   if (driver_.capturing(later.stream)) return false;
   const EventId event = record_use(earlier);
@@ -46,7 +46,7 @@ bool DeviceAllocator::put_behind(const Heap& later, const Heap& earlier) {
 }
 
 // Free borrowed blocks of `owner`, or of all heaps, are their owners' again, whose streams use them
-// behind the borrowers' work. Where streams cannot be put in order, blocks stay borrowed.
+// behind what may still use them. Where streams cannot be put in order, blocks stay borrowed.
 void DeviceAllocator::take_back(const Heap* owner) {
   for (auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& heap : heaps) {

@@ -58,32 +58,33 @@ void DeviceAllocator::release_spares(std::vector<Spare> spares) {
   unlocked([&] { give_back(leaving); });
 }
 
-// An event behind the work of a heap's stream so far; 0 where it cannot be waited for.
+// An event behind all that may still use free memory of a heap; 0 where it cannot be waited for. That
+// is not only the heap's stream: a program may free a tensor that another stream reads, and have
+// the tensor's stream wait for that one before its next request. So FSDP2 frees gradients. Torch's
+// own allocator keeps that memory to its stream but for cudaFree, which waits for the device.
 EventId DeviceAllocator::record_use(const Heap& heap) {
-  return driver_.capturing(heap.stream) ? 0 : driver_.record(device_, heap.stream);
+  if (driver_.capturing(heap.stream)) return 0;
+  std::vector<StreamId> streams;
+  for (const auto& [stream, heaps] : heaps_)
+    if (!driver_.capturing(stream)) streams.push_back(stream);
+  return driver_.record_all(device_, streams);
 }
 
 // The driver's memory is freed behind the work of all streams. Unmapping handles and freeing the
-// system's memory wait for nothing: returns the work of the streams that used it, to be waited for,
-// and leaves out those that cannot be waited for. With `mutex_`: nobody may take the memory from the
-// cache behind the events that are recorded here, and what cannot be waited for stays there.
-std::vector<EventId> DeviceAllocator::record_work(std::vector<Spare>& spares) {
-  std::vector<EventId> work;
-  std::map<StreamId, bool> recorded;
+// system's memory wait for nothing: returns an event behind what may use it, to be waited for, and
+// leaves out what cannot be waited for. With `mutex_`: nobody may take the memory from the
+// cache behind the event that is recorded here, and what cannot be waited for stays there.
+EventId DeviceAllocator::record_work(std::vector<Spare>& spares) {
+  std::optional<EventId> event;
   std::erase_if(spares, [&](const Spare& spare) {
     const Segment& segment = *spare.block->segment;
     const bool waits = profiles_[segment.heap->profile].kind != MemoryKind::system;
     if (!segment.is_expandable && waits) return false;
-    const StreamId stream = segment.heap->stream;
-    const auto [entry, is_new] = recorded.try_emplace(stream, false);
-    if (is_new) {
-      const EventId event = record_use(*segment.heap);
-      if (event != 0) work.push_back(event);
-      entry->second = event != 0;
-    }
-    return !entry->second;
+    if (driver_.capturing(segment.heap->stream)) return true;
+    if (!event) event = record_use(*segment.heap);
+    return *event == 0;
   });
-  return work;
+  return event.value_or(0);
 }
 
 // A segment that is one cached block.
@@ -121,7 +122,7 @@ void DeviceAllocator::append_piece(const Segment& segment, LeavingMemory& leavin
 
 // Announces all segments at once, so that the listener waits only for the longest call.
 void DeviceAllocator::give_back(const LeavingMemory& leaving) {
-  for (const EventId event : leaving.work) driver_.wait(event);
+  if (leaving.work != 0) driver_.wait(leaving.work);
   if (release_listener_ != nullptr && !leaving.announced.empty())
     release_listener_->before_release(leaving.announced);
   for (const auto& [heap, range] : leaving.mapped) heap->expandable->unmap(range, moving_);

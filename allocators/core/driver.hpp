@@ -54,6 +54,8 @@ class Driver {
   // Records an event after the current work of `stream`, which may be of another device than this
   // one unless it is the default stream. 0 on failure.
   virtual EventId record(int device, StreamId stream) noexcept = 0;
+  // The same for several streams of the device.
+  virtual EventId record_all(int device, std::span<const StreamId> streams) noexcept = 0;
   // True once the event has completed; the event is then recycled.
   virtual bool finished(EventId event) noexcept = 0;
   // Waits for the event and recycles it.

@@ -83,6 +83,27 @@ EventId CudaDriver::record_on(int device, StreamId stream) noexcept {
   return reinterpret_cast<EventId>(event);
 }
 
+EventId CudaDriver::record_all(int device, std::span<const StreamId> streams) noexcept {
+  if (in_forked_child()) return 0;
+  const RelaxedCaptureMode relaxed;
+  const CurrentDevice current(device);
+  cudaStream_t meeting = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    cudaStream_t& of_device = devices_[static_cast<std::size_t>(device)].meeting;
+    if (of_device == nullptr &&
+        !succeeded(cudaStreamCreateWithFlags(&of_device, cudaStreamNonBlocking)))
+      return 0;
+    meeting = of_device;
+  }
+  const auto place = reinterpret_cast<StreamId>(meeting);
+  for (const StreamId stream : streams) {
+    const EventId event = record(device, stream);
+    if (event == 0 || !order(device, place, event)) return 0;
+  }
+  return record_on(device, place);
+}
+
 bool CudaDriver::finished(EventId id) noexcept {
   if (in_forked_child()) return false;
   const RelaxedCaptureMode relaxed;

@@ -17,6 +17,7 @@ class CudaDriver final : public Driver {
   explicit CudaDriver(int devices) : devices_(static_cast<std::size_t>(devices)) {}
 
   EventId record(int device, StreamId stream) noexcept override;
+  EventId record_all(int device, std::span<const StreamId> streams) noexcept override;
   bool finished(EventId event) noexcept override;
   void wait(EventId event) noexcept override;
   bool order(int device, StreamId stream, EventId event) noexcept override;
@@ -38,6 +39,7 @@ class CudaDriver final : public Driver {
   struct Device {
     std::vector<Event*> idle_events;
     cudaStream_t stream = nullptr;  // see stream_of()
+    cudaStream_t meeting = nullptr;  // of record_all(): it has no work but to wait for others
   };
 
   EventId record_on(int device, StreamId stream) noexcept;

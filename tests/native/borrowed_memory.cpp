@@ -51,6 +51,19 @@ void the_smallest_block_that_is_enough_is_borrowed() {
   CHECK_EQUAL(machine.allocate(20 * MiB), small);
 }
 
+// A program may free what another stream reads, and have the owner wait for that before it asks for
+// memory again. The borrower cannot know.
+void a_stream_waits_for_all_that_may_still_read_it() {
+  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+  machine.free(machine.allocate(4 * MiB));
+  const std::uintptr_t address = machine.allocate(60 * MiB, kSide);
+  const std::uint64_t read = machine.driver.launch(kMain);
+  machine.free(address);
+  CHECK_EQUAL(machine.allocate(40 * MiB, kSide + 1), address);
+  CHECK(machine.driver.runs_behind({0, kSide + 1}, {0, kMain}, read));
+  CHECK_EQUAL(machine.driver.done(kMain), 0U);
+}
+
 // As long as its owner does not need it, nothing has to be waited for again.
 void the_borrower_uses_it_again() {
   Spent spent;
@@ -227,6 +240,7 @@ int main() {
   using namespace umem;
   RUN(a_stream_waits_for_another_and_the_host_does_not);
   RUN(the_smallest_block_that_is_enough_is_borrowed);
+  RUN(a_stream_waits_for_all_that_may_still_read_it);
   RUN(the_borrower_uses_it_again);
   RUN(the_owner_takes_back_what_is_free);
   RUN(the_owner_does_not_take_what_is_live);

@@ -118,6 +118,14 @@ void all_that_is_free_goes_back() {
   check_exact(machine);
 }
 
+// Two free blocks of a stream, between them a live one, and 64 MiB in all.
+void leave_two_holes(Machine& machine) {
+  const std::uintptr_t first = machine.allocate(24 * MiB, kSide);
+  machine.allocate(8 * MiB, kSide);
+  machine.free(machine.allocate(32 * MiB, kSide));
+  machine.free(first);
+}
+
 // Unmapping waits for nothing, so what streams still have to do is waited for before.
 void no_handle_leaves_under_work() {
   Machine machine = machine_of(80 * MiB);
@@ -134,6 +142,19 @@ void no_handle_leaves_under_work() {
   machine.allocate(72 * MiB);  // takes from both
   CHECK_EQUAL(machine.driver.done(kMain), main_work);
   CHECK_EQUAL(machine.driver.done(kSide), side_work);
+  CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
+  check_exact(machine);
+}
+
+// Not even under that of a stream that has none of it: a program may free what another stream reads.
+void no_handle_leaves_under_a_reader() {
+  Machine machine = machine_of(72 * MiB);
+  machine.allocate(8 * MiB);
+  leave_two_holes(machine);
+  const std::uint64_t read = machine.driver.launch(kMain);
+  mapped(machine).on_unmap([&] { CHECK(machine.driver.done(kMain) >= read); });
+  machine.allocate(40 * MiB, kSide + 1);
+  CHECK(mapped(machine).unmaps() > 0);
   CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
   check_exact(machine);
 }
@@ -180,14 +201,6 @@ void holes_are_filled() {
   CHECK_EQUAL(runs(machine), 1U);
   CHECK_EQUAL(mapped(machine).held_bytes(), 48 * MiB);
   check_exact(machine);
-}
-
-// Two free blocks of a stream, between them a live one, and 64 MiB in all.
-void leave_two_holes(Machine& machine) {
-  const std::uintptr_t first = machine.allocate(24 * MiB, kSide);
-  machine.allocate(8 * MiB, kSide);
-  machine.free(machine.allocate(32 * MiB, kSide));
-  machine.free(first);
 }
 
 void handles_move_between_streams() {
@@ -492,6 +505,7 @@ int main() {
   RUN(without_addresses_segments_are_the_sources);
   RUN(all_that_is_free_goes_back);
   RUN(no_handle_leaves_under_work);
+  RUN(no_handle_leaves_under_a_reader);
   RUN(without_events_nothing_is_unmapped);
   RUN(holes_move_within_a_range);
   RUN(holes_are_filled);

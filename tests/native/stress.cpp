@@ -59,16 +59,16 @@ class Shadow {
     CHECK(next == live_.begin() || std::prev(next)->second.end <= block.address);
     live_[block.address] = {end, block};
 
-    // What other streams still used may only be handed out once their work is over, but for the
-    // stream on which it was allocated: mapped memory serves another one behind that one's work.
+    // What other streams still used may only be handed out once their work is over. Mapped memory
+    // serves another stream than before behind the work of all.
     const bool is_mapped = mapped_ != nullptr && mapped_->holds(block.address, 1);
     auto used = in_use_.upper_bound(block.address);
     while (used != in_use_.begin() && std::prev(used)->second.end > block.address) --used;
     while (used != in_use_.end() && used->first < end) {
       for (const auto& [stream, mark] : used->second.marks) CHECK(driver_.done(stream) >= mark);
-      const Home& home = used->second.home;
-      if (is_mapped)
-        CHECK(driver_.runs_behind({block.device, block.stream}, home.stream, home.mark));
+      if (is_mapped && block.stream != used->second.home)
+        for (const auto& [stream, mark] : used->second.beside)
+          CHECK(driver_.runs_behind({block.device, block.stream}, stream, mark));
       used = in_use_.erase(used);
     }
     count(block, true);
@@ -84,8 +84,11 @@ class Shadow {
     std::map<StreamId, std::uint64_t> marks;
     for (const StreamId stream : block.recorded)
       if (stream != block.stream) marks[stream] = driver_.launch(stream);
-    in_use_[block.address] = {
-        end, marks, {{block.device, block.stream}, driver_.launch(block.stream, block.device)}};
+    driver_.launch(block.stream, block.device);
+    std::map<DeviceStream, std::uint64_t> beside;
+    for (StreamId stream = 0; stream < kCommonStreams; ++stream)
+      beside[{block.device, stream}] = driver_.launched({block.device, stream});
+    in_use_[block.address] = {end, marks, block.stream, beside};
   }
 
   void retag(Held& block, TensorClass tensor_class) {
@@ -151,14 +154,11 @@ class Shadow {
     std::uintptr_t end;
     Held block;
   };
-  struct Home {
-    DeviceStream stream;
-    std::uint64_t mark;
-  };
   struct InUse {
     std::uintptr_t end;
     std::map<StreamId, std::uint64_t> marks;  // what the driver must have done of each stream
-    Home home;                                // on which it was allocated
+    StreamId home;                            // on which it was allocated
+    std::map<DeviceStream, std::uint64_t> beside;  // what streams had to do when it was freed
   };
 
   void count(const Held& block, bool born) {
@@ -389,15 +389,18 @@ void stress(std::size_t steps, std::uint64_t seed, bool caching, std::size_t off
   Exchange exchange;
   std::size_t peak_bytes = 0;
 
-  // What the default stream uses, all GPUs' default streams use that have been used before.
-  for (int number = 0; number < kDevices; ++number) {
+  // What the default stream uses, all GPUs' default streams use that have been used before; and only
+  // streams that have had memory are waited for.
+  for (std::size_t i = 0; i < kDevices * kCommonStreams; ++i) {
+    const int number = static_cast<int>(i) % kDevices;
+    const StreamId stream = i / kDevices;
     const std::uint64_t token = allocator.classes().enter(TensorClass::other);
-    void* const address = allocator.allocate(1, number, 0);
+    void* const address = allocator.allocate(1, number, stream);
     CHECK(allocator.classes().leave(token));
     const Held block{.address = reinterpret_cast<std::uintptr_t>(address),
                      .bytes = 1,
                      .device = number,
-                     .stream = 0,
+                     .stream = stream,
                      .tensor_class = TensorClass::other,
                      .pool = {},
                      .recorded = {}};

@@ -113,11 +113,18 @@ FakeDriver::~FakeDriver() {
 }
 
 EventId FakeDriver::record(int device, StreamId stream) noexcept {
+  return record_all(device, {&stream, 1});
+}
+
+EventId FakeDriver::record_all(int device, std::span<const StreamId> streams) noexcept {
   slow.enter("record");
   const std::lock_guard lock(mutex_);
-  CHECK(!capturing_.contains(stream));  // it would become a node of the graph
+  for (const StreamId stream : streams)
+    CHECK(!capturing_.contains(stream));  // it would become a node of the graph
   if (faults_->fails() || refuses_events_) return 0;
-  events_[++last_event_] = {key(stream, device), streams_[key(stream, device)].launched};
+  std::vector<Mark>& marks = events_[++last_event_];
+  for (const StreamId stream : streams)
+    marks.push_back({key(stream, device), streams_[key(stream, device)].launched});
   return last_event_;
 }
 
@@ -125,7 +132,8 @@ bool FakeDriver::finished(EventId id) noexcept {
   const std::lock_guard lock(mutex_);
   const auto event = events_.find(id);
   CHECK(event != events_.end());
-  if (streams_[event->second.stream].done < event->second.mark) return false;
+  for (const Mark& mark : event->second)
+    if (!is_over(mark)) return false;
   events_.erase(event);
   return true;
 }
@@ -135,7 +143,7 @@ void FakeDriver::wait(EventId id) noexcept {
   const std::lock_guard lock(mutex_);
   const auto event = events_.find(id);
   CHECK(event != events_.end());
-  complete(event->second);
+  for (const Mark& mark : event->second) complete(mark);
   events_.erase(event);
 }
 
@@ -147,38 +155,39 @@ bool FakeDriver::order(int device, StreamId stream, EventId id) noexcept {
   CHECK(event != events_.end());
   const bool ordered = !faults_->fails() && !refuses_events_;
   Stream& of = streams_[key(stream, device)];
-  if (ordered && streams_[event->second.stream].done < event->second.mark)
-    of.waits.push_back({of.launched++, event->second});  // a piece of work, as any other
+  for (const Mark& mark : event->second)
+    if (ordered && mark.stream != key(stream, device) && !is_over(mark))
+      of.waits.push_back({of.launched++, mark});  // a piece of work, as any other
   events_.erase(event);
   return ordered;
 }
 
 // Finishes a stream's work, and before that what the work waits for.
-void FakeDriver::complete(const Event& event) {
-  Stream& stream = streams_[event.stream];
-  const auto comes_later = [&](const Wait& wait) { return wait.after >= event.mark; };
+void FakeDriver::complete(const Mark& mark) {
+  Stream& stream = streams_[mark.stream];
+  const auto comes_later = [&](const Wait& wait) { return wait.after >= mark.mark; };
   const auto first =
       std::stable_partition(stream.waits.begin(), stream.waits.end(), comes_later);
   const std::vector<Wait> over(first, stream.waits.end());
   stream.waits.erase(first, stream.waits.end());
-  for (const Wait& wait : over) complete(wait.event);
-  stream.done = std::max(stream.done, event.mark);
+  for (const Wait& wait : over) complete(wait.mark);
+  stream.done = std::max(stream.done, mark.mark);
 }
 
 bool FakeDriver::runs_behind(DeviceStream later, DeviceStream earlier, std::uint64_t mark) {
   const std::lock_guard lock(mutex_);
   later = key(later.stream, later.device);
   earlier = key(earlier.stream, earlier.device);
-  if (later == earlier || streams_[earlier].done >= mark) return true;
+  if (later == earlier || is_over({earlier, mark})) return true;
   std::map<DeviceStream, std::uint64_t> reached;
-  std::vector<Event> open{{later, streams_[later].launched + 1}};
+  std::vector<Mark> open{{later, streams_[later].launched + 1}};
   while (!open.empty()) {
-    const Event from = open.back();
+    const Mark from = open.back();
     open.pop_back();
     for (const Wait& wait : streams_[from.stream].waits) {
-      if (wait.after >= from.mark || reached[wait.event.stream] >= wait.event.mark) continue;
-      reached[wait.event.stream] = wait.event.mark;
-      open.push_back(wait.event);
+      if (wait.after >= from.mark || reached[wait.mark.stream] >= wait.mark.mark) continue;
+      reached[wait.mark.stream] = wait.mark.mark;
+      open.push_back(wait.mark);
     }
   }
   return reached[earlier] >= mark;
@@ -248,6 +257,11 @@ void FakeDriver::finish(StreamId stream, int device) {
 std::uint64_t FakeDriver::done(StreamId stream) {
   const std::lock_guard lock(mutex_);
   return streams_[key(stream, 0)].done;
+}
+
+std::uint64_t FakeDriver::launched(DeviceStream stream) {
+  const std::lock_guard lock(mutex_);
+  return streams_[key(stream.stream, stream.device)].launched;
 }
 
 void FakeDriver::begin_capture(StreamId stream) {

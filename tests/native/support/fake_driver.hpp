@@ -76,6 +76,7 @@ class FakeDriver final : public Driver {
   ~FakeDriver() override;
 
   EventId record(int device, StreamId stream) noexcept override;
+  EventId record_all(int device, std::span<const StreamId> streams) noexcept override;
   bool finished(EventId id) noexcept override;
   void wait(EventId id) noexcept override;
   bool order(int device, StreamId stream, EventId id) noexcept override;
@@ -94,6 +95,7 @@ class FakeDriver final : public Driver {
   std::uint64_t launch(StreamId stream, int device = 0);
   void finish(StreamId stream, int device = 0);
   std::uint64_t done(StreamId stream);
+  std::uint64_t launched(DeviceStream stream);
   // Whether work that `later` gets now starts behind the work of `earlier` that `mark` stands for.
   bool runs_behind(DeviceStream later, DeviceStream earlier, std::uint64_t mark);
   void begin_capture(StreamId stream);
@@ -110,14 +112,14 @@ class FakeDriver final : public Driver {
   SlowCalls slow;  // record, wait, advise, populate, memory, synchronize, copy, evict
 
  private:
-  struct Event {
+  struct Mark {
     DeviceStream stream;
     std::uint64_t mark;
   };
   // What a stream has been told to wait for, by order(), before its work behind `after`.
   struct Wait {
     std::uint64_t after;
-    Event event;
+    Mark mark;
   };
   struct Stream {
     std::uint64_t launched = 0;
@@ -125,7 +127,8 @@ class FakeDriver final : public Driver {
     std::vector<Wait> waits;
   };
 
-  void complete(const Event& event);
+  bool is_over(const Mark& mark) { return streams_[mark.stream].done >= mark.mark; }
+  void complete(const Mark& mark);
   static DeviceStream key(StreamId stream, int device) { return {stream == 0 ? device : 0, stream}; }
 
   const std::shared_ptr<Faults> faults_;
@@ -133,7 +136,7 @@ class FakeDriver final : public Driver {
   const std::unique_ptr<FakeVirtualMemory> virtual_memory_;
   mutable std::mutex mutex_;
   EventId last_event_ = 0;
-  std::map<EventId, Event> events_;
+  std::map<EventId, std::vector<Mark>> events_;  // one for each stream
   std::map<DeviceStream, Stream> streams_;
   std::set<StreamId> capturing_;
   bool refuses_hints_ = false;
