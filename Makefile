@@ -38,7 +38,8 @@ DOCS_TOOLS := mkdocs-material mkdocstrings-python
 NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
 # Their times change with the set of modules, which an editable install lists when it is made.
 PACKAGE_FOLDERS := $(shell find umem -type d -not -name __pycache__)
-NATIVE_TESTS := plain address thread
+# The slowest first, so that no other is through while it still runs.
+NATIVE_TESTS := thread address plain
 LOCKS := 12 13
 
 # QEMU's user emulator ignores MADV_DONTFORK, which pinned_memory tests; hint_load takes it minutes.
@@ -77,9 +78,10 @@ help:
 demo: native
 	$(BIN)/umem demo
 
-# Side by side what waits for downloads and what compiles.
+# Side by side what waits for downloads and what compiles. Then first what keeps only one core busy:
+# at the end it would leave the others idle.
 test:
-	$(MAKE) --jobs=2 --output-sync=line lint native-test planner
+	$(MAKE) --jobs=2 --output-sync=line planner lint native-test
 	$(MAKE) pytest
 
 # What to run before each commit: `make test` also runs what trains, builds or starts processes.
