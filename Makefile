@@ -38,8 +38,7 @@ DOCS_TOOLS := mkdocs-material mkdocstrings-python
 NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
 # Their times change with the set of modules, which an editable install lists when it is made.
 PACKAGE_FOLDERS := $(shell find umem -type d -not -name __pycache__)
-# The slowest first, so that no other is through while it still runs.
-NATIVE_TESTS := thread address plain
+NATIVE_TESTS := plain address thread
 LOCKS := 12 13
 
 # QEMU's user emulator ignores MADV_DONTFORK, which pinned_memory tests; hint_load takes it minutes.
@@ -78,10 +77,11 @@ help:
 demo: native
 	$(BIN)/umem demo
 
-# Side by side what waits for downloads and what compiles. Then first what keeps only one core busy:
-# at the end it would leave the others idle.
+# Side by side what waits for downloads and what compiles, then what keeps only one core busy each:
+# at the end one of them would leave the others idle.
 test:
-	$(MAKE) --jobs=2 --output-sync=line planner lint native-test
+	$(MAKE) --jobs=2 --output-sync=line native native-test-thread
+	$(MAKE) --jobs=2 --output-sync=line planner lint $(patsubst %,native-test-%,$(filter-out thread,$(NATIVE_TESTS)))
 	$(MAKE) pytest
 
 # What to run before each commit: `make test` also runs what trains, builds or starts processes.
