@@ -77,9 +77,11 @@ help:
 demo: native
 	$(BIN)/umem demo
 
-# Side by side what waits for downloads and what compiles.
+# Side by side what waits for downloads and what compiles, then what keeps only one core busy each:
+# at the end one of them would leave the others idle.
 test:
-	$(MAKE) --jobs=2 --output-sync=line lint native-test planner
+	$(MAKE) --jobs=2 --output-sync=line native native-test-thread
+	$(MAKE) --jobs=2 --output-sync=line planner lint $(patsubst %,native-test-%,$(filter-out thread,$(NATIVE_TESTS)))
 	$(MAKE) pytest
 
 # What to run before each commit: `make test` also runs what trains, builds or starts processes.

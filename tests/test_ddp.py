@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from found_trainings import Streams, streaming
-from rank_processes import result_file, run_ranks
+from rank_processes import result_file, run_ranks_once
 from streamed_programs import WIDTH, Branches, Net
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -150,7 +150,7 @@ def run_rank(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
     """Results of each rank by options: stock, and all state streamed."""
-    return run_ranks(run_rank, tmp_path_factory.mktemp("ddp"), RANKS)
+    return run_ranks_once(run_rank, tmp_path_factory, RANKS)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from found_trainings import Streams, streaming
-from rank_processes import WarningLines, result_file, run_ranks
+from rank_processes import WarningLines, result_file, run_ranks_once
 from torch import distributed, nn
 
 # DeepSpeed compiles an operator of its own first. It is imported by the ranks alone.
@@ -198,8 +198,7 @@ Runs = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
     """Results of each rank by program: stock, all state streamed, and all state on the device."""
-    folder = tmp_path_factory.mktemp("deepspeed")
-    return run_ranks(run_rank, folder, RANKS)
+    return run_ranks_once(run_rank, tmp_path_factory, RANKS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

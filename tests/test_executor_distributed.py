@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from managed_training import MIB, WIDTH, Net, Scale, Training
-from rank_processes import WarningLines, result_file, run_ranks
+from rank_processes import WarningLines, result_file, run_ranks_once
 from torch import distributed, nn
 
 pytestmark = [
@@ -123,8 +123,7 @@ Runs = dict[str, dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, ...]:
     """Results of each rank, by wrapper and way."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return tuple(run_ranks(run_rank, folder, RANKS))
+    return tuple(run_ranks_once(run_rank, tmp_path_factory, RANKS))
 
 
 @pytest.mark.parametrize("wrapper", MAKERS)

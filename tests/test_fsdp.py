@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 import torch
 from found_trainings import Streams, streaming
-from rank_processes import WarningLines, result_file, run_ranks
+from rank_processes import WarningLines, result_file, run_ranks_once
 from torch import distributed, nn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RANKS, WIDTH, LAYERS, STEPS = 2, 64, 4, 6
+
+SAVED, FAILS_AT, ALL = 3, 5, 9
+"""Steps under torchrun: each third is saved, and in one the program fails."""
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
@@ -144,6 +147,13 @@ def train_whole_parameters(streams: Streams | None) -> dict[str, Any]:
         return {"losses": training.losses, "in_line": counts, "warnings": lines}
 
 
+def train_undisturbed() -> dict[str, Any]:
+    """Stock's steps, with what a program saw that went on from its checkpoint."""
+    training = Training("AdamW")
+    training.steps(0, ALL)
+    return {"losses": training.losses[2 * SAVED :], "weights": training.weights()}
+
+
 def run_rank(rank: int, folder: Path) -> None:
     """The main function of a rank's process: all runs, one after the other."""
     meeting = (folder / "meeting").as_uri()
@@ -156,6 +166,7 @@ def run_rank(rank: int, folder: Path) -> None:
         for name in OPTIMIZERS
     }
     found["Muon"] = [train_whole_parameters(streams) for streams in (None, Streams())]
+    found["undisturbed"] = [train_undisturbed()]
     result_file(folder, rank).write_text(json.dumps(found))
     distributed.destroy_process_group()
 
@@ -166,7 +177,7 @@ Runs = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
     """Results of each rank by optimizer: stock, all state streamed, and all of it on the device."""
-    return run_ranks(run_rank, tmp_path_factory.mktemp("fsdp"), RANKS)
+    return run_ranks_once(run_rank, tmp_path_factory, RANKS)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -198,18 +209,16 @@ def test_an_optimizer_of_whole_parameters_is_left_alone_with_a_warning(ranks: li
 
 # ------------------------------------------------------------------ torchrun
 
-FAILS_AT, ALL = 5, 9
 
-
-def start_worker(folder: Path, streams: bool) -> None:
-    """A rank's program under torchrun: it saves each third step, and fails once."""
+def start_worker(folder: Path) -> None:
+    """A rank's program under torchrun, whose state is streamed: it fails once."""
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     # By the launcher's store, gloo may look for a rank of the attempt before.
     meeting = (folder / f"meeting-{attempt}").as_uri()
     rank = int(os.environ["RANK"])
     distributed.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
     patch = pytest.MonkeyPatch()
-    with streaming(Streams() if streams else None, patch):
+    with streaming(Streams(), patch):
         training, done = Training("AdamW"), 0
         saved = sorted(folder.glob("step-*"))
         if saved:
@@ -219,38 +228,35 @@ def start_worker(folder: Path, streams: bool) -> None:
             if number == FAILS_AT and attempt == "0":
                 sys.exit(3)
             training.steps(number, number + 1)
-            if number % 3 == 2:
+            if (number + 1) % SAVED == 0:
                 training.save(folder / f"step-{number + 1}")
     found = {"done": done, "losses": training.losses, "weights": training.weights()}
     result_file(folder, distributed.get_rank()).write_text(json.dumps(found))
     distributed.destroy_process_group()
 
 
-def test_a_program_that_torchrun_starts_again_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    results = []
-    for streams in ("", "streams"):
-        folder = tmp_path / (streams or "stock")
-        folder.mkdir()
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={RANKS}", "--max-restarts=1"),
-                *(__file__, str(folder), streams),
-            ],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(Path(__file__).parent / "support"),
-                "OMP_NUM_THREADS": "1",
-            },
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        results.append([json.loads(result_file(folder, it).read_text()) for it in range(RANKS)])
-    assert results[0] == results[1]
-    assert [it["done"] for it in results[0]] == [3, 3]
-    assert len(results[0][0]["losses"]) == 2 * (ALL - 3)
+def test_a_program_that_torchrun_starts_again_goes_on_with_the_same_bits(
+    ranks: list[Runs], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={RANKS}", "--max-restarts=1", __file__, str(tmp_path)),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent / "support"),
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank, runs in enumerate(ranks):
+        (stock,) = runs["undisturbed"]
+        assert len(stock["losses"]) == 2 * (ALL - SAVED)
+        assert json.loads(result_file(tmp_path, rank).read_text()) == {"done": SAVED} | stock
 
 
 if __name__ == "__main__":
-    start_worker(Path(sys.argv[1]), bool(sys.argv[2]))
+    start_worker(Path(sys.argv[1]))

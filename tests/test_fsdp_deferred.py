@@ -19,7 +19,7 @@ import pytest
 import torch
 from found_trainings import Streams, streaming
 from lazy_lanes import LazyLanes
-from rank_processes import result_file, run_ranks
+from rank_processes import result_file, run_ranks_once
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -652,7 +652,7 @@ Runs = dict[str, Any]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
     """What each rank has found."""
-    return run_ranks(run_rank, tmp_path_factory.mktemp("fsdp"), RANKS)
+    return run_ranks_once(run_rank, tmp_path_factory, RANKS)
 
 
 @pytest.mark.parametrize("name", MODELS)

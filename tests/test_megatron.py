@@ -20,7 +20,7 @@ import pytest
 import torch
 from cuda_names import cuda_means_cpu
 from found_trainings import Streams, streaming
-from rank_processes import WarningLines, result_file, run_ranks
+from rank_processes import WarningLines, result_file, run_ranks_once
 from torch import distributed
 
 # Only the ranks import it: it must be there after names of torch.cuda mean the CPU.
@@ -259,7 +259,7 @@ Runs = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
     """Results of each rank by program: stock, all state streamed, and all state on the device."""
-    return run_ranks(run_rank, tmp_path_factory.mktemp("megatron"), RANKS)
+    return run_ranks_once(run_rank, tmp_path_factory, RANKS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -408,3 +408,4 @@ def test_weights_are_exchanged_by_turns() -> None:
     assert max(counted.home_bytes) <= homes_bytes + max(0, left_bytes) + 2 * LAYER_BYTES
     assert max(counted.device_bytes_seen) <= begun_bytes + LAYER_BYTES
     assert "oio" in counted.moves
+    weights.close()  # what counts holds the model, and a finalizer of `weights` holds what counts

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from once import made_once
 
 from umem import __version__
 
@@ -100,7 +101,13 @@ def native_library(wheel: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel13(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return build_wheel("13", tmp_path_factory.mktemp("wheel13"))
+    def build(folder: Path) -> None:
+        _, said = build_wheel("13", folder)
+        (folder / "said").write_text(said)
+
+    folder = made_once(tmp_path_factory, "wheel13", build)
+    (wheel,) = folder.glob("umem-*.whl")
+    return wheel, (folder / "said").read_text()
 
 
 @pytest.fixture(scope="module")

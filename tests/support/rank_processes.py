@@ -9,7 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WarningLines", "result_file", "run_ranks"]
+import pytest
+from once import made_once
+
+__all__ = ["WarningLines", "result_file", "run_ranks", "run_ranks_once"]
 
 
 class WarningLines(logging.Handler):
@@ -44,4 +47,16 @@ def run_ranks(main: Callable[[int, Path], None], folder: Path, count: int) -> li
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * count
+    return _results(folder, count)
+
+
+def run_ranks_once(
+    main: Callable[[int, Path], None], temporary: pytest.TempPathFactory, count: int
+) -> list[Any]:
+    """As `run_ranks`, but once for all workers of a run of pytest."""
+    folder = made_once(temporary, main.__module__, lambda it: run_ranks(main, it, count))
+    return _results(folder, count)
+
+
+def _results(folder: Path, count: int) -> list[Any]:
     return [json.loads(result_file(folder, rank).read_text()) for rank in range(count)]
