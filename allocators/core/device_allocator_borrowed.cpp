@@ -1,7 +1,7 @@
 // Free memory of one stream that serves another one, at the addresses where it lies.
 //
-// Handles that move between heaps keep the host waiting for the work of the stream that had them,
-// and take the driver's time. Here one stream waits for the other, and nothing is mapped.
+// Handles that move between heaps keep the host waiting for the work of all streams, and take the
+// driver's time. Here one stream waits for the others, and nothing is mapped.
 #include "core/device_allocator.hpp"
 
 namespace umem {
@@ -52,23 +52,16 @@ void DeviceAllocator::take_back(const Heap* owner) {
     for (const std::unique_ptr<Heap>& heap : heaps) {
       if (heap == nullptr) continue;
       std::map<const Heap*, bool> is_behind;
-      std::vector<Block*> kept;
-      for (Block* block : std::exchange(heap->free_borrowed, {})) {
+      std::erase_if(heap->free_borrowed, [&](Block* block) {
         const Heap* const its_owner = block->segment->heap;
-        bool returns = owner == nullptr || its_owner == owner;
-        if (returns) {
-          const auto [entry, is_new] = is_behind.try_emplace(its_owner, false);
-          if (is_new) entry->second = put_behind(*its_owner, *heap);
-          returns = entry->second;
-        }
-        if (returns) {
-          block->borrower = nullptr;
-          settle(block);
-        } else {
-          kept.push_back(block);
-        }
-      }
-      heap->free_borrowed = std::move(kept);
+        if (owner != nullptr && its_owner != owner) return false;
+        const auto [entry, is_new] = is_behind.try_emplace(its_owner, false);
+        if (is_new) entry->second = put_behind(*its_owner, *heap);
+        if (!entry->second) return false;
+        block->borrower = nullptr;
+        settle(block);
+        return true;
+      });
     }
 }
 

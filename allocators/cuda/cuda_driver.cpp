@@ -87,15 +87,8 @@ EventId CudaDriver::record_all(int device, std::span<const StreamId> streams) no
   if (in_forked_child()) return 0;
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
-  cudaStream_t meeting = nullptr;
-  {
-    const std::lock_guard lock(mutex_);
-    cudaStream_t& of_device = devices_[static_cast<std::size_t>(device)].meeting;
-    if (of_device == nullptr &&
-        !succeeded(cudaStreamCreateWithFlags(&of_device, cudaStreamNonBlocking)))
-      return 0;
-    meeting = of_device;
-  }
+  cudaStream_t const meeting = made_once(device, &Device::meeting);
+  if (meeting == nullptr) return 0;
   const auto place = reinterpret_cast<StreamId>(meeting);
   for (const StreamId stream : streams) {
     const EventId event = record(device, stream);
@@ -170,17 +163,21 @@ bool CudaDriver::populate(int device, Range range) noexcept {
   const CurrentDevice current(device);
   // On a full card this would evict other pages: let these pages come by first touch.
   if (memory(device).free_bytes < range.bytes) return true;
-  const cudaStream_t stream = stream_of(device);
+  const cudaStream_t stream = separate_stream(device);
   return stream != nullptr && succeeded(prefetch(range, device_location(device), stream));
 }
 
 // A separate stream: a prefetch on a stream with pending work blocks the caller until that work is
 // done. Its calls may block too, so they run without the lock: recording an event must not wait.
-cudaStream_t CudaDriver::stream_of(int device) noexcept {
+cudaStream_t CudaDriver::separate_stream(int device) noexcept {
+  return made_once(device, &Device::stream);
+}
+
+cudaStream_t CudaDriver::made_once(int device, cudaStream_t Device::* stream) noexcept {
   const std::lock_guard lock(mutex_);
-  cudaStream_t& stream = devices_[static_cast<std::size_t>(device)].stream;
-  if (stream == nullptr) succeeded(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  return stream;
+  cudaStream_t& made = devices_[static_cast<std::size_t>(device)].*stream;
+  if (made == nullptr) succeeded(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking));
+  return made;
 }
 
 MemoryInfo CudaDriver::memory(int device) noexcept {
@@ -203,7 +200,7 @@ bool CudaDriver::copy(int device, std::uintptr_t to, std::uintptr_t from,
   if (in_forked_child()) return false;
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
-  const cudaStream_t stream = stream_of(device);
+  const cudaStream_t stream = separate_stream(device);
   return stream != nullptr &&
          succeeded(cudaMemcpyAsync(reinterpret_cast<void*>(to),
                                    reinterpret_cast<const void*>(from), bytes, cudaMemcpyDefault,
@@ -215,7 +212,7 @@ bool CudaDriver::evict(int device, Range range) noexcept {
   if (in_forked_child()) return false;
   const RelaxedCaptureMode relaxed;
   const CurrentDevice current(device);
-  const cudaStream_t stream = stream_of(device);
+  const cudaStream_t stream = separate_stream(device);
   return stream != nullptr && succeeded(prefetch(range, host_location(), stream)) &&
          succeeded(cudaStreamSynchronize(stream));
 }

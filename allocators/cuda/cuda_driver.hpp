@@ -38,13 +38,14 @@ class CudaDriver final : public Driver {
   };
   struct Device {
     std::vector<Event*> idle_events;
-    cudaStream_t stream = nullptr;  // see stream_of()
+    cudaStream_t stream = nullptr;   // see separate_stream()
     cudaStream_t meeting = nullptr;  // of record_all(): it has no work but to wait for others
   };
 
   EventId record_on(int device, StreamId stream) noexcept;
   void recycle(Event* event) noexcept;
-  cudaStream_t stream_of(int device) noexcept;  // nullptr on failure
+  cudaStream_t separate_stream(int device) noexcept;  // nullptr on failure
+  cudaStream_t made_once(int device, cudaStream_t Device::* stream) noexcept;  // the same
 
   std::mutex mutex_;
   std::vector<Device> devices_;

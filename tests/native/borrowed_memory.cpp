@@ -22,6 +22,14 @@ struct Spent {
   const std::uint64_t work = machine.driver.launch(kSide);
   Spent() { machine.free(address); }
 
+  // The main stream borrows a part of it, gets work and frees it: the mark of the work.
+  std::uint64_t borrow_and_free() {
+    const std::uintptr_t borrowed = machine.allocate(40 * MiB);
+    const std::uint64_t work_of_borrower = machine.driver.launch(kMain);
+    machine.free(borrowed);
+    return work_of_borrower;
+  }
+
   bool runs_behind(StreamId later, StreamId earlier, std::uint64_t mark) {
     return machine.driver.runs_behind({0, later}, {0, earlier}, mark);
   }
@@ -79,9 +87,7 @@ void the_borrower_uses_it_again() {
 void the_owner_takes_back_what_is_free() {
   Spent spent;
   Machine& machine = spent.machine;
-  const std::uintptr_t borrowed = machine.allocate(40 * MiB);
-  const std::uint64_t work = machine.driver.launch(kMain);
-  machine.free(borrowed);
+  const std::uint64_t work = spent.borrow_and_free();
   const std::size_t before = calls(machine);
   CHECK_EQUAL(machine.allocate(kBudget, kSide), spent.address);
   CHECK(spent.runs_behind(kSide, kMain, work));
@@ -108,9 +114,7 @@ void the_owner_does_not_take_what_is_live() {
 void a_third_stream_borrows_it_from_the_owner() {
   Spent spent;
   Machine& machine = spent.machine;
-  const std::uintptr_t borrowed = machine.allocate(40 * MiB);
-  const std::uint64_t work = machine.driver.launch(kMain);
-  machine.free(borrowed);
+  const std::uint64_t work = spent.borrow_and_free();
   CHECK_EQUAL(machine.allocate(60 * MiB, kSide + 1), spent.address);
   CHECK(spent.runs_behind(kSide + 1, kSide, spent.work));
   CHECK(spent.runs_behind(kSide + 1, kMain, work));
@@ -187,9 +191,7 @@ void where_streams_cannot_be_put_in_order_nothing_is_borrowed() {
 void it_goes_back_like_all_free_memory() {
   Spent spent;
   Machine& machine = spent.machine;
-  const std::uintptr_t borrowed = machine.allocate(40 * MiB);
-  const std::uint64_t work = machine.driver.launch(kMain);
-  machine.free(borrowed);
+  const std::uint64_t work = spent.borrow_and_free();
   bool was_over = true;
   mapped(machine).on_unmap([&] { was_over = was_over && machine.driver.done(kMain) >= work; });
   machine.device.set_device_budget(10 * MiB);

@@ -109,7 +109,7 @@ class FakeDriver final : public Driver {
   std::vector<AdviceCall> advice() const;
   std::vector<Range> populated() const;
 
-  SlowCalls slow;  // record, wait, advise, populate, memory, synchronize, copy, evict
+  SlowCalls slow;  // record, wait, order, advise, populate, memory, synchronize, copy, evict
 
  private:
   struct Mark {
