@@ -77,5 +77,4 @@ def test_quantised_weights_are_streamed(mode: str, pairs: Callable[[str], tuple[
     weights = pairs(mode)[1]["weights"]
     assert weights["streamed_bytes"] > 0
     assert weights["fetched"] > 20
-    if mode != "qlora_without_checkpoints":  # bitsandbytes keeps its weights for the backward pass
-        assert weights["in_place"] == 0
+    assert weights["in_place"] == 0
