@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-# Not imported here: some of what peft imports starts CUDA, before the swap of the tests.
+# peft is not imported here: it imports bitsandbytes, which starts CUDA before the tests' swap.
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed"),

@@ -27,7 +27,7 @@ from umem.core.units import format_bytes
 
 pytest.importorskip("cupti")
 
-# Not imported here: some of what peft imports starts CUDA, before the swap of the tests.
+# peft is not imported here: it imports bitsandbytes, which starts CUDA before the tests' swap.
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
