@@ -19,6 +19,9 @@ __all__ = ["train_with_faults"]
 _SMALL = Step(rows=(2,))
 """What the program does where a step has failed."""
 
+_CALLS = 20
+"""Of a fault's calls, those that an error names."""
+
 
 def train_with_faults(
     seed: int, make: type[Interrupt | OutOfMemory | Signal], faults: int
@@ -59,7 +62,14 @@ def train_with_faults(
             met.append(found)
         else:
             moments = max(moments, fault.moments)
-        pair.check()
+        try:
+            pair.check()
+        except AssertionError as error:
+            # A signal comes elsewhere in the next run.
+            calls = " < ".join(fault.came_in[:_CALLS]) or "no call"
+            raise AssertionError(
+                f"{error}, behind {found or 'a step'} and a fault in {calls}"
+            ) from error
     return met
 
 

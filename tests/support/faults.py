@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,12 +45,22 @@ class Fault(ABC):
     def __init__(self, at: int) -> None:
         self._at = at
         self.moments = 0
+        self.came_in: list[str] = []
+        """The calls that it has come in, the innermost first. Python may drop what it has raised
+        there, as in a weak reference's callback."""
 
     def passes(self) -> None:
         """A moment."""
         self.moments += 1
         if self.moments - 1 == self._at:
-            raise self.error(f"of moment {self._at}")
+            self._come("moment")
+
+    def _come(self, unit: str) -> NoReturn:
+        self.came_in = [
+            f"{Path(it.filename).name}:{it.lineno} {it.name}"
+            for it in reversed(traceback.extract_stack()[:-2])
+        ]
+        raise self.error(f"of {unit} {self._at}")
 
     @abstractmethod
     def __enter__(self) -> Fault: ...
@@ -148,4 +158,4 @@ class Signal(Fault):
 
     def _came(self, *_: object) -> None:
         if not self._is_over:
-            raise self.error(f"of microsecond {self._at}")
+            self._come("microsecond")
