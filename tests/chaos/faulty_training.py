@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from faults import Fault, Interrupt, OutOfMemory, Signal, came_through_umem
+from faults import Fault, Interrupt, OutOfMemory, Signal, came_in_update
 from random_training import Pair, RandomProgram, Step, values
 
 from umem.core.errors import PlanError
@@ -89,13 +89,13 @@ def _step_with(pair: Pair, fault: Fault) -> str:
     stock, streamed = pair.programs
     number, whole = stock.steps, _whole(pair.next_step())
     streamed.plan = stock.plan = whole
-    whole_steps, is_umems = _whole_steps(streamed), True
+    whole_steps, in_update = _whole_steps(streamed), False
     try:
         with fault:
             streamed.step()
     except fault.error as error:
         _mend_grad_mode()
-        is_umems = came_through_umem(error)
+        in_update = came_in_update(error)
     else:
         stock.step()
         return ""
@@ -107,7 +107,7 @@ def _step_with(pair: Pair, fault: Fault) -> str:
         _load(streamed, before)
         _make_small_step(streamed, number)
     else:
-        if not is_umems and _whole_steps(streamed) > whole_steps:
+        if in_update and _whole_steps(streamed) > whole_steps:
             # umem has left the step to the optimizer, which has updated some parameters itself.
             _load(streamed, before)
             _make_small_step(streamed, number)

@@ -18,15 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import umem
 
-__all__ = ["Fault", "Interrupt", "OutOfMemory", "Signal", "came_through_umem"]
+__all__ = ["Fault", "Interrupt", "OutOfMemory", "Signal", "came_in_update"]
 
 _UMEM = str(Path(umem.__file__).parent)
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 
 
-def came_through_umem(error: BaseException) -> bool:
-    """Whether a function of umem was at work where an error came."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_code.co_filename.startswith(_UMEM) for frame in frames)
+def came_in_update(error: BaseException) -> bool:
+    """Whether an optimizer of torch's was updating parameters where an error came.
+
+    It may have come in umem's code all the same: a gradient that umem holds is used there.
+    """
+    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(it.co_name == "step" and it.co_filename.startswith(_OPTIMIZERS) for it in codes)
 
 
 class Fault(ABC):
