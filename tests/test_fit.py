@@ -185,7 +185,7 @@ def test_a_configuration_that_cannot_be_used_names_file_and_key(
 
 def test_a_step_is_near_that_of_a_trace() -> None:
     found = trained("llama-2-7b", precision="fp32-autocast").umem
-    assert found.time_s == pytest.approx(1.32, rel=0.15)
+    assert found.time_s == pytest.approx(1.38, rel=0.15)
     assert found.device_bytes == pytest.approx(75.7 * GIB, rel=0.15)
     assert found.host_bytes == pytest.approx(28.1 * GIB, rel=0.15)
 
@@ -193,12 +193,12 @@ def test_a_step_is_near_that_of_a_trace() -> None:
 @pytest.mark.parametrize(
     ("model", "gpu", "step_s"),
     [
-        ("llama-2-7b", "h100-pcie", 0.91),
-        ("llama-2-13b", "h100-pcie", 1.71),
-        ("qwen3-14b", "h100-pcie", 2.11),
-        ("gpt-oss-20b", "h100-pcie", 2.32),
-        ("llama-2-13b", "gh200-96", 1.63),
-        ("gpt-oss-20b", "gh200-96", 0.83),
+        ("llama-2-7b", "h100-pcie", 0.96),
+        ("llama-2-13b", "h100-pcie", 1.79),
+        ("qwen3-14b", "h100-pcie", 2.18),
+        ("gpt-oss-20b", "h100-pcie", 2.37),
+        ("llama-2-13b", "gh200-96", 1.71),
+        ("gpt-oss-20b", "gh200-96", 0.88),
     ],
 )
 def test_steps_are_near_those_of_traces(model: str, gpu: str, step_s: float) -> None:
@@ -242,7 +242,7 @@ def test_sgd_has_one_moment(mode: str, precision: str, bytes_each: int, update_b
     """Read and written: weight and moment; read: the gradient; beside a master copy two casts."""
     workload = Workload(load_shape("llama-2-7b"), mode, 1, 64, precision, True, "sgd")
     assert workload.state_width == bytes_each
-    assert sum(workload.update_bytes) == update_bytes
+    assert sum(map(sum, workload.update_bytes)) == update_bytes
     adamw = replace(workload, optimizer="adamw")
     machine = load_hardware("h100-pcie")
     state = [class_bytes(it, machine)["optimizer_state"] for it in (workload, adamw)]

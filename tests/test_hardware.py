@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from umem.cli.hardware import app
+from umem.core.classes import TensorClass
 from umem.core.errors import HardwareError, UnsupportedError
 from umem.hardware import (
     Hardware,
@@ -153,7 +155,9 @@ def test_missing_profiles_are_an_error(tmp_path: Path, monkeypatch: pytest.Monke
     folder = tmp_path / "umem" / "policies" / "hardware"
     folder.mkdir(parents=True)
     write(folder, "description: moved\n", "h200-pcie.yaml")
-    with pytest.raises(HardwareError, match=r"h200-pcie\.yaml:1:1: device_bytes: missing"):
+    with pytest.raises(
+        HardwareError, match=r"h200-pcie\.yaml:1:1: access_counter_threshold: missing"
+    ):
         load_hardware("h200-pcie")
 
 
@@ -514,6 +518,59 @@ def test_a_phase_takes_its_longest_time() -> None:
     assert timed.duration_s == pytest.approx([1.0, 2.0, 1.0, 1e-3, h200.launch_s])
     assert not timed.duration_s.flags.writeable
     assert timed.tensor_bytes is trace.tensor_bytes
+
+
+@pytest.mark.parametrize(
+    ("reads", "writes", "is_vectorized"),
+    [
+        (["wide", "wide too"], ["wide"], True),
+        (["wide"], ["narrow"], True),
+        (["wide", "row"], ["row"], True),
+        (["narrow"], ["wide"], False),
+        (["wide", "row"], ["wide too"], False),
+        (["wide too"], ["wide too"], True),
+        (["wide", "row"], ["wide", "row"], True),
+    ],
+    ids=[
+        *("sum", "narrowing", "reduction", "widening", "broadcast", "in place"),
+        "optimizer of several parameters",
+    ],
+)
+def test_tensors_of_other_sizes_use_memory_at_a_lower_rate(
+    reads: list[str], writes: list[str], is_vectorized: bool, make_trace: Callable[..., Trace]
+) -> None:
+    sizes = {"wide": 4 << 20, "wide too": 4 << 20, "narrow": 2 << 20, "row": 4096}
+    trace = make_trace(
+        {name: (size, TensorClass.OTHER, True) for name, size in sizes.items()},
+        [(0.0, reads, writes)],
+    )
+    trace = replace(trace, memory_bytes=np.array([10**9], np.int64))
+    h200 = load_hardware("h200-pcie")
+    rate = h200.memory_bytes_per_s if is_vectorized else h200.unvectorized_bytes_per_s
+    timed = with_durations(trace, h200, force=True)
+    assert timed.duration_s == pytest.approx([10**9 / rate])
+
+
+def test_thin_products_use_memory_at_a_lower_rate_in_float32() -> None:
+    h200 = load_hardware("h200-pcie")
+    precisions = [Precision.FP32, Precision.BF16, Precision.TF32]
+    timed = with_durations(a_trace([1.0] * 3, [10**9] * 3, precisions), h200)
+    rates = [h200.unvectorized_bytes_per_s, *[h200.memory_bytes_per_s] * 2]
+    assert timed.duration_s == pytest.approx([10**9 / rate for rate in rates])
+
+
+def test_attention_has_throughputs_of_its_own() -> None:
+    h200 = load_hardware("h200-pcie")
+    trace = a_trace([1e12] * 3, [0] * 3, [Precision.BF16, Precision.BF16, Precision.FP32])
+    attention = "aten._scaled_dot_product_flash_attention"
+    operators = (attention, f"{attention}_for_cpu_backward", attention)
+    trace = replace(trace, phase_names=tuple(f"forward layer.0: {it}" for it in operators))
+    timed = with_durations(trace, h200)
+    rates = (
+        *(h200.attention_flops_per_s, h200.attention_backward_flops_per_s),
+        h200.flops_per_s["fp32"],
+    )
+    assert timed.duration_s == pytest.approx([1e12 / rate for rate in rates])
 
 
 def test_durations_of_a_trace_are_kept_unless_forced() -> None:

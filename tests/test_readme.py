@@ -68,7 +68,9 @@ def test_streamed_weights_are_predicted_as_committed(monkeypatch: pytest.MonkeyP
         assert lines == answer.strip().splitlines(), words
 
     page = (ROOT / "docs" / "predicted.md").read_text(encoding="utf-8")
-    rows = re.findall(r"\| ([\d.]+) (m?s) \| ([\d.]+) (m?s) \| (-\d+) % \|$", page, re.MULTILINE)
+    rows = re.findall(
+        r"\| ([\d.]+) (m?s) \| ([\d.]+) (m?s) \| ([-+]?\d+) % \|$", page, re.MULTILINE
+    )
     assert len(rows) == 8
     measured = "".join(
         (ROOT / "docs" / "measured-weights.md").read_text(encoding="utf-8").split(",")

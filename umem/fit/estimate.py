@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
 
 from umem.core.errors import HardwareError, UmemError
 from umem.fit.shapes import Layer, Matrix, ModelShape
@@ -42,8 +43,19 @@ LORA_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 LEAST_MOVED_BYTES = 1 << 20
 """Smaller tensors stay on the device, by ``min_bytes`` of the policies sft and lora."""
 
-Operator = tuple[float, float]
-"""Floating-point operations and bytes of device memory."""
+
+class Operator(NamedTuple):
+    """What an operator does on the device."""
+
+    flops: float
+    """Floating-point operations."""
+    size_bytes: float
+    """Bytes of device memory."""
+    kind: Kind = "vectorized"
+
+
+Kind = Literal["vectorized", "unvectorized", "attention", "attention_backward"]
+"""The figure of the machine that bounds an operator: :class:`umem.hardware.Hardware`."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +107,12 @@ class Workload:
         return self._number_width * (self.moments + self.has_master)
 
     @property
-    def update_bytes(self) -> tuple[int, ...]:
+    def update_bytes(self) -> Kernels:
         """Bytes for a trained parameter, by kernel of its update."""
         # Reads of weight, gradient and moments; writes of all but the gradient. With a master copy,
         # the gradient to float32 before it, and the weight from it.
         update = self._number_width * (3 + 2 * self.moments)
-        return (6, update, 6) if self.has_master else (update,)
+        return Kernels((update, 6), (6,)) if self.has_master else Kernels((update,))
 
     @property
     def _number_width(self) -> int:
@@ -239,13 +251,19 @@ def _roofline(hardware: Hardware) -> _Seconds:
             f"{hardware.name} has no throughput for bf16: add flops_per_s.bf16 to the profile, or "
             "choose another one"
         )
-    memory, launch_s = hardware.memory_bytes_per_s, hardware.launch_s
+    throughput: dict[Kind, float] = {
+        "attention": min(flops_per_s, hardware.attention_flops_per_s),
+        "attention_backward": min(flops_per_s, hardware.attention_backward_flops_per_s),
+    }
+    bandwidth: dict[Kind, float] = {"unvectorized": hardware.unvectorized_bytes_per_s}
+
+    def duration(operator: Operator) -> float:
+        compute_s = operator.flops / throughput.get(operator.kind, flops_per_s)
+        memory = bandwidth.get(operator.kind, hardware.memory_bytes_per_s)
+        return max(compute_s, operator.size_bytes / memory, hardware.launch_s)
 
     def seconds(operators: Sequence[Operator]) -> float:
-        return sum(
-            count * max(flops / flops_per_s, size_bytes / memory, launch_s)
-            for (flops, size_bytes), count in Counter(operators).items()
-        )
+        return sum(count * duration(it) for it, count in Counter(operators).items())
 
     return seconds
 
@@ -257,8 +275,8 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     residual = 4 if workload.autocasts else 2
     of_kinds: dict[int, _Part] = {}
     table = Matrix("weight", shape.hidden, shape.vocabulary)
-    lookup = [(0.0, 2.0 * residual * hidden)]
-    scatter = [(0.0, float(residual * hidden + width * table.parameters))]
+    lookup = [Operator(0, 2 * residual * hidden, "unvectorized")]
+    scatter = [Operator(0, residual * hidden + width * table.parameters, "unvectorized")]
     nothing = _Working(0, residual * hidden, residual * hidden)
     table_ops = scatter if workload.trains_all else []
     # A table that the head uses too has to be there for both.
@@ -291,7 +309,7 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
         _part(workload, "model.norm", (), shape.hidden, (), norm, norm_back, norm_working, seconds)
     )
     head, head_back = _product(workload, table, tokens, casts_input=True)
-    loss, loss_back = _vectors((6, 8, 4), vocabulary), _vectors((8, 12, 6), vocabulary)
+    loss, loss_back = _vectors(_LOSS, vocabulary), _vectors(_LOSS_BACK, vocabulary)
     cast = 2 * table.parameters if workload.autocasts else 0
     # Logits in bfloat16 and float32, and their logarithms; behind it three of float32.
     inputs = (2 * hidden + cast) if workload.autocasts else 0
@@ -335,7 +353,7 @@ def _part(
     moved = [it for it in sizes if it * state_width // tensors >= LEAST_MOVED_BYTES]
     # The many small matrices of adapters are updated by one kernel.
     updated = sizes if workload.trains_all else [parameters]
-    updates = [(0.0, float(size * it)) for size in updated for it in workload.update_bytes if size]
+    updates = [it for size in updated if size for it in _vectors(workload.update_bytes, size)]
     is_frozen = not workload.trains_all
     return _Part(
         name=name,
@@ -351,7 +369,7 @@ def _part(
         forward_s=seconds(forward),
         backward_s=seconds(backward) + seconds(again),
         working=working,
-        flops=sum(flops for flops, _ in (*forward, *backward)),
+        flops=sum(it.flops for it in (*forward, *backward)),
     )
 
 
@@ -363,44 +381,68 @@ def _adapters(matrices: Sequence[Matrix]) -> list[int]:
 
 # Operators, by the bytes per element that each of them reads and writes.
 
-_NORM: tuple[tuple[int, ...], ...] = ((6, 8, 4, 8, 6, 4), (8, 4, 8, 8))
+
+class Kernels(NamedTuple):
+    """Kernels that compute element by element: bytes per element of each."""
+
+    vectorized: tuple[int, ...] = ()
+    unvectorized: tuple[int, ...] = ()
+    """Their tensors differ in type or shape."""
+
+
+_NORM = (Kernels((8, 4, 6), (6, 8, 4)), Kernels((8, 4), (8, 8)))
 """Forward pass of a norm in bfloat16, and under autocast."""
-_NORM_BACK: tuple[tuple[int, ...], ...] = (
-    (4, 6, 12, 8, 4, 4, 8, 8, 12, 12, 6),
-    (8, 12, 8, 4, 4, 8, 8, 12, 12),
+_NORM_BACK = (
+    Kernels((12, 4, 8, 8, 12, 12, 6), (4, 6, 8, 4)),
+    Kernels((12, 4, 8, 8, 12, 12), (8, 8, 4)),
 )
-_NORM_BACK_TRAINED: tuple[tuple[int, ...], ...] = ((6, 2), (12, 4))
+_NORM_BACK_TRAINED = (Kernels((6, 2)), Kernels((12, 4)))
 """Besides, for the gradient of its weight."""
-_ROPE = ((4, 2, 4, 4, 6), (6, 2, 4, 6, 12, 6))
-_ROPE_BACK = ((4, 2, 3, 3, 6, 4, 6, 4), (6, 8, 6, 2, 3, 3, 6, 8, 6, 6, 4))
-_ADD = (6, 10)
-_ADD_BACK = (6, 6)
-_GRADIENT_SUM = (6, 12)
+_ROPE = (Kernels((2, 6), (4, 4, 4)), Kernels((2, 12, 6), (6, 4, 6)))
+_ROPE_BACK = (
+    Kernels((2, 3, 6, 6, 4), (4, 3, 4)),
+    Kernels((6, 2, 3, 6, 6, 6, 4), (6, 8, 3, 8)),
+)
+_ADD = (Kernels((6,)), Kernels((), (10,)))
+_ADD_BACK = Kernels((6, 6))
+_GRADIENT_SUM = (Kernels((6,)), Kernels((12,)))
 """Gradients of an input that several products use."""
-_ACTIVATION = (4, 6)
-_ACTIVATION_BACK = (6, 6, 6)
-_CAST = 6
-"""From float32 to bfloat16, or back."""
-_ADAPTER = (6, 8, 10, 6)
-_ADAPTER_BACK = (6, 6, 8, 6, 6)
-_ROUTED = (2, 4, 4, 2)
+_ACTIVATION = Kernels((4, 6))
+_ACTIVATION_BACK = Kernels((6, 6, 6))
+_NARROW = Kernels((6,))
+"""A cast from float32 to bfloat16."""
+_WIDEN = Kernels((), (6,))
+"""A cast from bfloat16 to float32."""
+_COPY = Kernels((4,))
+_ADAPTER = Kernels((8, 6), (10,))
+"""Of a product's output; its input is widened."""
+_ADAPTER_BACK = (Kernels((6, 8), (6,)), Kernels((6, 6)))
+"""Of a product's output and of its input."""
+_LOSS = Kernels((8, 4), (6,))
+_LOSS_BACK = Kernels((12, 6), (8,))
+_ROUTED = Kernels((2,), (2, 4, 4))
 """For each element of an expert's input: sorted, weighted, put back, added up."""
-_ROUTED_BACK = (2, 1, 4, 6, 6, 4, 2, 2, 2)
-_GATED_BACK = (6, 6, 8, 6)
-_CLAMPED = (4, 12, 4, 4, 4, 4, 6, 4, 6)
+_ROUTED_BACK = Kernels((1, 4, 6, 2, 2), (2, 6, 4, 2))
+_GATED_BACK = Kernels((6, 6, 6), (8,))
+_CLAMPED = Kernels((12, 4, 4, 4, 4, 6, 4, 6), (4,))
 """The activation of GPT-OSS, with its biases."""
-_CLAMPED_BACK = (6, 6, 6, 6, 6, 4, 6, 3, 3, 5, 3, 5, 6, 6, 12, 4, 4)
+_CLAMPED_BACK = Kernels((6, 6, 6, 6, 6, 4, 6, 3, 3, 3, 12, 4), (5, 5, 6, 6, 4))
+_CLAMPED_OUTPUT = (Kernels((6,), (2,)), Kernels((2,), (2,)))
+"""The bias of an expert's output, in the forward and in the backward pass."""
 
 
-def _vectors(sizes: Sequence[float], elements: float) -> list[Operator]:
-    return [(0.0, size * elements) for size in sizes]
+def _vectors(kernels: Kernels, elements: int) -> list[Operator]:
+    return [
+        *(Operator(0, size * elements) for size in kernels.vectorized),
+        *(Operator(0, size * elements, "unvectorized") for size in kernels.unvectorized),
+    ]
 
 
-def _norm_backward(workload: Workload, elements: float) -> list[Operator]:
-    sizes = _NORM_BACK[workload.autocasts]
+def _norm_backward(workload: Workload, elements: int) -> list[Operator]:
+    operators = _vectors(_NORM_BACK[workload.autocasts], elements)
     if workload.trains_all:
-        sizes += _NORM_BACK_TRAINED[workload.autocasts]
-    return _vectors(sizes, elements)
+        operators += _vectors(_NORM_BACK_TRAINED[workload.autocasts], elements)
+    return operators
 
 
 def _product(
@@ -408,20 +450,23 @@ def _product(
 ) -> tuple[list[Operator], list[Operator]]:
     """Operators of a product with a matrix, in the forward and in the backward pass."""
     inputs, outputs = rows * matrix.inputs, rows * matrix.outputs
-    flops = 2.0 * rows * matrix.inputs * matrix.outputs
-    product = (flops, 2.0 * (inputs + matrix.parameters + outputs))
+    flops = 2 * rows * matrix.inputs * matrix.outputs
+    product = Operator(flops, 2 * (inputs + matrix.parameters + outputs))
     # The gradient of the input, and that of a trained weight.
     forward, backward = [product], [product] * (2 if workload.trains_all else 1)
     if workload.autocasts:
-        forward += _vectors([_CAST], matrix.parameters)
-        backward += _vectors([_CAST] if workload.trains_all else [], matrix.parameters)
-        casts = _vectors([_CAST] if casts_input else [], inputs)
-        forward, backward = forward + casts, backward + casts
+        forward += _vectors(_NARROW, matrix.parameters)
+        if workload.trains_all:
+            backward += _vectors(_WIDEN, matrix.parameters)
+        if casts_input:
+            forward += _vectors(_NARROW, inputs)
+            backward += _vectors(_WIDEN, inputs)
     if not workload.trains_all and matrix.name in LORA_MATRICES:
-        forward += _vectors(_ADAPTER[:1], inputs) + _vectors(_ADAPTER[1:], outputs)
-        backward += _vectors(_ADAPTER_BACK[:3], outputs) + _vectors(_ADAPTER_BACK[3:], inputs)
+        forward += _vectors(_WIDEN, inputs) + _vectors(_ADAPTER, outputs)
+        of_output, of_input = _ADAPTER_BACK
+        backward += _vectors(of_output, outputs) + _vectors(of_input, inputs)
         for wide in (inputs, outputs):
-            adapter = (2.0 * LORA_RANK * wide, 4.0 * wide)
+            adapter = Operator(2 * LORA_RANK * wide, 4 * wide, "unvectorized")
             forward.append(adapter)
             backward += [adapter, adapter]
     return forward, backward
@@ -442,30 +487,30 @@ def _layer_operators(
         forward, backward, last = forward + there, backward + back, there
         if matrix.group in used:
             back_sum = _GRADIENT_SUM[autocasts]
-            backward += _vectors([back_sum], tokens * matrix.inputs)
+            backward += _vectors(back_sum, tokens * matrix.inputs)
         used |= {matrix.group} if matrix.group else set()
     if not layer.experts and workload.checkpoint:
         # Recomputation ends when all that the backward pass uses is there.
         forward, tail = forward[: -len(last)], last
     else:
         tail = []
-    norms, norm_sizes = layer.norms, _NORM[autocasts]
-    forward += _vectors(norm_sizes * norms, hidden)
-    for _ in range(norms):
+    norm = _NORM[autocasts]
+    for _ in range(layer.norms):
+        forward += _vectors(norm, hidden)
         backward += _norm_backward(workload, hidden)
     for width in (layer.queries, layer.keys):
         elements = tokens * width
         forward += _vectors(_ROPE[autocasts], elements)
         backward += _vectors(_ROPE_BACK[autocasts], elements)
         if layer.head_norms:
-            forward += _vectors(norm_sizes, elements)
+            forward += _vectors(norm, elements)
             backward += _norm_backward(workload, elements)
-    backward += _vectors([4], tokens * layer.values)
+    backward += _vectors(_COPY, tokens * layer.values)
     attention, attention_back = _attention(workload, layer)
     forward, backward = [*forward, attention], [*backward, attention_back]
-    forward += _vectors([_ADD[autocasts]], hidden)
-    tail += _vectors([_ADD[autocasts]], hidden)
-    backward += _vectors([_ADD_BACK[autocasts]] * 2, hidden)
+    forward += _vectors(_ADD[autocasts], hidden)
+    tail += _vectors(_ADD[autocasts], hidden)
+    backward += _vectors(_ADD_BACK, hidden)
     if layer.mlp:
         inner = tokens * layer.mlp[0].outputs
         forward += _vectors(_ACTIVATION, inner)
@@ -478,9 +523,12 @@ def _layer_operators(
 
 def _attention(workload: Workload, layer: Layer) -> tuple[Operator, Operator]:
     tokens = workload.tokens
-    flops = float(tokens * _seen(workload.seq, layer.window) * layer.heads_width)
-    size_bytes = 2.0 * tokens * (layer.queries + layer.keys + layer.values + layer.attended)
-    return (flops, size_bytes), (2.5 * flops, 2 * size_bytes)
+    flops = tokens * _seen(workload.seq, layer.window) * layer.heads_width
+    size_bytes = 2 * tokens * (layer.queries + layer.keys + layer.values + layer.attended)
+    return (
+        Operator(flops, size_bytes, "attention"),
+        Operator(2.5 * flops, 2 * size_bytes, "attention_backward"),
+    )
 
 
 def _seen(seq: int, window: int) -> int:
@@ -497,8 +545,9 @@ def _expert_operators(workload: Workload, layer: Layer) -> tuple[list[Operator],
         there, back = _product(workload, matrix, rows)
         forward, backward = forward + there, backward + back
     if shape.clamped:
-        forward += _vectors(_CLAMPED, inner) + _vectors((2, 6), routed)
-        backward += _vectors(_CLAMPED_BACK, inner) + _vectors((2, 2), routed)
+        output, output_back = _CLAMPED_OUTPUT
+        forward += _vectors(_CLAMPED, inner) + _vectors(output, routed)
+        backward += _vectors(_CLAMPED_BACK, inner) + _vectors(output_back, routed)
     else:
         forward += _vectors(_ACTIVATION, inner)
         backward += _vectors(_GATED_BACK, inner)

@@ -10,13 +10,14 @@ from fractions import Fraction
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import GetCoreSchemaHandler, StrictBool
 from pydantic_core import CoreSchema, core_schema
 
 from umem.core.errors import HardwareError
 from umem.core.units import MAX_TEXT, NUMBER_PATTERN, format_bytes, parse_bytes, parse_percent
 from umem.io.problems import did_you_mean, shown
-from umem.trace import Precision, Trace
+from umem.trace import Access, Precision, Trace, phase_of_access
 
 __all__ = [
     "FIGURES",
@@ -215,6 +216,14 @@ class Hardware:
     """Sustained matrix throughput by precision: ``fp32 tf32 fp16 bf16 fp8``."""
     memory_bytes_per_s: BytesPerSecond
     """Sustained bandwidth of device memory, reads and writes together."""
+    unvectorized_bytes_per_s: BytesPerSecond
+    """The same, of kernels that torch does not vectorise, because their tensors differ in type or
+    shape: broadcasts, casts to a wider type, concatenations, products with a thin float32 matrix.
+    """
+    attention_flops_per_s: FlopsPerSecond
+    """Sustained throughput of fused attention in 16 bits, causal, in the forward pass."""
+    attention_backward_flops_per_s: FlopsPerSecond
+    """The same in the backward pass."""
     launch_s: Seconds
     """Shortest duration of a phase."""
     to_device_bytes_per_s: BytesPerSecond
@@ -317,8 +326,9 @@ def with_durations(trace: Trace, hardware: Hardware, *, force: bool = False) -> 
     """Give the phases of a trace the durations of a machine's roofline.
 
     A phase takes the longest of three times: its arithmetic at the sustained throughput of its
-    precision, its traffic at the bandwidth of device memory, and a launch. Durations that the trace
-    has are kept, unless `force` replaces them; then the result is the trace itself.
+    precision, and of attention where it is that; its traffic at the bandwidth of device memory,
+    that of unvectorised kernels where its tensors differ in size; and a launch. Durations that the
+    trace has are kept, unless `force` replaces them; then the result is the trace itself.
 
     Raises ``HardwareError`` if a phase computes in a precision that the machine has no throughput
     for.
@@ -335,8 +345,43 @@ def with_durations(trace: Trace, hardware: Hardware, *, force: bool = False) -> 
             f"{hardware.name} has no throughput for {name}, in which the trace {trace.name!r} "
             f"computes: add flops_per_s.{name} to the profile, or choose another one"
         )
+    throughput = np.minimum(flops_per_s[trace.phase_precision], _attention_limit(trace, hardware))
     compute_s = np.zeros(trace.phase_count)
-    compute_s[computes] = trace.flops[computes] / flops_per_s[trace.phase_precision[computes]]
-    memory_s = trace.memory_bytes / hardware.memory_bytes_per_s
+    compute_s[computes] = trace.flops[computes] / throughput[computes]
+    bandwidth = np.where(
+        _is_unvectorized(trace), hardware.unvectorized_bytes_per_s, hardware.memory_bytes_per_s
+    )
+    memory_s = trace.memory_bytes / bandwidth
     duration_s = np.maximum(np.maximum(compute_s, memory_s), hardware.launch_s)
     return replace(trace, duration_s=duration_s)
+
+
+def _attention_limit(trace: Trace, hardware: Hardware) -> npt.NDArray[np.float64]:
+    """Throughput that attention bounds a phase to, float64[P]; infinite in other phases."""
+
+    def limit(operator: str) -> float:
+        if "attention" not in operator:
+            return np.inf
+        if operator.endswith("_backward"):
+            return hardware.attention_backward_flops_per_s
+        return hardware.attention_flops_per_s
+
+    return np.array([limit(name.partition(": ")[2]) for name in trace.phase_names])
+
+
+def _is_unvectorized(trace: Trace) -> npt.NDArray[np.bool_]:
+    """Phases whose kernels torch does not vectorise, bool[P].
+
+    They write one tensor that is larger than one that they read. Other products than those in
+    float32 run in the tensor cores, where a thin matrix costs no bandwidth.
+    """
+    phase, size = phase_of_access(trace), trace.tensor_bytes[trace.access_tensor]
+    writes, reads = ((trace.access_mode & access) > 0 for access in (Access.WRITE, Access.READ))
+    written = np.zeros(trace.phase_count, np.int64)
+    np.add.at(written, phase[writes], size[writes])
+    reads_less = np.zeros(trace.phase_count, bool)
+    reads_less[phase[reads & (size < written[phase])]] = True
+    writes_one = np.bincount(phase[writes], minlength=trace.phase_count) == 1
+    is_product = trace.flops > 0
+    in_fp32 = trace.phase_precision == Precision.FP32
+    return np.where(is_product, in_fp32, writes_one & reads_less)
