@@ -26,6 +26,7 @@ BUDGETS = {
     "changed": "640MiB",
     "kept": "3GiB",
     "trained": "1GiB",
+    "managed_at_once": "1GiB",
     "adapters": "640MiB",
     "adapters_without_checkpoints": "900MiB",
     "compiled": "640MiB",
@@ -35,6 +36,7 @@ BUDGETS = {
 }
 POLICIES = {
     "trained": "sft",
+    "managed_at_once": "sft",
     "adapters": "lora",
     "adapters_without_checkpoints": "lora",
 }
@@ -95,7 +97,14 @@ def test_outputs_that_the_program_keeps_move_to_the_host(
     assert pairs("kept")[1]["weights"]["moved_outputs"] > 24
 
 
-@pytest.mark.parametrize("mode", ["inference", "adapters", "trained"])
+@pytest.mark.parametrize("mode", ["trained", "managed_at_once"])
+def test_the_plan_of_a_training_decides_on_its_weights(
+    mode: str, pairs: Callable[[str], tuple[Any, Any]]
+) -> None:
+    assert pairs(mode)[1]["weights"]["is_driven"]
+
+
+@pytest.mark.parametrize("mode", ["inference", "adapters", "trained", "managed_at_once"])
 def test_weights_come_ahead_of_their_use(
     mode: str, pairs: Callable[[str], tuple[Any, Any]]
 ) -> None:

@@ -131,9 +131,11 @@ def change_between(model: Model) -> list[torch.Tensor]:
     return seen
 
 
-def train(model: Model) -> list[torch.Tensor]:
+def train(model: Model, *, managed_at_once: bool = False) -> list[torch.Tensor]:
     trained = [it for it in model.parameters() if it.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+    if managed_at_once and "UMEM_POLICY" in os.environ:
+        umem.manage(model, optimizer)
     losses = []
     for step in range(2 * STEPS):
         loss = model(batch(step)).square().mean()
@@ -146,6 +148,11 @@ def train(model: Model) -> list[torch.Tensor]:
             with torch.no_grad():
                 losses.append(model(batch(1000)).mean())
     return [*losses, *(it.detach() for it in trained)]
+
+
+def train_managed_at_once(model: Model) -> list[torch.Tensor]:
+    """The program calls `umem.manage` itself, ahead of the model's first call."""
+    return train(model, managed_at_once=True)
 
 
 def train_adapters(model: Model) -> list[torch.Tensor]:
@@ -188,6 +195,7 @@ MODES: dict[str, Callable[[Model], list[torch.Tensor]]] = {
     "inference": infer,
     "changed": change_between,
     "trained": train,
+    "managed_at_once": train_managed_at_once,
     "adapters": train_adapters,
     "adapters_without_checkpoints": train_adapters_without_checkpoints,
     "compiled": compile_layers,
@@ -308,6 +316,7 @@ def facts_of_weights(model: nn.Module) -> dict[str, Any]:
         "reused": status.counts.reused,
         "in_place": status.counts.in_place,
         "moved_outputs": status.moved_outputs,
+        "is_driven": its.is_driven,
         "cached_experts": status.cached_experts,
     }
     page_locked_bytes = runtime().allocator.kind_stats(0)["pinned"]["reserved_bytes"]
