@@ -342,25 +342,10 @@ def _stream_weights(model: nn.Module) -> None:
     # What the first call itself makes has no size yet.
     if not devices or any(map(is_lazy, parameters)):
         return
-    for device in devices:  # the model is loaded
-        runtime().allocator.set_device_budget(device, runtime().device_budgets[device] or 0)
     # It imports the executor: not before there is a model.
-    from umem.executor import manage_weights
+    from umem.executor.weights.model_weights import stream_weights
 
-    try:
-        manage_weights(model).begin_call()
-    except UmemError as error:
-        _LOG.warning(
-            "umem: weights of %s are not streamed. %s: %s", type(model).__name__, _COST, error
-        )
-    except Exception as error:  # the program goes on with weights where they are
-        _LOG.warning(
-            "umem: weights of %s are not streamed: %s: %s",
-            type(model).__name__,
-            type(error).__name__,
-            error,
-        )
-        _LOG.debug("umem: the error was raised here", exc_info=True)
+    stream_weights(model)
 
 
 def manage_automatically(

@@ -37,7 +37,7 @@ from umem.executor.optimizer.unit_names import UnitNames
 from umem.executor.shared_budget import shared_budget
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner, TuningStatus
-from umem.executor.weights.model_weights import ModelWeights, manage_weights, weights_of
+from umem.executor.weights.model_weights import ModelWeights, stream_weights, weights_of
 from umem.hardware import detect_hardware
 from umem.offloading import ActivationStore
 from umem.planning.stream_timing import staged_bytes
@@ -131,10 +131,9 @@ def stream_state(
         streams_state = False
         _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
     weights = weights_of(model)
-    if weights is None and policy.streams_weights and state.device_budgets[index] is not None:
+    if weights is None and policy.streams_weights:
         # Ahead of the model's first call: the plan for the state is to decide on them, too.
-        weights = manage_weights(model)
-        weights.begin_call()
+        weights = stream_weights(model)
     # The optimizers of a model have one plan, and take turns with the slots.
     others = [it for it in streamed_trainings() if it.model is model and it.tuner is not None]
     tuner = others[0].tuner if others else None

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from umem.capture.live import Block, find_blocks
 from umem.core.block_sizes import LARGE_BYTES
 from umem.core.classes import TensorClass
-from umem.core.errors import EnableError
+from umem.core.errors import EnableError, UmemError
 from umem.core.units import format_bytes
 from umem.executor.kept_outputs import KeptOutputs
 from umem.executor.optimizer.lanes import Lanes, cuda_lanes
@@ -54,7 +54,7 @@ from umem.torch_compat import (
     function_transform_level,
 )
 
-__all__ = ["ModelWeights", "WeightStatus", "manage_weights", "weights_of"]
+__all__ = ["ModelWeights", "WeightStatus", "manage_weights", "stream_weights", "weights_of"]
 
 _LOG = logging.getLogger("umem")
 
@@ -162,6 +162,34 @@ def manage_weights(model: nn.Module) -> ModelWeights:
     if not _STEP_HOOK:
         _STEP_HOOK.append(register_optimizer_step_pre_hook(_step_begins))
     return made
+
+
+def stream_weights(model: nn.Module) -> ModelWeights | None:
+    """Manage the weights of a model that is loaded, and place them for its first call.
+
+    None, with a warning, where they cannot be streamed: they stay where they are.
+    """
+    state, name = runtime(), type(model).__name__
+    for device in {it.device.index for it in model.parameters() if it.is_cuda}:
+        state.allocator.set_device_budget(device, state.device_budgets[device] or 0)
+    try:
+        weights = manage_weights(model)
+        weights.begin_call()
+    except UmemError as error:
+        _LOG.warning(
+            "umem: weights of %s are not streamed. What the device budget has no room for is used "
+            "in host memory, which is slow: %s",
+            name,
+            error,
+        )
+    except Exception as error:
+        _LOG.warning(
+            "umem: weights of %s are not streamed: %s: %s", name, type(error).__name__, error
+        )
+        _LOG.debug("umem: the error was raised here", exc_info=True)
+    else:
+        return weights
+    return None
 
 
 def _step_begins(*_: object) -> None:
