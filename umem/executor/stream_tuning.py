@@ -193,7 +193,7 @@ class TuningStatus:
     predicted_s: float | None
     """A step under the plan, by prediction."""
     spilled_bytes: int
-    """Host memory that is held because of the budget."""
+    """Host memory that is held because of the budget, beside weights that were made there."""
     activations: ActivationStatistics
     """Copies of activations so far."""
 
@@ -524,6 +524,7 @@ class StreamTuner:
 
     def status(self) -> TuningStatus:
         """The state now."""
+        at_home_bytes = 0 if self._weights is None else self._weights.spilled_bytes
         return TuningStatus(
             state=self._state,
             budget_bytes=self._room.budget_bytes,
@@ -536,7 +537,7 @@ class StreamTuner:
             copied_gradients_bytes=self._gradient_bytes(self._copied_gradients),
             returning_gradients_bytes=self._gradient_bytes(self._returning_gradients),
             predicted_s=None if self.plan is None else self.plan.predicted.step_s,
-            spilled_bytes=self._room.spilled_bytes(),
+            spilled_bytes=max(0, self._room.spilled_bytes() - at_home_bytes),
             activations=ActivationStatistics()
             if self._activations is None
             else self._activations.statistics,
