@@ -91,6 +91,27 @@ def test_clipping() -> None:
     interrupt(lambda: act, _has_gradients)
 
 
+def test_a_gradient_is_multiplied_once_by_each_factor() -> None:
+    """However often an interrupt cuts that short, and it begins anew."""
+    lanes = LazyLanes(nn.Linear(1, 1), 1.0)
+    clipped = ClippedGradients(lanes)
+    gradient = torch.ones(4)
+
+    def act() -> Callable[[], None]:
+        gradient.fill_(1.0)
+        clipped.hold(gradient, None, lanes.mark())
+        for factor in (2.0, 3.0):
+            clipped.run(torch_compat.foreach_multiply, ([gradient], factor), {})
+        return partial(clipped.use, gradient)
+
+    def check() -> None:
+        clipped.use(gradient)
+        assert gradient.tolist() == [6.0] * 4
+        _has_gradients()
+
+    interrupt(act, check)
+
+
 def test_a_gradient_that_came_meanwhile_is_added_once() -> None:
     """However often an interrupt cuts that short, and it begins anew."""
     guard = ParameterGuard(lambda: None)

@@ -17,10 +17,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from umem.core.interrupts import call_all
 from umem.executor.optimizer.access_guard import Guard, are_plain
 from umem.executor.optimizer.lanes import Lanes, Moment
 from umem.torch_compat import (
@@ -143,7 +145,11 @@ class ClippedGradients(Guard):
                     DisableTorchFunctionSubclass(),
                 ):
                     torch.set_grad_enabled(False)
-                    multiply([gradient], held.factors)
+                    while held.factors:  # once by each, also if Ctrl-C ends this and it begins anew
+                        call_all(
+                            partial(_MULTIPLY, [gradient], held.factors[0]),
+                            partial(held.factors.pop, 0),
+                        )
                 self._lanes.wait_on_stream_of(held.moment, self._lanes.mark())
             tensor: Any = gradient
             tensor.__class__ = torch.Tensor
