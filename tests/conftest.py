@@ -106,7 +106,7 @@ def machine() -> Hardware:
         page_bytes=2**16,
         flops_per_s=dict.fromkeys(("fp32", "tf32", "fp16", "bf16", "fp8"), 1e14),
         memory_bytes_per_s=1e12,
-        unvectorized_bytes_per_s=1e12,
+        unvectorised_bytes_per_s=1e12,
         attention_flops_per_s=1e14,
         attention_backward_flops_per_s=1e14,
         launch_s=1e-6,

@@ -521,7 +521,7 @@ def test_a_phase_takes_its_longest_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reads", "writes", "is_vectorized"),
+    ("reads", "writes", "is_vectorised"),
     [
         (["wide", "wide too"], ["wide"], True),
         (["wide"], ["narrow"], True),
@@ -537,7 +537,7 @@ def test_a_phase_takes_its_longest_time() -> None:
     ],
 )
 def test_tensors_of_other_sizes_use_memory_at_a_lower_rate(
-    reads: list[str], writes: list[str], is_vectorized: bool, make_trace: Callable[..., Trace]
+    reads: list[str], writes: list[str], is_vectorised: bool, make_trace: Callable[..., Trace]
 ) -> None:
     sizes = {"wide": 4 << 20, "wide too": 4 << 20, "narrow": 2 << 20, "row": 4096}
     trace = make_trace(
@@ -546,7 +546,7 @@ def test_tensors_of_other_sizes_use_memory_at_a_lower_rate(
     )
     trace = replace(trace, memory_bytes=np.array([10**9], np.int64))
     h200 = load_hardware("h200-pcie")
-    rate = h200.memory_bytes_per_s if is_vectorized else h200.unvectorized_bytes_per_s
+    rate = h200.memory_bytes_per_s if is_vectorised else h200.unvectorised_bytes_per_s
     timed = with_durations(trace, h200, force=True)
     assert timed.duration_s == pytest.approx([10**9 / rate])
 
@@ -555,7 +555,7 @@ def test_thin_products_use_memory_at_a_lower_rate_in_float32() -> None:
     h200 = load_hardware("h200-pcie")
     precisions = [Precision.FP32, Precision.BF16, Precision.TF32]
     timed = with_durations(a_trace([1.0] * 3, [10**9] * 3, precisions), h200)
-    rates = [h200.unvectorized_bytes_per_s, *[h200.memory_bytes_per_s] * 2]
+    rates = [h200.unvectorised_bytes_per_s, *[h200.memory_bytes_per_s] * 2]
     assert timed.duration_s == pytest.approx([10**9 / rate for rate in rates])
 
 

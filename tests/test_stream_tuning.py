@@ -592,6 +592,19 @@ def test_a_budget_that_is_too_small_copies_all(caplog: pytest.LogCaptureFixture)
     assert len([it for it in caplog.messages if "activations and gradients are copied" in it]) == 1
 
 
+def test_a_budget_that_is_too_small_in_the_backward_pass_names_the_other_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Training(Machine(-(10**5)), clips=False)
+    run.training.move_into_backward()
+    assert run.run(8) == Training(clips=False).run(8)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.state == TuningState.OVERFULL
+    (said,) = (it for it in caplog.messages if "activations and gradients are copied" in it)
+    assert "Without step_in_backward" in said
+
+
 def test_a_small_budget_has_a_plan_with_less_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0, 0.5))
     machine = Machine()

@@ -67,6 +67,10 @@ _SLACK_SHARES = (1.0, 0.5, 0.25)
 _LEAST_GAIN = 128
 """Part of the budget that a training has to gain for a new plan when others leave it more."""
 
+_WITHOUT_STEP_IN_BACKWARD = (
+    ". Without step_in_backward, trained weights can be streamed and gradients copied, too"
+)
+
 _UPDATE_TRAFFIC = 3.5
 """Bytes that an update reads and writes per byte of state. AdamW reads and writes its two moments
 and the weight, and reads the gradient."""
@@ -916,9 +920,11 @@ class StreamTuner:
     def _warn(self, error: str) -> None:
         if not self._has_warned:
             self._has_warned = True
+            remedy = "" if not self._in_backward else _WITHOUT_STEP_IN_BACKWARD
             _LOG.warning(
-                "umem: all optimizer state is streamed, activations and gradients are copied: %s",
+                "umem: all optimizer state is streamed, activations and gradients are copied: %s%s",
                 error,
+                remedy,
             )
 
     def _log(self, plan: StreamPlan) -> None:

@@ -51,10 +51,10 @@ class Operator(NamedTuple):
     """Floating-point operations."""
     size_bytes: float
     """Bytes of device memory."""
-    kind: Kind = "vectorized"
+    kind: Kind = "vectorised"
 
 
-Kind = Literal["vectorized", "unvectorized", "attention", "attention_backward"]
+Kind = Literal["vectorised", "unvectorised", "attention", "attention_backward"]
 """The figure of the machine that bounds an operator: :class:`umem.hardware.Hardware`."""
 
 
@@ -255,7 +255,7 @@ def _roofline(hardware: Hardware) -> _Seconds:
         "attention": min(flops_per_s, hardware.attention_flops_per_s),
         "attention_backward": min(flops_per_s, hardware.attention_backward_flops_per_s),
     }
-    bandwidth: dict[Kind, float] = {"unvectorized": hardware.unvectorized_bytes_per_s}
+    bandwidth: dict[Kind, float] = {"unvectorised": hardware.unvectorised_bytes_per_s}
 
     def duration(operator: Operator) -> float:
         compute_s = operator.flops / throughput.get(operator.kind, flops_per_s)
@@ -275,8 +275,8 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     residual = 4 if workload.autocasts else 2
     of_kinds: dict[int, _Part] = {}
     table = Matrix("weight", shape.hidden, shape.vocabulary)
-    lookup = [Operator(0, 2 * residual * hidden, "unvectorized")]
-    scatter = [Operator(0, residual * hidden + width * table.parameters, "unvectorized")]
+    lookup = [Operator(0, 2 * residual * hidden, "unvectorised")]
+    scatter = [Operator(0, residual * hidden + width * table.parameters, "unvectorised")]
     nothing = _Working(0, residual * hidden, residual * hidden)
     table_ops = scatter if workload.trains_all else []
     # A table that the head uses too has to be there for both.
@@ -385,8 +385,8 @@ def _adapters(matrices: Sequence[Matrix]) -> list[int]:
 class Kernels(NamedTuple):
     """Kernels that compute element by element: bytes per element of each."""
 
-    vectorized: tuple[int, ...] = ()
-    unvectorized: tuple[int, ...] = ()
+    vectorised: tuple[int, ...] = ()
+    unvectorised: tuple[int, ...] = ()
     """Their tensors differ in type or shape."""
 
 
@@ -433,8 +433,8 @@ _CLAMPED_OUTPUT = (Kernels((6,), (2,)), Kernels((2,), (2,)))
 
 def _vectors(kernels: Kernels, elements: int) -> list[Operator]:
     return [
-        *(Operator(0, size * elements) for size in kernels.vectorized),
-        *(Operator(0, size * elements, "unvectorized") for size in kernels.unvectorized),
+        *(Operator(0, size * elements) for size in kernels.vectorised),
+        *(Operator(0, size * elements, "unvectorised") for size in kernels.unvectorised),
     ]
 
 
@@ -466,7 +466,7 @@ def _product(
         of_output, of_input = _ADAPTER_BACK
         backward += _vectors(of_output, outputs) + _vectors(of_input, inputs)
         for wide in (inputs, outputs):
-            adapter = Operator(2 * LORA_RANK * wide, 4 * wide, "unvectorized")
+            adapter = Operator(2 * LORA_RANK * wide, 4 * wide, "unvectorised")
             forward.append(adapter)
             backward += [adapter, adapter]
     return forward, backward

@@ -216,7 +216,7 @@ class Hardware:
     """Sustained matrix throughput by precision: ``fp32 tf32 fp16 bf16 fp8``."""
     memory_bytes_per_s: BytesPerSecond
     """Sustained bandwidth of device memory, reads and writes together."""
-    unvectorized_bytes_per_s: BytesPerSecond
+    unvectorised_bytes_per_s: BytesPerSecond
     """The same, of kernels that torch does not vectorise, because their tensors differ in type or
     shape: broadcasts, casts to a wider type, concatenations, products with a thin float32 matrix.
     """
@@ -326,9 +326,9 @@ def with_durations(trace: Trace, hardware: Hardware, *, force: bool = False) -> 
     """Give the phases of a trace the durations of a machine's roofline.
 
     A phase takes the longest of three times: its arithmetic at the sustained throughput of its
-    precision, and of attention where it is that; its traffic at the bandwidth of device memory,
-    that of unvectorised kernels where its tensors differ in size; and a launch. Durations that the
-    trace has are kept, unless `force` replaces them; then the result is the trace itself.
+    precision, for attention at attention's where that is lower; its traffic at the bandwidth of
+    device memory, for unvectorised kernels at theirs; and a launch. Durations that the trace has
+    are kept, unless `force` replaces them; then the result is the trace itself.
 
     Raises ``HardwareError`` if a phase computes in a precision that the machine has no throughput
     for.
@@ -349,7 +349,7 @@ def with_durations(trace: Trace, hardware: Hardware, *, force: bool = False) -> 
     compute_s = np.zeros(trace.phase_count)
     compute_s[computes] = trace.flops[computes] / throughput[computes]
     bandwidth = np.where(
-        _is_unvectorized(trace), hardware.unvectorized_bytes_per_s, hardware.memory_bytes_per_s
+        _is_unvectorised(trace), hardware.unvectorised_bytes_per_s, hardware.memory_bytes_per_s
     )
     memory_s = trace.memory_bytes / bandwidth
     duration_s = np.maximum(np.maximum(compute_s, memory_s), hardware.launch_s)
@@ -369,7 +369,7 @@ def _attention_limit(trace: Trace, hardware: Hardware) -> npt.NDArray[np.float64
     return np.array([limit(name.partition(": ")[2]) for name in trace.phase_names])
 
 
-def _is_unvectorized(trace: Trace) -> npt.NDArray[np.bool_]:
+def _is_unvectorised(trace: Trace) -> npt.NDArray[np.bool_]:
     """Phases whose kernels torch does not vectorise, bool[P].
 
     They write one tensor that is larger than one that they read. Other products than those in
