@@ -338,9 +338,8 @@ def host_caps(
 def _stream_weights(model: nn.Module) -> None:
     """Keep the weights of a model that the program calls within the budget."""
     parameters = list(model.parameters())
-    devices = {it.device.index for it in parameters if it.is_cuda}
     # What the first call itself makes has no size yet.
-    if not devices or any(map(is_lazy, parameters)):
+    if not any(it.is_cuda for it in parameters) or any(map(is_lazy, parameters)):
         return
     # It imports the executor: not before there is a model.
     from umem.executor.weights.model_weights import stream_weights
