@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -107,7 +106,7 @@ class LazyLanes(Lanes):
         """All that the model has or had: an optimizer may keep one that was replaced."""
         model = self._model()
         if model is not None:
-            self._known |= {id(it): it for it in model.parameters()}
+            self._known |= {id(it): it for it in _parameters_below(model) if it is not None}
         return list(self._known.values())
 
     def mark(self) -> _Task:
@@ -187,27 +186,48 @@ class LazyLanes(Lanes):
     def _as_queued(self, task: _Task) -> Iterator[None]:
         """Parameters with the class and the gradient that they had when the work was queued."""
         gradient: Any = nn.Parameter.grad
+        queued = []
         with DisableTorchFunctionSubclass():
-            # The program may have converted some meanwhile, whose work is over then.
-            queued = [
-                (it, of, type(it), gradient.__get__(it))
-                for it, of in task.gradients
-                if is_guardable(type(it))
-                # Work on a DTensor has taken this rank's part of it, and of its gradient, already.
-                and not hasattr(type(it), "device_mesh")
-                and all(g is None or g.dtype == it.dtype for g in (of, gradient.__get__(it)))
-            ]
-            for parameter, of, _, _ in queued:
-                parameter.__class__ = nn.Parameter
-                parameter.grad = of
+            for parameter, of in task.gradients:
+                kind, seen = type(parameter), gradient.__get__(parameter)
+                if kind is not nn.Parameter or seen is not of:  # most are as they were
+                    # The program may have converted some meanwhile, whose work is over then.
+                    if not _can_have(parameter, of, seen):
+                        continue
+                    parameter.__class__ = nn.Parameter
+                    parameter.grad = of
+                queued.append((parameter, kind, seen))
+            was_compiling = torch.compiler._is_compiling_flag
+            torch.compiler._is_compiling_flag = False  # a compiler may be what has waited
             try:
-                # A compiler may be what has waited.
-                with patch.object(torch.compiler, "_is_compiling_flag", False):
-                    yield
+                yield
             finally:
-                for parameter, _, kind, seen in queued:
-                    parameter.grad = seen
+                torch.compiler._is_compiling_flag = was_compiling
+                for parameter, kind, seen in queued:
+                    if gradient.__get__(parameter) is not seen:
+                        parameter.grad = seen
                     parameter.__class__ = kind
+
+
+def _can_have(parameter: nn.Parameter, *gradients: torch.Tensor | None) -> bool:
+    """Whether a parameter's object can have another class, and these gradients.
+
+    Work on a DTensor has taken this rank's part of it, and of its gradient, already.
+    """
+    kind = type(parameter)
+    return (
+        is_guardable(kind)
+        and not hasattr(kind, "device_mesh")
+        and all(it is None or it.dtype == parameter.dtype for it in gradients)
+    )
+
+
+def _parameters_below(module: nn.Module) -> Iterator[Any]:
+    """All, some of them several times: `nn.Module.parameters` takes several times as long."""
+    yield from module._parameters.values()
+    for child in module._modules.values():
+        if child is not None:
+            yield from _parameters_below(child)
 
 
 class HostStateMemory(StateMemory):
