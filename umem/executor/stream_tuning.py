@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import Protocol
 
 from torch import nn
 
@@ -20,11 +17,16 @@ from umem.core.units import format_bytes
 from umem.executor.copied_activations import CopiedActivations
 from umem.executor.measured_steps import MeasuredSteps, Occasion
 from umem.executor.optimizer.copied_gradients import CopiedGradients
-from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.temporary_slots import TemporaryPlan, TemporarySlots
 from umem.executor.optimizer.unit_names import is_outside
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
 from umem.executor.shared_budget import BudgetPart, SharedBudget
+from umem.executor.tuned_optimizers import (
+    OptimizerPlan,
+    StreamedState,
+    TunedOptimizer,
+    TunedOptimizers,
+)
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import Hardware
 from umem.offloading import ActivationStatistics, ActivationStore
@@ -38,8 +40,6 @@ from umem.torch_compat import current_graph_task_id
 __all__ = [
     "FEWEST_SLOTS",
     "StreamTuner",
-    "StreamedState",
-    "TunedOptimizer",
     "TuningState",
     "TuningStatus",
 ]
@@ -74,88 +74,6 @@ _WITHOUT_STEP_IN_BACKWARD = (
 _UPDATE_TRAFFIC = 3.5
 """Bytes that an update reads and writes per byte of state. AdamW reads and writes its two moments
 and the weight, and reads the gradient."""
-
-
-class StreamedState(Protocol):
-    """The state of one optimizer, which a plan is about."""
-
-    @property
-    def pool(self) -> SlotPool:
-        """Its slots, which the optimizers of a model may share."""
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of state that is on the device for good."""
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes of state that has to be streamed."""
-
-    def sizes(self) -> Mapping[str, tuple[int, ...]]:
-        """Bytes of state that can be streamed, by block in the order of the forward pass.
-
-        Those of a block are of what is staged at a time.
-        """
-
-    def home_bytes(self) -> Mapping[str, int]:
-        """Bytes of parameters that were sent to host memory, by block."""
-
-    @property
-    def may_have_temporary(self) -> bool:
-        """Whether pieces of state may have temporary slots."""
-
-    def set_plan(
-        self,
-        resident: frozenset[str],
-        slots: int,
-        *,
-        stages_operands: bool = True,
-        temporary: int = 0,
-    ) -> None:
-        """Set the blocks whose state stays on the device, and the slots for the others."""
-
-
-@dataclass(frozen=True)
-class OptimizerPlan:
-    """The part of a plan that is for each optimizer of the model."""
-
-    resident: frozenset[str]
-    """Units whose state stays on the device."""
-    slots: int
-    stages_operands: bool
-    """Whether slots are for weights and gradients at home, too."""
-    temporary: TemporaryPlan
-    """Further slots."""
-    copied_gradients: frozenset[str]
-    """Units whose gradients are copied out."""
-    returning: Mapping[str, str]
-    """Those of them that come back, each with the unit at which they do."""
-    batches: int
-    order: tuple[str, ...]
-    """All units."""
-
-    @property
-    def places(self) -> tuple[object, ...]:
-        """What has to be laid out anew where it changes."""
-        return self.resident, self.slots, self.stages_operands, len(self.temporary.made_in)
-
-
-@dataclass(eq=False)
-class TunedOptimizer:
-    """One of the optimizers of a model."""
-
-    state: StreamedState
-    gradients: CopiedGradients | None
-    join: Callable[[], None]
-    send_home: Callable[[], int]
-    waits: Callable[[], bool]
-    temporary: TemporarySlots | None
-    in_backward: bool = False
-    """Whether it updates parameters in the backward pass."""
-    expects_backward: bool = False
-    """Whether it soon will."""
-    planned: OptimizerPlan | None = None
-    """What it was given."""
 
 
 class TuningState(StrEnum):
@@ -247,7 +165,7 @@ class StreamTuner:
         """Of the members of the budget, when measurements began."""
         self._part = BudgetPart(None, 0)
         """Of the budget, that the plan is made for."""
-        self._optimizers: list[TunedOptimizer] = []
+        self._optimizers = TunedOptimizers()
         self._optimizer_plan: OptimizerPlan | None = None
         """Each gets it behind its own next step: amid that nothing of it may move."""
         self._ending: TunedOptimizer | None = None
@@ -324,7 +242,7 @@ class StreamTuner:
             For :meth:`detach`.
         """
         optimizer = TunedOptimizer(state, gradients, join, send_home, waits, temporary)
-        self._optimizers.append(optimizer)
+        self._optimizers.add(optimizer)
         if len(self._optimizers) > 1:
             self._is_stale = True
             return optimizer
@@ -400,28 +318,9 @@ class StreamTuner:
             self._later_bytes = max(self._later_bytes, later_bytes)
         self._ending = None
         try:
-            self._give(optimizer)
+            optimizer.set_plan(self._optimizer_plan)
         except Exception as error:
             self._fail(error)
-
-    def _give(self, optimizer: TunedOptimizer) -> None:
-        """Give an optimizer the present plan, if it has another one."""
-        plan, known = self._optimizer_plan, optimizer.planned
-        if plan is None or plan is known:
-            return
-        optimizer.planned = plan
-        if optimizer.gradients is not None:
-            triggers = _triggers(plan.returning, optimizer.gradients, plan.order)
-            optimizer.gradients.set_plan(plan.copied_gradients, triggers, plan.batches)
-        if optimizer.temporary is not None:
-            optimizer.temporary.set_plan(plan.temporary)
-        if known is None or plan.places != known.places:
-            optimizer.state.set_plan(
-                plan.resident,
-                plan.slots,
-                stages_operands=plan.stages_operands,
-                temporary=len(plan.temporary.made_in),
-            )
 
     def _step_begins(self) -> None:
         if self._tracker is None or self._state == TuningState.OFF:
@@ -538,8 +437,8 @@ class StreamTuner:
             resident_bytes=self._resident_bytes(),
             copied_bytes=self._copied_bytes(),
             copied_blocks=len(self._copied),
-            copied_gradients_bytes=self._gradient_bytes(self._copied_gradients),
-            returning_gradients_bytes=self._gradient_bytes(self._returning_gradients),
+            copied_gradients_bytes=self._gradient_bytes(self._optimizers.copied_gradients),
+            returning_gradients_bytes=self._gradient_bytes(self._optimizers.returning_gradients),
             predicted_s=None if self.plan is None else self.plan.predicted.step_s,
             spilled_bytes=max(0, self._room.spilled_bytes() - at_home_bytes),
             activations=ActivationStatistics()
@@ -580,7 +479,8 @@ class StreamTuner:
     def _measure(self, occasion: Occasion, steps: int, peak_bytes: int = 0) -> None:
         """Measure the next steps, or search for one with as many live bytes."""
         assert self._tracker is not None
-        self._join()  # a deferred update would take memory and time of the next forward pass
+        # A deferred update would take memory and time of the next forward pass.
+        self._optimizers.join()
         self._state = TuningState.MEASURING
         self._measured.begin(
             occasion, steps, peak_bytes=peak_bytes, spilled_bytes=self._spilled_bytes
@@ -602,25 +502,26 @@ class StreamTuner:
     def placed_bytes(self) -> int:
         """What plans have placed: resident state, slots, and weights wherever they are."""
         weights = 0 if self._weights is None else self._weights.placed_bytes
-        return self._state_bytes() + weights + sum(self._parameters_at_home().values())
+        at_home = sum(self._optimizers.parameters_at_home().values())
+        return self._optimizers.device_bytes + weights + at_home
 
     @property
     def device_bytes(self) -> int:
         """The part of it that is on the device."""
         weights = self._weights
-        return self._state_bytes() + (0 if weights is None else weights.device_bytes)
+        return self._optimizers.device_bytes + (0 if weights is None else weights.device_bytes)
 
     @property
     def least_bytes(self) -> int:
         """The fewest slots, and weights that cannot leave, with their buffers."""
-        pieces = [it for pieces in self._state_sizes().values() for it in pieces]
+        pieces = [it for pieces in self._optimizers.state_sizes().values() for it in pieces]
         state_bytes = min(sum(pieces), FEWEST_SLOTS * max(pieces, default=0))
         return state_bytes + (0 if self._weights is None else self._weights.least_bytes)
 
     @property
     def most_bytes(self) -> int:
         """All state and weights."""
-        state_bytes = sum(map(sum, self._state_sizes().values()))
+        state_bytes = self._optimizers.state_bytes
         return state_bytes + (0 if self._weights is None else self._weights.most_bytes)
 
     @property
@@ -629,32 +530,8 @@ class StreamTuner:
         figures = self._measured.figures
         return 0 if figures is None else figures.need_bytes()
 
-    def _state_bytes(self) -> int:
-        """State on the device, and slots."""
-        pools = {id(it.state.pool): it.state.pool for it in self._optimizers}
-        resident_bytes = sum(it.state.resident_bytes for it in self._optimizers)
-        return resident_bytes + sum(it.device_bytes for it in pools.values())
-
-    def _state_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Bytes of state that can be streamed, by unit, of what is staged at a time."""
-        found: dict[str, tuple[int, ...]] = {}
-        for optimizer in self._optimizers:
-            for name, pieces in optimizer.state.sizes().items():
-                others = found.get(name)
-                found[name] = pieces if others is None else (*filter(None, others), *pieces)
-        return found
-
-    def _join(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.join()
-
-    @property
-    def _in_backward(self) -> bool:
-        """Whether all updates are made in the backward pass, so that it frees all gradients."""
-        return all(it.in_backward for it in self._optimizers)
-
     def _resident_bytes(self) -> int:
-        sizes = self._state_sizes()
+        sizes = self._optimizers.state_sizes()
         return sum(sum(sizes.get(name, ())) for name in self._resident_names())
 
     def _copied_bytes(self) -> int:
@@ -662,25 +539,14 @@ class StreamTuner:
 
     def _host_bytes(self) -> int:
         """Host memory by plan: homes of state and weights, and what is copied out at the most."""
-        state_bytes = sum(map(sum, self._state_sizes().values()))
+        state_bytes = self._optimizers.state_bytes
         weights = 0 if self._weights is None else self._weights.away_bytes
-        weights += sum(self._parameters_at_home().values())
-        copied = self._copied_bytes() + self._gradient_bytes(self._copied_gradients)
+        weights += sum(self._optimizers.parameters_at_home().values())
+        copied = self._copied_bytes() + self._gradient_bytes(self._optimizers.copied_gradients)
         return state_bytes - self._resident_bytes() + copied + weights
 
     def _gradient_bytes(self, names: Collection[str]) -> int:
         return sum(it.gradient_bytes for it in self._units if it.name in names)
-
-    def _gradients(self) -> list[CopiedGradients]:
-        return [it.gradients for it in self._optimizers if it.gradients is not None]
-
-    @property
-    def _copied_gradients(self) -> frozenset[str]:
-        return frozenset(name for it in self._gradients() for name in it.copied)
-
-    @property
-    def _returning_gradients(self) -> frozenset[str]:
-        return frozenset(name for it in self._gradients() for name in it.returning)
 
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
@@ -701,7 +567,7 @@ class StreamTuner:
         saved_bytes = {} if self._activations is None else self._activations.saved_bytes
         figures.step_peak_bytes = max(figures.step_peak_bytes, self._later_bytes)
         measured.add(figures, saved_bytes)
-        is_expected = any(it.expects_backward for it in self._optimizers)
+        is_expected = self._optimizers.expects_backward
         if is_expected or not measured.is_complete:
             return
         assert self._tracker is not None
@@ -719,7 +585,7 @@ class StreamTuner:
         assert figures is not None
         self._plans += 1
         self._steps = 0
-        self._sizes = self._state_sizes()
+        self._sizes = self._optimizers.state_sizes()
         self._part = self._own_part()
         units = self._make_units()
         budget_bytes = self._room.budget_bytes
@@ -766,7 +632,7 @@ class StreamTuner:
             )
         if self._weights is not None and weight_plan is not None and self._weights.may_place:
             # Updates that are under way read and write weights where they are now.
-            self._join()
+            self._optimizers.join()
             self._weights.apply(weight_plan, budget_bytes - weight_plan.device_bytes, extra)
             self._spilled_bytes = self._weights.spilled_bytes
         self._set_activations()
@@ -781,15 +647,15 @@ class StreamTuner:
             order=tuple(unit.name for unit in units),
         )
         if self._ending is not None:
-            self._give(self._ending)
+            self._ending.set_plan(self._optimizer_plan)
         self._room.trim()
         if self.plan is not None:
             self._log(self.plan)
 
     def _send_parameters_home(self) -> bool:
         """Make room by the parameters that no module holds, such as float32 copies of weights."""
-        self._join()
-        moved_bytes = sum(it.send_home() for it in self._optimizers)
+        self._optimizers.join()
+        moved_bytes = self._optimizers.send_home()
         if moved_bytes:
             self._room.find_homes()
             self._room.trim()
@@ -798,13 +664,6 @@ class StreamTuner:
                 format_bytes(moved_bytes),
             )
         return moved_bytes > 0
-
-    def _parameters_at_home(self) -> Counter[str]:
-        """Their bytes by unit."""
-        found: Counter[str] = Counter()
-        for optimizer in self._optimizers:
-            found.update(optimizer.state.home_bytes())
-        return found
 
     def _own_part(self) -> BudgetPart:
         budget_bytes = self._room.budget_bytes
@@ -857,34 +716,20 @@ class StreamTuner:
             fixed_bytes=fixed_bytes,
             weight_share=1.0 if weights is None else weights.share,
             most_placed_bytes=most_bytes,
-            state_share=min(self._state_share, self._movable_share()),
+            state_share=min(self._state_share, self._optimizers.movable_share),
             other_s=figures.other_s,
             step_peak_bytes=figures.step_peak_bytes,
-            is_deferred=not any(it.waits() for it in self._optimizers),
-            in_backward=self._in_backward,
+            is_deferred=not self._optimizers.waits(),
+            in_backward=self._optimizers.in_backward,
             batches=figures.batches,
-            may_have_temporary=self._may_have_temporary,
+            may_have_temporary=self._optimizers.may_have_temporary,
         )
-
-    @property
-    def _may_have_temporary(self) -> bool:
-        """Whether a plan may have temporary slots: only one optimizer's turns are known."""
-        return [
-            it.temporary is not None and it.state.may_have_temporary for it in self._optimizers
-        ] == [True]
-
-    def _movable_share(self) -> float:
-        """Of all state, what may be on the device."""
-        fixed_bytes = sum(it.state.fixed_bytes for it in self._optimizers)
-        state_bytes = sum(map(sum, self._state_sizes().values()))
-        return 1.0 - fixed_bytes / state_bytes if state_bytes else 1.0
 
     def _make_units(self) -> list[StreamUnit]:
         sizes, measured = self._sizes, self._measured.blocks()
-        gradients: Counter[str] = Counter()
-        for it in () if self._in_backward else self._gradients():
-            gradients.update(it.sizes())
-        at_home = self._parameters_at_home()
+        in_backward = self._optimizers.in_backward  # which frees them
+        gradients = {} if in_backward else self._optimizers.gradient_sizes()
+        at_home = self._optimizers.parameters_at_home()
         rest = measured[NO_BLOCK]
         # All that is outside of blocks is due when the forward pass begins.
         due = replace(rest, forward_s=0.0, backward_s=0.0)
@@ -920,7 +765,7 @@ class StreamTuner:
     def _warn(self, error: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            remedy = "" if not self._in_backward else _WITHOUT_STEP_IN_BACKWARD
+            remedy = "" if not self._optimizers.in_backward else _WITHOUT_STEP_IN_BACKWARD
             _LOG.warning(
                 "umem: all optimizer state is streamed, activations and gradients are copied: %s%s",
                 error,
@@ -946,9 +791,9 @@ class StreamTuner:
             len(plan.temporary),
             len(self._copied),
             format_bytes(self._copied_bytes()),
-            len(self._copied_gradients),
-            format_bytes(self._gradient_bytes(self._copied_gradients)),
-            format_bytes(self._gradient_bytes(self._returning_gradients)),
+            len(self._optimizers.copied_gradients),
+            format_bytes(self._gradient_bytes(self._optimizers.copied_gradients)),
+            format_bytes(self._gradient_bytes(self._optimizers.returning_gradients)),
             format_bytes(self._host_bytes()),
             plan.predicted.step_s,
             format_bytes(max(0, self._room.budget_bytes - self._part.others_bytes - peak_bytes)),
@@ -978,7 +823,7 @@ class StreamTuner:
             self._measure(Occasion.SLOW, 1)
             return
         if self._has_other_part() or (
-            self._plans < _MOST_PLANS and self._state_sizes() != self._sizes
+            self._plans < _MOST_PLANS and self._optimizers.state_sizes() != self._sizes
         ):
             self._make_plan()
             return
@@ -1000,20 +845,3 @@ class StreamTuner:
         if self.plan is not None:  # measured steps have no temporary slots
             peak_bytes -= self.plan.temporary_bytes()
         self._measure(Occasion.SHORT, _MEASURED_STEPS, peak_bytes)
-
-
-def _triggers(
-    returning: Mapping[str, str], copied: CopiedGradients, order: Sequence[str]
-) -> dict[str, str]:
-    """For an optimizer's gradients that come back, the unit of its own at which they do.
-
-    It is the one that the plan names, or the next one that the backward pass comes to.
-    """
-    places = {name: place for place, name in enumerate(order)}
-    own = sorted(places[name] for name, size in copied.sizes().items() if size and name in places)
-    found = {}
-    for name, trigger in returning.items():
-        place = bisect_right(own, places[trigger])
-        if place:
-            found[name] = order[own[place - 1]]
-    return found
