@@ -13,7 +13,7 @@ from operator import itemgetter
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.hardware import Hardware
-from umem.planning.lane_simulation import LaneKind, LaneTasks, Task, simulate_lanes
+from umem.planning.lane_simulation import LaneKind, LaneReport, LaneTasks, Task, simulate_lanes
 
 __all__ = [
     "FIRST_SLOTS",
@@ -274,7 +274,6 @@ def simulate_stream(
     """
     stays = set(resident)
     streamed = [i for i, unit in enumerate(units) if unit.state_bytes and i not in stays]
-    in_pieces = set(streamed)
     if streamed and slots < 1:
         raise PlanError(
             f"{slots} slots for {len(streamed)} streamed units: give at least one, or make all "
@@ -284,99 +283,26 @@ def simulate_stream(
     if with_weights and weight_slots < 1:
         raise PlanError(f"no buffer for the weights of {len(with_weights)} units: give one or more")
     leaving = [i for i in sorted(copied) if units[i].saved_bytes]
-    tasks = LaneTasks(*_KINDS)
-    with_state = [i for i, unit in enumerate(units) if unit.state_bytes]
-    in_order = with_state[::-1] if in_backward else streamed
-    chosen = set(copied_gradients)
-    on_host = [unit.gradient_bytes if i in chosen else 0 for i, unit in enumerate(units)]
-    added_s = [2 * size_bytes / hardware.mapped_bytes_per_s for size_bytes in on_host]
-    back = dict(returning_gradients or {})
-    stay = [0 if i in back else size_bytes for i, size_bytes in enumerate(on_host)]
-    # Behind the step before, the program updates other units in its own stream.
-    queued = set(in_order)
-    in_line = [i for i in range(len(units)) if i not in queued]
-    in_line_s = sum(_update_in_place_s(units[i], stay[i], hardware) for i in in_line)
-    resident_task = tasks.add(_Lane.PASSES, in_line_s)
-    passes = [
-        _add_passes(tasks, units, leaving, left_before or {}, fetch_ahead, added_s if batch else ())
-        for batch in range(batches)
-    ]
-    multiplied = [i for i in range(len(units)) if not stages_operands or i not in in_pieces]
-    clipping_s = _over_the_link_s(
+    step = _Step(
         units,
-        other_s,
-        sum(stay) if batches > 1 else 0,
-        sum(stay[i] for i in multiplied),
         hardware,
+        streamed,
+        _HostGradients.of(units, copied_gradients, returning_gradients or {}),
+        in_backward=in_backward,
+        stages_operands=stages_operands,
     )
-    last = tasks.add(_Lane.PASSES, other_s + clipping_s)
-    if any(on_host):
-        following = passes[1].forward[0] if batches > 1 else last
-        _add_gradient_copies(tasks, on_host, passes[0].backward, following)
-    for number, behind in sorted(back.items(), key=itemgetter(1), reverse=True):
-        returned = tasks.add(_Lane.GRADIENTS_IN, on_host[number])
-        tasks.wait(returned, passes[-1].backward[behind])
-        tasks.wait(last, returned)
-    forward, backward = passes[0].forward, passes[-1].backward
-    updates: dict[int, Task] = {}
-    """The last of each unit."""
-    staged: list[_Staged] = []
-    with_weights_home: dict[int, int] = {}
-    """Place in `staged` of the last of each unit with trained weights at home."""
-    for place, number in enumerate(in_order):
-        unit = units[number]
-        pieces = unit.pieces if number in in_pieces else (unit.state_bytes,)
-        pieces = pieces[::-1] if in_backward else pieces
-        update_s = unit.update_s
-        if not stages_operands or number not in in_pieces:
-            update_s = _update_in_place_s(unit, stay[number], hardware)
-        added = [tasks.add(_Lane.UPDATES, update_s * it / unit.state_bytes) for it in pieces]
-        tasks.wait(added[0], backward[number] if in_backward else last)
-        updates[number] = added[-1]
-        if number in in_pieces:
-            shares = [it / unit.state_bytes for it in pieces]
-            staged += [
-                _Staged(size, share * stay[number], share * unit.trained_weight_bytes, update)
-                for size, share, update in zip(pieces, shares, added, strict=True)
-            ]
-            if unit.trained_weight_bytes:
-                with_weights_home[number] = len(staged) - 1
-        if in_backward and place >= UNITS_WITH_GRADIENTS:
-            following = backward[number - 1] if number else last
-            tasks.wait(following, updates[in_order[place - UNITS_WITH_GRADIENTS]])
-    weights_home = _add_state_copies(tasks, staged, slots, temporary, (forward, backward), last)
-    # Weights that were updated in a slot are theirs again once they are back.
-    done = updates | {number: weights_home[place] for number, place in with_weights_home.items()}
-    if is_deferred or in_backward:
-        for number, moment in done.items():
-            tasks.wait(forward[number], moment, steps_before=1)
-    elif streamed:
-        # Updates run in order: behind the last one, all are done.
-        tasks.wait(forward[0], done[in_order[-1]], steps_before=1)
-    # A unit that the program itself updates is done before its step's first pass.
-    done = {number: done.get(number, resident_task) for number in with_weights}
-    fetched_bytes = _add_weight_copies(
-        tasks, units, with_weights, (weight_slots, weights_ahead), passes, done
-    )
+    for _ in range(batches):
+        step.add_batch(leaving, left_before or {}, fetch_ahead)
+    step.add_clipping(other_s)
+    step.add_gradient_copies()
+    step.add_updates()
+    step.add_state_copies(slots, temporary)
+    step.add_waits_for_updates(is_deferred=is_deferred)
+    fetched_bytes = step.add_weight_copies(with_weights, weight_slots, weights_ahead)
 
-    report = simulate_lanes(tasks, hardware)
-    state_bytes = sum(units[i].state_bytes for i in streamed)
-    saved_bytes = batches * sum(units[i].saved_bytes for i in leaving)
-    both_ways = {TensorClass.OPTIMIZER_STATE: state_bytes, TensorClass.ACTIVATIONS: saved_bytes}
-    copied_too = streamed if stages_operands else []
-    updated_bytes = sum(units[i].trained_weight_bytes for i in copied_too)
-    to_host = both_ways | {
-        TensorClass.GRADIENTS: sum(on_host),
-        TensorClass.WEIGHTS: updated_bytes,
-    }
-    to_device = both_ways | {
-        TensorClass.GRADIENTS: sum(on_host[it] for it in back) + sum(stay[i] for i in copied_too),
-        TensorClass.WEIGHTS: fetched_bytes + updated_bytes,
-    }
+    report = simulate_lanes(step.tasks, hardware)
+    to_device_bytes, to_host_bytes = step.moved_bytes(leaving, fetched_bytes)
     step_s = report.step_s
-    # What the program updates itself is part of the next step.
-    in_line_end_s = report.end_s[_Lane.PASSES][resident_task.number] + step_s
-    end_s = report.end_s[_Lane.UPDATES]
     return StreamTiming(
         step_s=step_s,
         compute_s=sum(unit.update_s for unit in units)
@@ -384,15 +310,342 @@ def simulate_stream(
         + other_s,
         slowed_s=report.slowed_s,
         exposed_s=report.idle_s,
-        to_device_bytes={name: size_bytes for name, size_bytes in to_device.items() if size_bytes},
-        to_host_bytes={name: size_bytes for name, size_bytes in to_host.items() if size_bytes},
+        to_device_bytes=to_device_bytes,
+        to_host_bytes=to_host_bytes,
         to_device_busy=report.to_device_s / step_s if step_s else 0.0,
         to_host_busy=report.to_host_s / step_s if step_s else 0.0,
-        update_end_s=tuple(
-            end_s[updates[i].number] if i in updates else in_line_end_s for i in range(len(units))
-        ),
+        update_end_s=step.update_end_s(report),
         home_s=report.end_s[_Lane.STATE_OUT][-1] if streamed else 0.0,
     )
+
+
+@dataclass(frozen=True)
+class _HostGradients:
+    """Gradients that are copied out, by unit."""
+
+    size_bytes: Sequence[int]
+    back: Mapping[int, int]
+    """Units whose gradients come back before the step, each with the unit behind whose backward
+    pass they do."""
+    staying_bytes: Sequence[int]
+    """What does not come back before the step."""
+
+    @classmethod
+    def of(
+        cls, units: Sequence[StreamUnit], copied: Collection[int], back: Mapping[int, int]
+    ) -> _HostGradients:
+        chosen = set(copied)
+        size_bytes = [unit.gradient_bytes if i in chosen else 0 for i, unit in enumerate(units)]
+        staying_bytes = [0 if i in back else it for i, it in enumerate(size_bytes)]
+        return cls(size_bytes, dict(back), staying_bytes)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The passes of one batch, by unit."""
+
+    forward: list[Task]
+    backward: list[Task]
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A piece of a unit on its way through a slot."""
+
+    state_bytes: int
+    gradient_bytes: float
+    """Of it, on the host."""
+    weight_bytes: float
+    """The same."""
+    update: Task
+
+
+class _Step:
+    """The tasks of a step, which :func:`simulate_stream` describes. They are added in this order.
+
+    Parameters
+    ----------
+    units
+        In forward order.
+    hardware
+        The machine's figures.
+    streamed
+        Numbers of the units whose state is streamed.
+    gradients
+        Those that are copied out.
+    in_backward, stages_operands
+        As of :func:`simulate_stream`.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[StreamUnit],
+        hardware: Hardware,
+        streamed: Sequence[int],
+        gradients: _HostGradients,
+        *,
+        in_backward: bool,
+        stages_operands: bool,
+    ) -> None:
+        self.tasks = LaneTasks(*_KINDS)
+        self._units = units
+        self._hardware = hardware
+        self._streamed = streamed
+        self._in_slots = set(streamed) if stages_operands else set()
+        """Units whose weights and gradients are staged beside their state."""
+        self._gradients = gradients
+        self._in_backward = in_backward
+        with_state = [i for i, unit in enumerate(units) if unit.state_bytes]
+        self._in_order = with_state[::-1] if in_backward else list(streamed)
+        """Units that are updated beside the program, in the order of their updates."""
+        # Behind the step before, the program updates other units in its own stream.
+        beside = set(self._in_order)
+        in_line_s = sum(self._in_place_s(i) for i in range(len(units)) if i not in beside)
+        self._in_line = self.tasks.add(_Lane.PASSES, in_line_s)
+        self._batches: list[_Passes] = []
+        self._clipped = self._in_line
+        """Behind it, all gradients are clipped."""
+        self._updates: dict[int, Task] = {}
+        """The last of each unit."""
+        self._staged: list[_Staged] = []
+        self._with_weights_home: dict[int, int] = {}
+        """Place in `_staged` of the last of each unit with trained weights at home."""
+        self._done: dict[int, Task] = {}
+        """As `_updates`; where weights are updated in a slot, their copy home."""
+
+    def _in_place_s(self, number: int) -> float:
+        """Time of an update whose weights and gradients on the host are used there."""
+        unit, hardware = self._units[number], self._hardware
+        return (
+            unit.update_s
+            + self._gradients.staying_bytes[number] / hardware.mapped_read_bytes_per_s
+            + 2 * unit.trained_weight_bytes / hardware.mapped_bytes_per_s
+        )
+
+    def add_batch(
+        self, leaving: Sequence[int], left_before: Mapping[int, int], fetch_ahead: int
+    ) -> None:
+        """Add the passes of a batch, and the copies of the activations that leave."""
+        tasks, units, count = self.tasks, self._units, len(self._units)
+        forward = [tasks.add(_Lane.PASSES, unit.forward_s) for unit in units]
+        durations = [unit.backward_s for unit in units]
+        if self._batches:  # gradients are added to those on the host
+            rate = self._hardware.mapped_bytes_per_s
+            both = zip(durations, self._gradients.size_bytes, strict=True)
+            durations = [backward_s + 2 * size_bytes / rate for backward_s, size_bytes in both]
+        backward = [tasks.add(_Lane.PASSES, each) for each in reversed(durations)][::-1]
+        left = {}
+        for number in leaving:
+            left[number] = tasks.add(_Lane.ACTIVATIONS_OUT, units[number].saved_bytes)
+            tasks.wait(left[number], forward[number])
+            before = left_before.get(number, count)
+            tasks.wait(forward[before] if before < count else backward[-1], left[number])
+        for number in reversed(leaving):
+            back = tasks.add(_Lane.ACTIVATIONS_IN, units[number].saved_bytes)
+            behind = number + fetch_ahead + 1
+            tasks.wait(back, backward[behind] if behind < count else forward[-1])
+            tasks.wait(back, left[number])
+            tasks.wait(backward[number], back)
+        self._batches.append(_Passes(forward, backward))
+
+    def add_clipping(self, other_s: float) -> None:
+        """Add what the program computes between the last backward pass and the step."""
+        staying_bytes = self._gradients.staying_bytes
+        clipping_s = _over_the_link_s(
+            self._units,
+            other_s,
+            sum(staying_bytes) if len(self._batches) > 1 else 0,
+            sum(it for i, it in enumerate(staying_bytes) if i not in self._in_slots),
+            self._hardware,
+        )
+        self._clipped = self.tasks.add(_Lane.PASSES, other_s + clipping_s)
+
+    def add_gradient_copies(self) -> None:
+        """Add the copies of gradients out, and of those that come back before the step."""
+        tasks, size_bytes = self.tasks, self._gradients.size_bytes
+        first, last = self._batches[0], self._batches[-1]
+        for number in reversed(range(len(size_bytes))):
+            if size_bytes[number]:
+                left = tasks.add(_Lane.STATE_OUT, size_bytes[number])
+                tasks.wait(left, first.backward[number])
+                if number >= UNITS_WITH_GRADIENTS:
+                    following = first.backward[number - UNITS_WITH_GRADIENTS]
+                else:
+                    following = self._clipped if last is first else self._batches[1].forward[0]
+                tasks.wait(following, left)
+        for number, after in sorted(self._gradients.back.items(), key=itemgetter(1), reverse=True):
+            returned = tasks.add(_Lane.GRADIENTS_IN, size_bytes[number])
+            tasks.wait(returned, last.backward[after])
+            tasks.wait(self._clipped, returned)
+
+    def add_updates(self) -> None:
+        """Add the updates beside the program, piece by piece."""
+        tasks, in_pieces = self.tasks, set(self._streamed)
+        backward = self._batches[-1].backward
+        for place, number in enumerate(self._in_order):
+            unit = self._units[number]
+            pieces = unit.pieces if number in in_pieces else (unit.state_bytes,)
+            pieces = pieces[::-1] if self._in_backward else pieces
+            update_s = unit.update_s if number in self._in_slots else self._in_place_s(number)
+            added = [tasks.add(_Lane.UPDATES, update_s * it / unit.state_bytes) for it in pieces]
+            tasks.wait(added[0], backward[number] if self._in_backward else self._clipped)
+            self._updates[number] = added[-1]
+            if number in in_pieces:
+                gradient_bytes = self._gradients.staying_bytes[number]
+                shares = [it / unit.state_bytes for it in pieces]
+                self._staged += [
+                    _Staged(size, share * gradient_bytes, share * unit.trained_weight_bytes, update)
+                    for size, share, update in zip(pieces, shares, added, strict=True)
+                ]
+                if unit.trained_weight_bytes:
+                    self._with_weights_home[number] = len(self._staged) - 1
+            if self._in_backward and place >= UNITS_WITH_GRADIENTS:
+                following = backward[number - 1] if number else self._clipped
+                done = self._updates[self._in_order[place - UNITS_WITH_GRADIENTS]]
+                tasks.wait(following, done)
+
+    def add_state_copies(self, slots: int, temporary: Sequence[TemporarySlot]) -> None:
+        """Add the copies of pieces, in the order of their updates.
+
+        The first ones come from the end of the forward pass on, gradients and weights when the last
+        gradient is clipped.
+        """
+        tasks, staged = self.tasks, self._staged
+        forward, backward = self._batches[0].forward, self._batches[-1].backward
+        ahead = forward[-1] if forward else self._clipped
+        first = min(slots, len(staged))
+        own = range(first, min(first + len(temporary), len(staged)))
+        fetched = [tasks.add(_Lane.STATE_IN, it.state_bytes) for it in staged[: own.stop]]
+        home: dict[int, Task] = {}
+        users: dict[int, int] = {}
+        """By slot, place of the last piece in it so far."""
+        for place, it in enumerate(staged):
+            if place in own:
+                behind = temporary[place - first].made_in + 1
+                tasks.wait(fetched[place], backward[behind] if behind < len(backward) else ahead)
+            else:
+                slot = (place if place < first else place - len(own)) % slots
+                if place < first:
+                    tasks.wait(fetched[place], ahead)
+                else:
+                    fetched.append(tasks.add(_Lane.STATE_IN, it.state_bytes))
+                    tasks.wait(fetched[place], home[users[slot]])
+                users[slot] = place
+            more_bytes = it.gradient_bytes + it.weight_bytes
+            if more_bytes:
+                more = tasks.add(_Lane.STATE_IN, more_bytes)
+                tasks.wait(more, self._clipped)
+                tasks.wait(it.update, more)
+            tasks.wait(it.update, fetched[place])
+            left_bytes = it.weight_bytes if place in own else it.state_bytes + it.weight_bytes
+            home[place] = tasks.add(_Lane.STATE_OUT, left_bytes)
+            tasks.wait(home[place], it.update)
+        self._done = self._updates | {
+            number: home[place] for number, place in self._with_weights_home.items()
+        }
+        for place in own:
+            home[place] = tasks.add(_Lane.STATE_OUT, staged[place].state_bytes)
+            before = temporary[place - first].freed_before
+            gone = forward[before] if before < len(forward) else backward[-1]
+            tasks.wait(gone, home[place], steps_before=1)
+        for slot, place in users.items():
+            # It makes room for the slot's first piece of the next step.
+            tasks.wait(fetched[slot], home[place], steps_before=1)
+
+    def add_waits_for_updates(self, *, is_deferred: bool) -> None:
+        """Let the next forward pass wait: each unit for its update, or the first for all."""
+        forward, done = self._batches[0].forward, self._done
+        if is_deferred or self._in_backward:
+            for number, moment in done.items():
+                self.tasks.wait(forward[number], moment, steps_before=1)
+        elif self._streamed:
+            # Updates run in order: behind the last one, all are done.
+            self.tasks.wait(forward[0], done[self._in_order[-1]], steps_before=1)
+
+    def add_weight_copies(self, with_weights: Sequence[int], slots: int, ahead: int) -> int:
+        """Add the copies of weights to the device, and return their bytes in a step.
+
+        Parameters
+        ----------
+        with_weights
+            Numbers of the units with weights that passes stage.
+        slots, ahead
+            Buffers, and those that are there in the forward pass besides.
+        """
+        tasks, count = self.tasks, len(with_weights)
+        fetched_bytes = 0
+        for batch, its in enumerate(self._batches):
+            for pass_tasks, order, buffers in (
+                (its.forward, with_weights, slots + ahead),
+                (its.backward, with_weights[::-1], slots),
+            ):
+                is_first = batch == 0 and pass_tasks is its.forward
+                for place, number in enumerate(order):
+                    unit = self._units[number]
+                    # An update changes the home: what the last pass has left there is of no use.
+                    is_new = is_first and unit.trained_weight_bytes > 0
+                    if place < buffers and not is_new:
+                        continue
+                    copied = tasks.add(_Lane.WEIGHTS_IN, unit.weight_bytes)
+                    fetched_bytes += unit.weight_bytes
+                    tasks.wait(pass_tasks[number], copied)
+                    if place >= buffers:
+                        tasks.wait(copied, pass_tasks[order[place - buffers]])
+                    elif is_new:
+                        # The last of the step before to use the buffer.
+                        user = with_weights[min(place, count - 1)]
+                        tasks.wait(copied, self._batches[-1].backward[user], steps_before=1)
+                    if is_new:
+                        # A unit that the program itself updates is done before the first pass.
+                        update = self._done.get(number, self._in_line)
+                        tasks.wait(copied, update, steps_before=int(update.lane != _Lane.PASSES))
+        return fetched_bytes
+
+    def moved_bytes(
+        self, leaving: Sequence[int], fetched_bytes: int
+    ) -> tuple[dict[TensorClass, int], dict[TensorClass, int]]:
+        """Bytes that are copied to the device and to the host in a step, by class.
+
+        Parameters
+        ----------
+        leaving
+            Numbers of the units whose activations leave.
+        fetched_bytes
+            Weights that are copied to the device for passes.
+        """
+        units, gradients = self._units, self._gradients
+        saved_bytes = len(self._batches) * sum(units[i].saved_bytes for i in leaving)
+        both_ways = {
+            TensorClass.OPTIMIZER_STATE: sum(units[i].state_bytes for i in self._streamed),
+            TensorClass.ACTIVATIONS: saved_bytes,
+        }
+        in_slots = [i for i in self._streamed if i in self._in_slots]
+        updated_bytes = sum(units[i].trained_weight_bytes for i in in_slots)
+        returned_bytes = sum(gradients.size_bytes[i] for i in gradients.back)
+        to_device = both_ways | {
+            TensorClass.GRADIENTS: returned_bytes
+            + sum(gradients.staying_bytes[i] for i in in_slots),
+            TensorClass.WEIGHTS: fetched_bytes + updated_bytes,
+        }
+        to_host = both_ways | {
+            TensorClass.GRADIENTS: sum(gradients.size_bytes),
+            TensorClass.WEIGHTS: updated_bytes,
+        }
+        return _without_zeros(to_device), _without_zeros(to_host)
+
+    def update_end_s(self, report: LaneReport) -> tuple[float, ...]:
+        """End of each unit's update, as :class:`StreamTiming` has it."""
+        # What the program updates itself is part of the next step.
+        in_line_end_s = report.end_s[_Lane.PASSES][self._in_line.number] + report.step_s
+        end_s, updates = report.end_s[_Lane.UPDATES], self._updates
+        return tuple(
+            end_s[updates[i].number] if i in updates else in_line_end_s
+            for i in range(len(self._units))
+        )
+
+
+def _without_zeros(size_bytes: Mapping[TensorClass, int]) -> dict[TensorClass, int]:
+    return {name: it for name, it in size_bytes.items() if it}
 
 
 _CLIPPING_PASSES = 3
@@ -420,170 +673,3 @@ def _over_the_link_s(
     clipping_s = read_bytes / hardware.mapped_read_bytes_per_s
     clipping_s += 2 * multiplied_bytes / hardware.mapped_bytes_per_s
     return min(1.0, passes / _CLIPPING_PASSES) * clipping_s
-
-
-@dataclass(frozen=True)
-class _Passes:
-    """The passes of one batch, by unit."""
-
-    forward: list[Task]
-    backward: list[Task]
-
-
-def _add_passes(
-    tasks: LaneTasks,
-    units: Sequence[StreamUnit],
-    leaving: Sequence[int],
-    left_before: Mapping[int, int],
-    fetch_ahead: int,
-    added_s: Sequence[float],
-) -> _Passes:
-    """Add a batch; `added_s` is what each backward pass takes more, if that is not nothing."""
-    count = len(units)
-    forward = [tasks.add(_Lane.PASSES, unit.forward_s) for unit in units]
-    durations = [unit.backward_s for unit in units]
-    if added_s:
-        durations = [sum(both) for both in zip(durations, added_s, strict=True)]
-    backward = [tasks.add(_Lane.PASSES, each) for each in reversed(durations)][::-1]
-    left = {}
-    for number in leaving:
-        left[number] = tasks.add(_Lane.ACTIVATIONS_OUT, units[number].saved_bytes)
-        tasks.wait(left[number], forward[number])
-        before = left_before.get(number, count)
-        tasks.wait(forward[before] if before < count else backward[-1], left[number])
-    for number in reversed(leaving):
-        back = tasks.add(_Lane.ACTIVATIONS_IN, units[number].saved_bytes)
-        behind = number + fetch_ahead + 1
-        tasks.wait(back, backward[behind] if behind < count else forward[-1])
-        tasks.wait(back, left[number])
-        tasks.wait(backward[number], back)
-    return _Passes(forward, backward)
-
-
-def _add_gradient_copies(
-    tasks: LaneTasks, size_bytes: Sequence[int], backward: Sequence[Task], behind: Task
-) -> None:
-    """Add the copies of each unit's gradients; `behind` is what follows the backward pass."""
-    for number in reversed(range(len(size_bytes))):
-        if size_bytes[number]:
-            left = tasks.add(_Lane.STATE_OUT, size_bytes[number])
-            tasks.wait(left, backward[number])
-            waiting = number - UNITS_WITH_GRADIENTS
-            tasks.wait(backward[waiting] if waiting >= 0 else behind, left)
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """A piece of a unit on its way through a slot."""
-
-    state_bytes: int
-    gradient_bytes: float
-    """Of it, on the host."""
-    weight_bytes: float
-    """The same."""
-    update: Task
-
-
-def _update_in_place_s(unit: StreamUnit, gradient_bytes: int, hardware: Hardware) -> float:
-    """Time of an update whose weights and gradients on the host are used there."""
-    return (
-        unit.update_s
-        + gradient_bytes / hardware.mapped_read_bytes_per_s
-        + 2 * unit.trained_weight_bytes / hardware.mapped_bytes_per_s
-    )
-
-
-def _add_state_copies(
-    tasks: LaneTasks,
-    staged: Sequence[_Staged],
-    slots: int,
-    temporary: Sequence[TemporarySlot],
-    passes: tuple[Sequence[Task], Sequence[Task]],
-    clipped: Task,
-) -> list[Task]:
-    """Add the copies of pieces, in the order of their updates.
-
-    The first ones come from the end of the forward pass on, gradients and weights from `clipped`
-    on. Returns the task behind which the weights of each are home.
-    """
-    forward, backward = passes
-    ahead = forward[-1] if forward else clipped
-    first = min(slots, len(staged))
-    own = range(first, min(first + len(temporary), len(staged)))
-    fetched = [tasks.add(_Lane.STATE_IN, it.state_bytes) for it in staged[: own.stop]]
-    weights_home: list[Task] = []
-    home: dict[int, Task] = {}
-    users: dict[int, int] = {}
-    """By slot, place of the last piece in it so far."""
-    for place, it in enumerate(staged):
-        if place in own:
-            behind = temporary[place - first].made_in + 1
-            tasks.wait(fetched[place], backward[behind] if behind < len(backward) else ahead)
-        else:
-            slot = (place if place < first else place - len(own)) % slots
-            if place < first:
-                tasks.wait(fetched[place], ahead)
-            else:
-                fetched.append(tasks.add(_Lane.STATE_IN, it.state_bytes))
-                tasks.wait(fetched[place], home[users[slot]])
-            users[slot] = place
-        more_bytes = it.gradient_bytes + it.weight_bytes
-        if more_bytes:
-            more = tasks.add(_Lane.STATE_IN, more_bytes)
-            tasks.wait(more, clipped)
-            tasks.wait(it.update, more)
-        tasks.wait(it.update, fetched[place])
-        left_bytes = it.weight_bytes if place in own else it.state_bytes + it.weight_bytes
-        home[place] = tasks.add(_Lane.STATE_OUT, left_bytes)
-        tasks.wait(home[place], it.update)
-        weights_home.append(home[place])
-    for place in own:
-        home[place] = tasks.add(_Lane.STATE_OUT, staged[place].state_bytes)
-        before = temporary[place - first].freed_before
-        gone = forward[before] if before < len(forward) else backward[-1]
-        tasks.wait(gone, home[place], steps_before=1)
-    for slot, place in users.items():
-        # It makes room for the slot's first piece of the next step.
-        tasks.wait(fetched[slot], home[place], steps_before=1)
-    return weights_home
-
-
-def _add_weight_copies(
-    tasks: LaneTasks,
-    units: Sequence[StreamUnit],
-    with_weights: Sequence[int],
-    buffers: tuple[int, int],
-    passes: Sequence[_Passes],
-    updates: Mapping[int, Task],
-) -> int:
-    """Add the copies of weights to the device, and return their bytes in a step.
-
-    `buffers` are the usual ones, and those that are there in the forward pass besides.
-    """
-    count = len(with_weights)
-    fetched_bytes = 0
-    for batch, its in enumerate(passes):
-        for pass_tasks, order, slots in (
-            (its.forward, with_weights, sum(buffers)),
-            (its.backward, with_weights[::-1], buffers[0]),
-        ):
-            is_first = batch == 0 and pass_tasks is its.forward
-            for place, number in enumerate(order):
-                unit = units[number]
-                # An update changes the home: what the last pass has left there is of no use.
-                is_new = is_first and unit.trained_weight_bytes > 0
-                if place < slots and not is_new:
-                    continue
-                copied = tasks.add(_Lane.WEIGHTS_IN, unit.weight_bytes)
-                fetched_bytes += unit.weight_bytes
-                tasks.wait(pass_tasks[number], copied)
-                if place >= slots:
-                    tasks.wait(copied, pass_tasks[order[place - slots]])
-                elif is_new:
-                    # The last of the step before to use the buffer.
-                    before = passes[-1].backward[with_weights[min(place, count - 1)]]
-                    tasks.wait(copied, before, steps_before=1)
-                if is_new:
-                    update = updates[number]
-                    tasks.wait(copied, update, steps_before=int(update.lane != _Lane.PASSES))
-    return fetched_bytes
