@@ -28,7 +28,7 @@ from umem.torch_compat import fsdp_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-RANKS, WIDTH, LAYERS, STEPS, MEASURED = 2, 15, 4, 6, 6
+RANKS, WIDTH, LAYERS, MEASURED = 2, 15, 3, 6
 """A width of which the ranks have uneven parts."""
 
 UNITS = LAYERS + 2
