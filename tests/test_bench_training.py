@@ -60,7 +60,7 @@ from umem import TensorClass, UmemError, UnsupportedError, load_policy
 from umem.core.report import HintReport, HintUse, MeasuredReport, Traffic
 from umem.executor import StreamedStatus
 from umem.executor.optimizer.streamed_step import StepCounts
-from umem.executor.stream_tuning import TuningState, TuningStatus
+from umem.executor.tuning_status import TuningState, TuningStatus
 from umem.policy import class_rule
 from umem.trace import check_trace
 

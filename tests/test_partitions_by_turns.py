@@ -23,8 +23,8 @@ from torch import nn
 from umem.capture.live import find_blocks
 from umem.executor.optimizer import unit_names
 from umem.executor.optimizer.unit_names import UnitNames
-from umem.executor.stream_tuning import TuningState
 from umem.executor.streamed_training import StreamedTraining
+from umem.executor.tuning_status import TuningState
 from umem.runtime.model_parts import main_chain
 
 WIDTH, LAYERS, STEPS = 64, 4, 9

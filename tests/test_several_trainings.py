@@ -31,8 +31,9 @@ from torch.nn.functional import softplus
 from umem.executor import stream_tuning
 from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.shared_budget import SharedBudget
-from umem.executor.stream_tuning import StreamTuner, TuningState
+from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
+from umem.executor.tuning_status import TuningState
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore

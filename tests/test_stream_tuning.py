@@ -37,8 +37,9 @@ from umem.core.classes import TensorClass
 from umem.executor import stream_tuning
 from umem.executor.phase_measurement import StepFigures, StepMeter
 from umem.executor.state_memory import CudaRoom
-from umem.executor.stream_tuning import StreamTuner, TuningState
+from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
+from umem.executor.tuning_status import TuningState
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import Hardware, load_hardware
 from umem.offloading import ActivationStore

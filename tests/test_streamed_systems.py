@@ -31,7 +31,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import umem
 from umem.core.errors import PlanError
 from umem.executor import stream_tuning
-from umem.executor.stream_tuning import StreamTuner, TuningState
+from umem.executor.stream_tuning import StreamTuner
+from umem.executor.tuning_status import TuningState
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters

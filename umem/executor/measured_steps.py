@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
 from umem.capture.live import NO_BLOCK
+from umem.executor.optimizer.unit_names import is_outside
 from umem.executor.phase_measurement import BlockFigures, StepFigures
+from umem.planning.stream_timing import StreamUnit
 
 __all__ = ["MeasuredSteps", "Occasion"]
 
 _AS_LARGE = 0.97
 """A step is as large as another one from this part of its memory on."""
+
+_UPDATE_TRAFFIC = 3.5
+"""Bytes that an update reads and writes per byte of state. AdamW reads and writes its two moments
+and the weight, and reads the gradient."""
 
 _LONGEST_SEARCH = 16
 """Steps to measure in the search for one as large as that in which memory ran short."""
@@ -93,7 +99,7 @@ class MeasuredSteps:
         """Whether the round has enough steps."""
         return self._left <= 0 or self._tried >= _LONGEST_SEARCH
 
-    def blocks(self) -> dict[str, BlockFigures]:
+    def _blocks(self) -> dict[str, BlockFigures]:
         """Figures by block, in the order of the forward pass."""
         assert self.figures is not None
         timed = {} if self._timed is None else self._timed.blocks
@@ -102,6 +108,59 @@ class MeasuredSteps:
             for name, block in self.figures.blocks.items()
             for time in (timed.get(name, block),)
         }
+
+    def units(
+        self,
+        sizes: Mapping[str, Sequence[int]],
+        gradient_bytes: Mapping[str, int],
+        at_home_bytes: Mapping[str, int],
+        memory_bytes_per_s: float,
+    ) -> list[StreamUnit]:
+        """Units for a plan, in forward order.
+
+        Parameters
+        ----------
+        sizes
+            By unit, bytes of state that is staged at a time.
+        gradient_bytes
+            Those that can be copied out.
+        at_home_bytes
+            Parameters in host memory that updates read and write.
+        memory_bytes_per_s
+            Bandwidth of the device's memory.
+        """
+        measured = self._blocks()
+        rest = measured[NO_BLOCK]
+        # All that is outside of blocks is due when the forward pass begins.
+        due = replace(rest, forward_s=0.0, backward_s=0.0)
+        parts = {name: due for name in sizes if is_outside(name) and name != NO_BLOCK}
+        blocks = {**parts, **measured}
+        # Nobody sees the blocks of a compiled model.
+        unseen = {name: sum(pieces) for name, pieces in sizes.items() if name not in blocks}
+        if sum(unseen.values()):
+            blocks[NO_BLOCK] = due
+            for name, size_bytes in unseen.items():
+                share = size_bytes / sum(unseen.values())
+                blocks[name] = replace(
+                    rest, forward_s=share * rest.forward_s, backward_s=share * rest.backward_s
+                )
+        return [
+            StreamUnit(
+                name=name,
+                state_bytes=sum(pieces),
+                piece_bytes=tuple(pieces),
+                update_s=_UPDATE_TRAFFIC * sum(pieces) / memory_bytes_per_s,
+                forward_s=block.forward_s,
+                backward_s=block.backward_s,
+                saved_bytes=self.saved_bytes.get(name, 0),
+                forward_peak_bytes=block.forward_peak_bytes,
+                backward_peak_bytes=block.backward_peak_bytes,
+                gradient_bytes=gradient_bytes.get(name, 0),
+                trained_weight_bytes=at_home_bytes.get(name, 0),
+            )
+            for name, block in blocks.items()
+            for pieces in (sizes.get(name, ()),)
+        ]
 
 
 def _merged(one: StepFigures, other: StepFigures) -> StepFigures:

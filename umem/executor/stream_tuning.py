@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import pairwise
 
 from torch import nn
@@ -18,7 +16,6 @@ from umem.executor.copied_activations import CopiedActivations
 from umem.executor.measured_steps import MeasuredSteps, Occasion
 from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.temporary_slots import TemporaryPlan, TemporarySlots
-from umem.executor.optimizer.unit_names import is_outside
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
 from umem.executor.shared_budget import BudgetPart, SharedBudget
 from umem.executor.tuned_optimizers import (
@@ -27,6 +24,7 @@ from umem.executor.tuned_optimizers import (
     TunedOptimizer,
     TunedOptimizers,
 )
+from umem.executor.tuning_status import TuningState, TuningStatus
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import Hardware
 from umem.offloading import ActivationStatistics, ActivationStore
@@ -40,8 +38,6 @@ from umem.torch_compat import current_graph_task_id
 __all__ = [
     "FEWEST_SLOTS",
     "StreamTuner",
-    "TuningState",
-    "TuningStatus",
 ]
 
 _LOG = logging.getLogger("umem")
@@ -70,54 +66,6 @@ _LEAST_GAIN = 128
 _WITHOUT_STEP_IN_BACKWARD = (
     ". Without step_in_backward, trained weights can be streamed and gradients copied, too"
 )
-
-_UPDATE_TRAFFIC = 3.5
-"""Bytes that an update reads and writes per byte of state. AdamW reads and writes its two moments
-and the weight, and reads the gradient."""
-
-
-class TuningState(StrEnum):
-    """What a tuner does."""
-
-    MEASURING = "measuring"
-    """Steps run as they are, or under the plan so far, and are measured."""
-    PLANNED = "planned"
-    """Steps run under a plan."""
-    OVERFULL = "overfull"
-    """The budget is too small for a plan: all state is streamed, and all activations and gradients
-    are copied."""
-    OFF = "off"
-    """An error has ended measurements; the last plan stays."""
-
-
-@dataclass(frozen=True)
-class TuningStatus:
-    """A tuner's state, and its plan."""
-
-    state: TuningState
-    budget_bytes: int
-    share_bytes: int | None
-    """What the plan may keep on the device of state, slots, and weights that are streamed; None
-    where no other training or model is on it."""
-    plan: StreamPlan | None
-    """The plan in force; None before the first one."""
-    plans: int
-    """Number of plans so far."""
-    resident_bytes: int
-    """Optimizer state that the plan keeps on the device."""
-    copied_bytes: int
-    """Activations that the plan copies out in each forward pass."""
-    copied_blocks: int
-    copied_gradients_bytes: int
-    """Gradients that the plan copies out in each step."""
-    returning_gradients_bytes: int
-    """Of these, what comes back to the device before the step."""
-    predicted_s: float | None
-    """A step under the plan, by prediction."""
-    spilled_bytes: int
-    """Host memory that is held because of the budget, beside weights that were made there."""
-    activations: ActivationStatistics
-    """Copies of activations so far."""
 
 
 class StreamTuner:
@@ -587,7 +535,13 @@ class StreamTuner:
         self._steps = 0
         self._sizes = self._optimizers.state_sizes()
         self._part = self._own_part()
-        units = self._make_units()
+        in_backward = self._optimizers.in_backward  # which frees gradients
+        units = self._measured.units(
+            self._sizes,
+            {} if in_backward else self._optimizers.gradient_sizes(),
+            self._optimizers.parameters_at_home(),
+            self._hardware.memory_bytes_per_s,
+        )
         budget_bytes = self._room.budget_bytes
         whole, error = self._plan_with_slack(units, figures)
         if whole is None and self._send_parameters_home():
@@ -724,43 +678,6 @@ class StreamTuner:
             batches=figures.batches,
             may_have_temporary=self._optimizers.may_have_temporary,
         )
-
-    def _make_units(self) -> list[StreamUnit]:
-        sizes, measured = self._sizes, self._measured.blocks()
-        in_backward = self._optimizers.in_backward  # which frees them
-        gradients = {} if in_backward else self._optimizers.gradient_sizes()
-        at_home = self._optimizers.parameters_at_home()
-        rest = measured[NO_BLOCK]
-        # All that is outside of blocks is due when the forward pass begins.
-        due = replace(rest, forward_s=0.0, backward_s=0.0)
-        parts = {name: due for name in sizes if is_outside(name) and name != NO_BLOCK}
-        blocks = {**parts, **measured}
-        # Nobody sees the blocks of a compiled model.
-        unseen = {name: sum(pieces) for name, pieces in sizes.items() if name not in blocks}
-        if sum(unseen.values()):
-            blocks[NO_BLOCK] = due
-            for name, size_bytes in unseen.items():
-                share = size_bytes / sum(unseen.values())
-                blocks[name] = replace(
-                    rest, forward_s=share * rest.forward_s, backward_s=share * rest.backward_s
-                )
-        return [
-            StreamUnit(
-                name=name,
-                state_bytes=sum(pieces),
-                piece_bytes=pieces,
-                update_s=_UPDATE_TRAFFIC * sum(pieces) / self._hardware.memory_bytes_per_s,
-                forward_s=block.forward_s,
-                backward_s=block.backward_s,
-                saved_bytes=self._measured.saved_bytes.get(name, 0),
-                forward_peak_bytes=block.forward_peak_bytes,
-                backward_peak_bytes=block.backward_peak_bytes,
-                gradient_bytes=gradients.get(name, 0),
-                trained_weight_bytes=at_home.get(name, 0),
-            )
-            for name, block in blocks.items()
-            for pieces in (sizes.get(name, ()),)
-        ]
 
     def _warn(self, error: str) -> None:
         if not self._has_warned:

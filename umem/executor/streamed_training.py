@@ -36,7 +36,8 @@ from umem.executor.optimizer.temporary_slots import TemporarySlots
 from umem.executor.optimizer.unit_names import UnitNames
 from umem.executor.shared_budget import shared_budget
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
-from umem.executor.stream_tuning import StreamTuner, TuningStatus
+from umem.executor.stream_tuning import StreamTuner
+from umem.executor.tuning_status import TuningStatus
 from umem.executor.weights.model_weights import ModelWeights, stream_weights, weights_of
 from umem.hardware import detect_hardware
 from umem.offloading import ActivationStore
