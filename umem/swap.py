@@ -342,7 +342,7 @@ def _stream_weights(model: nn.Module) -> None:
     if not any(it.is_cuda for it in parameters) or any(map(is_lazy, parameters)):
         return
     # It imports the executor: not before there is a model.
-    from umem.executor.weights.model_weights import stream_weights
+    from umem.executor.weights.managed_models import stream_weights
 
     stream_weights(model)
 

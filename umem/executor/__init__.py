@@ -15,7 +15,8 @@ if TYPE_CHECKING:
         join,
         stream_state,
     )
-    from umem.executor.weights.model_weights import ModelWeights, WeightStatus, manage_weights
+    from umem.executor.weights.managed_models import manage_weights
+    from umem.executor.weights.model_weights import ModelWeights, WeightStatus
 
 __all__ = [
     "Manager",
@@ -39,7 +40,8 @@ _MODULES = {
     "managers": ("current_statistics", "ideal_step_s", "manage", "residency"),
     "status": ("ManagerState", "ManagerStatus"),
     "streamed_training": ("StreamedStatus", "StreamedTraining", "join", "stream_state"),
-    "weights.model_weights": ("ModelWeights", "WeightStatus", "manage_weights"),
+    "weights.managed_models": ("manage_weights",),
+    "weights.model_weights": ("ModelWeights", "WeightStatus"),
 }
 
 

@@ -18,7 +18,8 @@ from umem.executor.machine import Machine, cuda_machine
 from umem.executor.manager import Manager
 from umem.executor.status import ManagerState
 from umem.executor.streamed_training import StreamedTraining, stream_state
-from umem.executor.weights.model_weights import ModelWeights, manage_weights
+from umem.executor.weights.managed_models import manage_weights
+from umem.executor.weights.model_weights import ModelWeights
 from umem.io.problems import did_you_mean
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintStatistics

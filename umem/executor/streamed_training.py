@@ -38,7 +38,8 @@ from umem.executor.shared_budget import shared_budget
 from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner
 from umem.executor.tuning_status import TuningStatus
-from umem.executor.weights.model_weights import ModelWeights, stream_weights, weights_of
+from umem.executor.weights.managed_models import stream_weights, weights_of
+from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import detect_hardware
 from umem.offloading import ActivationStore
 from umem.planning.stream_timing import staged_bytes

@@ -21,7 +21,7 @@ from torch import nn
 
 import umem
 from umem.executor.streamed_training import streamed_trainings
-from umem.executor.weights.model_weights import weights_of
+from umem.executor.weights.managed_models import weights_of
 
 MIB = 1 << 20
 STEPS = 12

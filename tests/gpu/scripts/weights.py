@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.executor.weights.model_weights import weights_of
+from umem.executor.weights.managed_models import weights_of
 from umem.runtime.state import runtime
 
 HIDDEN, LAYERS = 1024, 24

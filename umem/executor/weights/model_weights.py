@@ -16,18 +16,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from umem.capture.live import Block, find_blocks
-from umem.core.block_sizes import LARGE_BYTES
 from umem.core.classes import TensorClass
-from umem.core.errors import EnableError, UmemError
 from umem.core.units import format_bytes
 from umem.executor.kept_outputs import KeptOutputs
-from umem.executor.optimizer.lanes import Lanes, cuda_lanes
+from umem.executor.optimizer.lanes import Lanes
 from umem.executor.phase_measurement import DeviceRoom
-from umem.executor.shared_budget import BudgetPart, SharedBudget, shared_budget
-from umem.executor.state_memory import CudaRoom, CudaStateMemory
+from umem.executor.shared_budget import BudgetPart, SharedBudget
 from umem.executor.weights.expert_cache import ExpertUse
 from umem.executor.weights.experts import Experts, find_experts
 from umem.executor.weights.staged_weights import WeightMemory, is_movable_weight
@@ -40,12 +36,10 @@ from umem.executor.weights.streamed_weights import (
 from umem.executor.weights.weight_parts import weight_parts
 from umem.offloading import ActivationStore
 from umem.planning.stream_plan import least_slack_bytes
-from umem.planning.stream_timing import staged_bytes
 from umem.planning.training_plan import WEIGHT_SLOTS
 from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
 from umem.runtime.managed_runs import new_run
-from umem.runtime.model_parts import buffers_of, gpu_of, weight_classes
-from umem.runtime.state import runtime
+from umem.runtime.model_parts import buffers_of, weight_classes
 from umem.runtime.torch_hooks.modules import Undo, hook_calls, hook_running_forward
 from umem.torch_compat import (
     DisableTorchFunctionSubclass,
@@ -54,7 +48,7 @@ from umem.torch_compat import (
     function_transform_level,
 )
 
-__all__ = ["ModelWeights", "WeightStatus", "manage_weights", "stream_weights", "weights_of"]
+__all__ = ["ModelWeights", "WeightStatus"]
 
 _LOG = logging.getLogger("umem")
 
@@ -72,11 +66,6 @@ _PATIENCE_CALLS = 32
 
 _MOST_FEW, _LEAST_FEW = 16, 4
 """Calls of few tokens for each other one with which experts are cached, and are not any more."""
-
-_STEP_HOOK: list[object] = []
-"""The handle of the hook on all optimizers, once there is a model."""
-
-_models: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -103,102 +92,6 @@ class WeightStatus:
     counts: WeightCounts
     moved_outputs: int
     """Outputs that the program keeps whose memory became the host's."""
-
-
-def weights_of(model: nn.Module) -> ModelWeights | None:
-    """The manager of a model's weights, or of the model around it; None if there is none."""
-    found = _models.get(model)
-    if found is not None:
-        return found
-    return next((its for outer, its in _models.items() if model in set(outer.modules())), None)
-
-
-def manage_weights(model: nn.Module) -> ModelWeights:
-    """Keep the weights of a model on a GPU within the policy's budget, from its next call on.
-
-    Raises
-    ------
-    EnableError
-        If umem is not enabled, the policy streams no weights, or the model is not on one GPU.
-    """
-    known = weights_of(model)
-    if known is not None and (known.is_driven or known.is_current):
-        return known
-    state = runtime()
-    if not state.resolved.streams_weights:
-        raise EnableError(
-            f"policy {state.policy.name!r} streams no weights: enable umem with one that has "
-            "`weights: {kind: device, mechanism: stream}`, such as inference"
-        )
-    device = gpu_of(model)
-    index = device.index or 0
-    budget_bytes = state.device_budgets[index]
-    if budget_bytes is None:
-        raise EnableError(f"policy {state.policy.name!r} has no device budget")
-    inside = set(model.modules())
-    for other, its in list(_models.items()):
-        if other in inside or its is known:
-            del _models[other]
-            its.close()
-    rules = state.resolved.rules
-    min_bytes = rules[TensorClass.WEIGHTS.number].min_bytes
-    lanes = cuda_lanes(device)
-    memory = CudaStateMemory(device, state.allocator, min_bytes, staged_bytes(budget_bytes))
-    room = CudaRoom(state.allocator, index, budget_bytes, state.resolved.homes)
-    made = ModelWeights(
-        model,
-        lanes,
-        memory,
-        room,
-        ActivationStore(device),
-        min_bytes=min_bytes,
-        share=rules[TensorClass.WEIGHTS.number].fraction,
-        shared=shared_budget(index),
-    )
-    made.outputs = KeptOutputs(
-        model, find_blocks(model, None), device, lanes, memory, room, min_bytes=LARGE_BYTES
-    )
-    _models[model] = made
-    if not _STEP_HOOK:
-        _STEP_HOOK.append(register_optimizer_step_pre_hook(_step_begins))
-    return made
-
-
-def stream_weights(model: nn.Module) -> ModelWeights | None:
-    """Manage the weights of a model that is loaded, and place them for its first call.
-
-    None, with a warning, where they cannot be streamed: they stay where they are.
-    """
-    state, name = runtime(), type(model).__name__
-    for device in {it.device.index for it in model.parameters() if it.is_cuda}:
-        state.allocator.set_device_budget(device, state.device_budgets[device] or 0)
-    try:
-        weights = manage_weights(model)
-        weights.begin_call()
-    except UmemError as error:
-        _LOG.warning(
-            "umem: weights of %s are not streamed. What the device budget has no room for is used "
-            "in host memory, which is slow: %s",
-            name,
-            error,
-        )
-    except Exception as error:
-        _LOG.warning(
-            "umem: weights of %s are not streamed: %s: %s", name, type(error).__name__, error
-        )
-        _LOG.debug("umem: the error was raised here", exc_info=True)
-    else:
-        return weights
-    return None
-
-
-def _step_begins(*_: object) -> None:
-    """An optimizer is about to change weights: nothing that was fetched before counts."""
-    for reference in _models.keyrefs():
-        model = reference()
-        its = None if model is None else _models.get(model)
-        if its is not None:
-            its.streamed.step_begins()
 
 
 @dataclass(frozen=True, eq=False)
