@@ -35,14 +35,11 @@ from umem.planning.weight_plan import plan_weights
 from umem.runtime.torch_hooks.modules import Guard
 from umem.torch_compat import current_graph_task_id
 
-__all__ = [
-    "FEWEST_SLOTS",
-    "StreamTuner",
-]
+__all__ = ["StreamTuner"]
 
 _LOG = logging.getLogger("umem")
 
-FEWEST_SLOTS = 2
+_FEWEST_SLOTS = 2
 """With one, nothing is copied in while anything is copied out."""
 
 _MEASURED_STEPS = 2
@@ -463,7 +460,7 @@ class StreamTuner:
     def least_bytes(self) -> int:
         """The fewest slots, and weights that cannot leave, with their buffers."""
         pieces = [it for pieces in self._optimizers.state_sizes().values() for it in pieces]
-        state_bytes = min(sum(pieces), FEWEST_SLOTS * max(pieces, default=0))
+        state_bytes = min(sum(pieces), _FEWEST_SLOTS * max(pieces, default=0))
         return state_bytes + (0 if self._weights is None else self._weights.least_bytes)
 
     @property
@@ -557,7 +554,7 @@ class StreamTuner:
             self._fetch_ahead = 1
             gradients = frozenset(it.name for it in units if it.gradient_bytes)
             returning: dict[str, str] = {}
-            slots, temporary = FEWEST_SLOTS, TemporaryPlan()
+            slots, temporary = _FEWEST_SLOTS, TemporaryPlan()
             weight_plan, extra = None, None
             if self._weights is not None:
                 weight_plan = plan_weights(list(self._weights.units.values()), 0, WEIGHT_SLOTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,9 +125,6 @@ class TunedOptimizers:
     def __len__(self) -> int:
         return len(self._all)
 
-    def __iter__(self) -> Iterator[TunedOptimizer]:
-        return iter(self._all)
-
     def add(self, optimizer: TunedOptimizer) -> None:
         """Count one more."""
         self._all.append(optimizer)
@@ -191,9 +188,10 @@ class TunedOptimizers:
     @property
     def may_have_temporary(self) -> bool:
         """Whether a plan may have temporary slots: only one optimizer's turns are known."""
-        return [it.temporary is not None and it.state.may_have_temporary for it in self._all] == [
-            True
-        ]
+        if len(self._all) != 1:
+            return False
+        (only,) = self._all
+        return only.temporary is not None and only.state.may_have_temporary
 
     def parameters_at_home(self) -> Counter[str]:
         """Bytes of the parameters that were sent there, by unit."""

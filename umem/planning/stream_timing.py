@@ -572,7 +572,7 @@ class _Step:
         slots, ahead
             Buffers, and those that are there in the forward pass besides.
         """
-        tasks, count = self.tasks, len(with_weights)
+        tasks = self.tasks
         fetched_bytes = 0
         for batch, its in enumerate(self._batches):
             for pass_tasks, order, buffers in (
@@ -592,9 +592,8 @@ class _Step:
                     if place >= buffers:
                         tasks.wait(copied, pass_tasks[order[place - buffers]])
                     elif is_new:
-                        # The last of the step before to use the buffer.
-                        user = with_weights[min(place, count - 1)]
-                        tasks.wait(copied, self._batches[-1].backward[user], steps_before=1)
+                        # The unit itself was the last of the step before to use the buffer.
+                        tasks.wait(copied, self._batches[-1].backward[number], steps_before=1)
                     if is_new:
                         # A unit that the program itself updates is done before the first pass.
                         update = self._done.get(number, self._in_line)
