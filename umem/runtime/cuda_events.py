@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 __all__ = ["new_event"]
+
+_forks = [0]
+"""How many forks lead from the first process to this one: less work than to ask for its number."""
+
+
+def _forked() -> None:
+    _forks[0] += 1
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class KeptInForks:
@@ -24,16 +33,16 @@ class KeptInForks:
     """
 
     def __init__(self, *_: object, **__: object) -> None:
-        self._made_in = os.getpid()
+        self._made_behind = _forks[0]
 
     # As defaults, the functions are still there when the interpreter has cleared its modules.
     def __del__(
         self,
-        process: Callable[[], int] = os.getpid,
+        forks: list[int] = _forks,
         keep: Any = ctypes.pythonapi.Py_IncRef,
         reference: Any = ctypes.py_object,
     ) -> None:
-        if process() != self._made_in:
+        if forks[0] != self._made_behind:
             keep(reference(self))
 
 

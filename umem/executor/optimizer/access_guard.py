@@ -349,8 +349,9 @@ class TensorGuard(Guard):
     def release(self) -> None:
         """Guard nothing any more. What an interrupt cuts short, another call completes."""
         self.is_on = False
-        self.give_back(self._tensors)
-        self._tensors = []
+        if self._tensors:
+            self.give_back(self._tensors)
+            self._tensors = []
 
     def give_back(self, tensors: Iterable[Any]) -> None:
         """Guard tensors no more."""

@@ -8,12 +8,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
 from umem.core.classes import TensorClass
+from umem.core.interrupts import exhaust
 from umem.executor.optimizer.access_guard import has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.weights.expert_cache import CachedExperts, make_cached_table
@@ -79,6 +81,8 @@ class StagingBuffer:
         """Views of all of it."""
         self._places: dict[object, torch.Tensor] = {}
         """Views by layout: most blocks have weights alike, and to make a view takes some time."""
+        self._places_of: dict[int, list[torch.Tensor]] = {}
+        """The same views, by number of parts."""
 
     def place(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """The memory at an offset, in bytes, in the layout of a tensor: always the same view."""
@@ -91,6 +95,14 @@ class StagingBuffer:
             first = offset // like.itemsize
             place = self._places[layout] = typed.as_strided(like.size(), like.stride(), first)
         return place
+
+    def places_of(self, parts: _Parts) -> list[torch.Tensor]:
+        """The places of weights that are as they were seen last."""
+        places = self._places_of.get(parts.number)
+        if places is None:
+            places = list(map(self.place, parts.tensors, parts.offsets))
+            self._places_of[parts.number] = places
+        return places
 
     def end_loan(self) -> None:
         """Leave the memory to whoever has a view of it."""
@@ -113,7 +125,9 @@ def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable
 _TORCHS_OWN = (torch.Tensor, torch.nn.Parameter)
 
 _address = torch.Tensor.data_ptr
-_size_bytes: Callable[[torch.Tensor], int] = attrgetter("nbytes")
+_data: Any = torch.Tensor.data
+_dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
+_numbers = count()
 
 
 @dataclass(eq=False, slots=True)
@@ -128,30 +142,57 @@ class _Part:
     size_bytes: int
     """Its place's."""
     is_expert: bool
-    home: torch.Tensor | None = None
-    """The home, while the tensor has the buffer's memory."""
 
 
 class _Parts:
-    """Weights that are copied together, as columns: loops of C look at all of them in each use."""
+    """Weights that are copied together, as columns: loops of C look at all of them in each use.
 
-    __slots__ = ("addresses", "every", "offsets", "tensors", "versions")
+    They are made where torch leaves classes of tensors alone.
+    """
 
     def __init__(self, every: list[_Part]) -> None:
+        self.number = next(_numbers)
+        """No others have it."""
         self.every = every
         self.tensors = [it.tensor for it in every]
         self.offsets = [it.offset for it in every]
-        self.addresses = [it.address for it in every]
         self.versions: list[int] = []
         """When they were fetched."""
+        self._addresses = [it.address for it in every]
+        self._layouts = self._find_layouts()
+        self._copies: dict[int, list[Copy]] = {}
+        """By address of a buffer."""
 
-    def have_alias(self) -> bool:
-        """Whether another tensor has the memory of one that is at home."""
-        return has_alias([it.tensor for it in self.every if it.home is None])
+    def _find_layouts(self) -> tuple[list[Any], ...]:
+        tensors = self.tensors
+        sizes, strides = map(torch.Tensor.size, tensors), map(torch.Tensor.stride, tensors)
+        return list(sizes), list(strides), list(map(_dtype, tensors))
 
     def are_at_home(self) -> bool:
         """Whether they have the homes that were seen last."""
-        return list(map(_address, self.tensors)) == self.addresses
+        return list(map(_address, self.tensors)) == self._addresses
+
+    def are_as_seen(self) -> bool:
+        """Whether they have the layouts, too."""
+        return self.are_at_home() and self._find_layouts() == self._layouts
+
+    def copies_to(self, buffer: StagingBuffer) -> list[Copy]:
+        """The copies into a buffer of weights that are as they were seen last.
+
+        Homes next to each other are copied together where their places are, too.
+        """
+        first = buffer.memory.data_ptr()
+        copies = self._copies.get(first)
+        if copies is None:
+            copies = self._copies[first] = []
+            for part in self.every:
+                to, source, size_bytes = first + part.offset, part.address, part.tensor.nbytes
+                last = copies[-1] if copies else Copy(0, 0, 0)
+                if (last.to + last.size_bytes, last.source + last.size_bytes) == (to, source):
+                    copies[-1] = Copy(last.to, last.source, last.size_bytes + size_bytes)
+                else:
+                    copies.append(Copy(to, source, size_bytes))
+        return copies
 
 
 class StagedWeights:
@@ -206,6 +247,8 @@ class StagedWeights:
         self._experts = experts or Experts()
         self._is_bound = False
         """Whether any of them may have the buffer's memory."""
+        self._homes: dict[int, torch.Tensor] = {}
+        """The homes of those that may, by place in the buffer."""
         self._stream = 0
         """The stream that has waited for the copy."""
         self.size_bytes = 0
@@ -221,7 +264,7 @@ class StagedWeights:
                 )
                 parts.append(part)
                 self.size_bytes += staged_bytes([part.size_bytes])
-        self._set_parts(parts)
+            self._set_parts(parts)
         # A guarded class equals torch's own.
         self.has_subclasses = any(type(it) not in _TORCHS_OWN for it in self.tensors)
         """Whether weights are of another class than torch's own, such as quantised ones."""
@@ -283,37 +326,33 @@ class StagedWeights:
         self.hold()  # first: behind an interrupt no copy is without its guard
         if asked is None or not buffer.used:  # what had a new buffer's memory may be later
             asked = self._lanes.mark()
-        to = map(buffer.memory.data_ptr().__add__, copied.offsets)
         with DisableTorchFunctionSubclass():
             copied.versions = list(map(version_counter, copied.tensors))
-            copies = list(map(Copy, to, copied.addresses, map(_size_bytes, copied.tensors)))
-        work = partial(self._copy_in, copies)
+            copies = copied.copies_to(buffer)
+        work = partial(self._lanes.copy, Lane.WEIGHTS_IN, copies, self._tensor_class)
         after = [it for it in buffer.used if it is not asked]
         after += [asked, *filter(None, updated)]
         self.arrived = self._lanes.run(Lane.WEIGHTS_IN, work, after)
         self.buffer, buffer.holder, buffer.used = buffer, self, [self.arrived]
         self.is_whole = copied is self._parts
 
-    def _copy_in(self, copies: list[Copy]) -> None:
-        self._lanes.copy(Lane.WEIGHTS_IN, copies, self._tensor_class)
-
     def _look_at_homes(self) -> None:
         """Leave alone what the program has given memory that is no home, or that is larger."""
         with DisableTorchFunctionSubclass():
-            if self._parts.are_at_home():
+            if self._parts.are_as_seen():
                 return
             staying = []
             for part in self._parts.every:
-                address = part.tensor.data_ptr()
-                is_known = address == part.address
+                address, size_bytes = part.tensor.data_ptr(), part.tensor.nbytes
+                is_known = (address, size_bytes) == (part.address, part.size_bytes)
                 part.address = address
                 if is_known or (
-                    part.tensor.nbytes <= part.size_bytes
+                    size_bytes <= part.size_bytes
                     and is_movable_weight(part.tensor)
                     and self._memory.is_home(part.tensor)
                 ):
                     staying.append(part)
-        self._set_parts(staying)
+            self._set_parts(staying)
 
     def _settle(self) -> None:
         """The program uses a weight whose copy is under way or waits for its use."""
@@ -329,7 +368,8 @@ class StagedWeights:
         self.guard.release()
         if self.users or self.buffer is None:
             return
-        self._unbind()  # an interrupt may have cut short the begin of a use
+        if self._is_bound:  # an interrupt has cut short the begin of a use
+            self._unbind()
         self.buffer.holder = None
         self.buffer = None
         self.was_used = self.is_whole = False
@@ -341,7 +381,7 @@ class StagedWeights:
     def has_current_copy(self, *, with_experts: bool) -> bool:
         """Whether the buffer's contents, once arrived, are those of the homes."""
         copied = self._copied
-        if not self.has_copy(with_experts=with_experts) or copied.have_alias():
+        if not self.has_copy(with_experts=with_experts) or self._have_alias(copied):
             return False
         with DisableTorchFunctionSubclass():
             are_known = list(map(version_counter, copied.tensors)) == copied.versions
@@ -349,7 +389,13 @@ class StagedWeights:
 
     def has_alias(self, *, with_experts: bool) -> bool:
         """Whether another tensor has the memory of a home, by which it may change unseen."""
-        return self._to_copy(with_experts=with_experts).have_alias()
+        return self._have_alias(self._to_copy(with_experts=with_experts))
+
+    def _have_alias(self, parts: _Parts) -> bool:
+        homes = self._homes
+        if not homes:
+            return has_alias(parts.tensors)
+        return has_alias([it.tensor for it in parts.every if it.offset not in homes])
 
     # ------------------------------------------------------------------ uses
 
@@ -390,31 +436,36 @@ class StagedWeights:
             self.cache.release()
         self.was_used = self._is_bound = True
         self._stream = self._lanes.stream_key()
-        place = self.buffer.place
+        copied = self._copied
         with DisableTorchFunctionSubclass(), InferenceMode(False):
-            for part in self._copied.every:
-                tensor: Any = part.tensor
-                part.home = home = tensor.data
-                tensor.data = place(home, part.offset)
+            places = self.buffer.places_of(copied)
+            self._homes = dict(zip(copied.offsets, map(_data.__get__, copied.tensors), strict=True))
+            exhaust(map(_data.__set__, copied.tensors, places))
 
     def _unbind(self) -> None:
         """Give the weights their homes back, with what the block itself has written to them."""
         if not self._is_bound:
             return
         assert self.buffer is not None
-        first = self.buffer.memory.data_ptr()
-        versions = self._copied.versions
+        copied, homes = self._copied, self._homes
+        tensors = copied.tensors
+        bound = list(map(self.buffer.memory.data_ptr().__add__, copied.offsets))
         with DisableTorchFunctionSubclass(), InferenceMode(False):
-            for number, part in enumerate(self._copied.every):
-                tensor, home = part.tensor, part.home
-                # The program may have given it other memory.
-                if home is not None and tensor.data_ptr() == first + part.offset:
-                    version = version_counter(tensor)
-                    if version != versions[number]:
-                        home.copy_(tensor.data)
-                        versions[number] = version
-                    tensor.data = home
-                part.home = None
+            if (
+                list(map(version_counter, tensors)) == copied.versions
+                and list(map(_address, tensors)) == bound
+            ):
+                exhaust(map(_data.__set__, tensors, homes.values()))
+            else:
+                for number, (tensor, home) in enumerate(zip(tensors, homes.values(), strict=False)):
+                    # The program may have given it other memory.
+                    if tensor.data_ptr() == bound[number]:
+                        version = version_counter(tensor)
+                        if version != copied.versions[number]:
+                            home.copy_(tensor.data)
+                            copied.versions[number] = version
+                        tensor.data = home
+        self._homes = {}
         self._is_bound = False
 
     def find(self, view: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -434,7 +485,7 @@ class StagedWeights:
         size: torch.Size | Sequence[int],
         stride: Sequence[int],
     ) -> torch.Tensor:
-        tensor, home = part.tensor, part.home
+        tensor, home = part.tensor, self._homes.get(part.offset)
         # Another stream has not waited for the copy; the home has the same contents.
         if home is not None and self._lanes.stream_key() != self._stream:
             tensor = home

@@ -95,11 +95,6 @@ class _Pass(IntEnum):
     FEW_TOKENS = 3
     """A forward pass without gradients of so few tokens that tables of experts are used at home."""
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether tables of experts are staged."""
-        return self is not _Pass.FEW_TOKENS
-
 
 _Event = tuple[_Pass, int]
 """A block's number in a pass."""
@@ -171,6 +166,9 @@ class StreamedWeights:
         blocks: what follows one without experts depends on it too."""
         self._passes: Counter[_Pass] = Counter()
         self._successors: dict[_Event, _Event] = {}
+        self._expected: dict[tuple[_Event, int], list[_Event]] = {}
+        """By a pass and a number of blocks, those with weights to copy that are expected behind it.
+        None is as long as successors, or what can be streamed, are about to change."""
         self._last: _Event | None = None
         self._in_backward: StagedWeights | None = None
         """The block that the backward pass is in."""
@@ -348,6 +346,7 @@ class StreamedWeights:
         self._modules, self._compiled = [], []
         self._passes.clear()
         self._successors.clear()
+        self._expected.clear()
         self._last = None
 
     def _let_go(self, buffer: StagingBuffer) -> None:
@@ -422,8 +421,9 @@ class StreamedWeights:
                 node.register_prehook(reached)
 
     def _end_call(self, call: _Call) -> None:
-        # Its own group, if it came so far as to open one.
-        self._store.close_groups(max(call.open_groups, self._store.open_groups - 1))
+        open_groups = self._store.open_groups
+        if open_groups > call.open_groups:  # its own group, if it came so far as to open one
+            self._store.close_groups(open_groups - 1)
         if call.used is not None:
             self._end_use(call.used, call)
 
@@ -454,30 +454,40 @@ class StreamedWeights:
         """Begin a use of a block's weights; returns False for want of a buffer."""
         with self._lock:
             event = kind, self._numbers[id(staged)]
-            self._passes[kind] += staged is self._staged[0]
-            # After a token the next token is expected, also if a prompt has come last time.
-            is_prompt = kind is _Pass.INFERENCE
-            if self._last is not None and not (is_prompt and self._last[0] is _Pass.FEW_TOKENS):
-                self._successors[self._last] = event
-            self._last = event
-            if staged.users or staged.has_current_copy(with_experts=kind.has_experts):
+            if staged is self._staged[0]:
+                self._passes[kind] += 1
+            self._follows(event)
+            with_experts = kind is not _Pass.FEW_TOKENS
+            most = self._most_buffers(event)
+            if staged.users or staged.has_current_copy(with_experts=with_experts):
                 self._counts.reused += staged.was_used
             else:
                 staged.drop()
-                if staged.needs_copy(with_experts=kind.has_experts):
-                    wanted = self._wanted(event, self._most_buffers(event))
-                    buffer = self._free_buffer(wanted, takes_wanted=True)
+                if staged.needs_copy(with_experts=with_experts):
+                    buffer = self._free_buffer(self._wanted(event, most), takes_wanted=True)
                     if buffer is None:
                         self._counts.in_place += 1
                         return False
                     self._fetch(staged, buffer, kind)
                     self._counts.late += 1
             staged.begin_use(user)
-            self._counts.experts_in_place += not (kind.has_experts or staged.is_whole)
+            if not (with_experts or staged.is_whole):
+                self._counts.experts_in_place += 1
             if staged.buffer is not None:
-                self._fetch_ahead(event, self._most_buffers(event))
+                self._fetch_ahead(event, most)
             self._counts.most_buffers = max(self._counts.most_buffers, len(self._buffers))
             return True
+
+    def _follows(self, event: _Event) -> None:
+        """Note that a pass follows the last one."""
+        last, self._last = self._last, event
+        # After a token the next token is expected, also if a prompt has come last time.
+        is_prompt = event[0] is _Pass.INFERENCE
+        if last is None or (is_prompt and last[0] is _Pass.FEW_TOKENS):
+            return
+        if self._successors.get(last) != event:
+            self._successors[last] = event
+            self._expected.clear()
 
     def _end_use(self, staged: StagedWeights, user: object) -> None:
         with self._lock:
@@ -487,9 +497,9 @@ class StreamedWeights:
             if staged.buffer is None:
                 return  # none is free that was not before
             if self._last is not None and id(staged) in self._numbers:
-                # What comes now must have room in the next pass too.
-                following = self._next(self._last)
-                most = min(map(self._most_buffers, (self._last, following)))
+                most = self._most_buffers(self._last)
+                if self._extra:  # what comes now must have room in the next pass too
+                    most = min(most, self._most_buffers(self._next(self._last)))
                 self._fetch_ahead(self._last, most, ended)
             if not staged.users and staged.buffer is not None:
                 staged.hold()
@@ -500,9 +510,10 @@ class StreamedWeights:
         `asked` is the moment after the stream's last work, if there is one.
         """
         wanted = self._wanted(event, most)
-        self._give_back(wanted, most)
+        if len(self._buffers) > most:
+            self._give_back(wanted, most)
         for number, kind in wanted.items():
-            staged, with_experts = self._staged[number], kind.has_experts
+            staged, with_experts = self._staged[number], kind is not _Pass.FEW_TOKENS
             if staged.users or staged.has_copy(with_experts=with_experts):
                 continue
             if not staged.has_alias(with_experts=with_experts):
@@ -543,26 +554,42 @@ class StreamedWeights:
         if buffer.holder is not None:
             buffer.holder.drop()
         updated = [update_of(staged.name) for update_of in self.updates]
-        staged.fetch(buffer, updated, asked=asked, with_experts=kind.has_experts)
+        with_experts = kind is not _Pass.FEW_TOKENS
+        staged.fetch(buffer, updated, asked=asked, with_experts=with_experts)
+        if not staged.needs_copy(with_experts=with_experts):
+            self._expected.clear()  # the program has given all of it other memory
         self._counts.fetched += 1
 
     def _wanted(self, event: _Event, most: int) -> dict[int, _Pass]:
         """Blocks in use, and those expected next, with their passes: as many as buffers may be."""
+        kind = event[0]
         found = {
-            self._numbers[id(holder)]: event[0]
+            self._numbers[id(holder)]: kind
             for it in self._buffers
             if (holder := it.holder) is not None and holder.users
         }
+        expected = self._expected.get((event, most))
+        if expected is None:
+            expected = self._expected[event, most] = self._find_expected(event, most)
+        for kind, number in expected:
+            if len(found) >= most:
+                break
+            found.setdefault(number, kind)
+        return found
+
+    def _find_expected(self, event: _Event, most: int) -> list[_Event]:
+        """The passes of so many blocks, the first ones behind a pass that have anything to copy."""
+        found: dict[int, _Event] = {}
         passed = set()
         while len(found) < most and event not in passed:
             passed.add(event)
             event = self._next(event)
             kind, number = event
             if number not in found and self._staged[number].needs_copy(
-                with_experts=kind.has_experts
+                with_experts=kind is not _Pass.FEW_TOKENS
             ):
-                found[number] = kind
-        return found
+                found[number] = event
+        return list(found.values())
 
     def _next(self, event: _Event) -> _Event:
         """The pass that has followed a pass before; at first in the order of the model."""
@@ -586,6 +613,8 @@ class StreamedWeights:
         for buffer in self._buffers:
             holder = buffer.holder
             if holder is None:
+                if not buffer.has_users():
+                    return buffer
                 idle.append((len(ranks) + 1, buffer))
             elif not holder.users:
                 idle.append((ranks.get(self._numbers[id(holder)], len(ranks)), buffer))

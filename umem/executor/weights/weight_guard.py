@@ -6,7 +6,8 @@ bitsandbytes' ``Params4bit``, or plain tensors inside of a wrapper, such as torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -49,12 +50,12 @@ class WeightGuard:
         self._guards: dict[int, TensorGuard] = {}
         """By ``id`` of the weights' class: a guarded class equals the plain one."""
 
-    def hold(self, weights: Iterable[torch.Tensor]) -> None:
+    def hold(self, weights: Sequence[torch.Tensor]) -> None:
         """Guard weights that nothing guards yet, and keep them alive."""
-        by_kind: dict[int, list[torch.Tensor]] = {}
-        for weight in weights:
-            by_kind.setdefault(id(type(weight)), []).append(weight)
-        for key, some in by_kind.items():
+        kinds = list(map(id, map(type, weights)))
+        for key in set(kinds):
+            is_alone = kinds.count(key) == len(kinds)
+            some = weights if is_alone else list(compress(weights, map(key.__eq__, kinds)))
             guard = self._guards.get(key)
             if guard is None:
                 guard = self._new_guard(type(some[0]))
