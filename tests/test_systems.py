@@ -113,6 +113,7 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
         "variant": "stock",
         "state": "measured",
         "steps_s": [0.1, 0.1, 0.1, 0.1, 1.0, 1.0],
+        "work_s": [9.0, 9.0, 9.0, 9.0, 0.2, 0.2],
         "losses_hex": ["0x1p+1", "0x1p+0"],
         "card_peak_bytes": 11 * gib,
         "outside_bytes": gib,
@@ -121,6 +122,7 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
         **stock,
         "variant": "umem",
         "steps_s": [9.0, 9.0, 9.0, 9.0, 2.0, 1.25],
+        "work_s": [9.0, 9.0, 9.0, 9.0, 0.25, 0.25],
         "card_peak_bytes": 7 * gib,
         "plan_running": True,
         "budget_bytes": 6 * gib,
@@ -129,6 +131,7 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
     other = {
         **stock,
         "variant": "umem-budget",
+        "work_s": [],
         "losses_hex": ["0x1p+1", "0x1p+2"],
         "plan_running": False,
         "budget_bytes": 6 * gib,
@@ -139,15 +142,15 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(it) + "\n" for it in (header, *rows)))
     shown = matrix("--report", str(file), "--markdown")
     cells = [line.strip("| ").split(" | ") for line in shown.splitlines() if line.startswith("|")]
-    assert [it[:4] for it in cells if it[0] == "ddp"] == [
-        ["ddp", "stock", "—", "100 % (100 %)"],
-        ["ddp", "umem", "equal", "61.5 % (80 %)"],
-        ["ddp", "umem-budget", "differ from step 2 on", "100 % (100 %)"],
+    assert [it[:5] for it in cells if it[0] == "ddp"] == [
+        ["ddp", "stock", "—", "100 % (100 %)", "100 %"],
+        ["ddp", "umem", "equal", "61.5 % (80 %)", "80 %"],
+        ["ddp", "umem-budget", "differ from step 2 on", "100 % (100 %)", "—"],
     ]
-    assert [it[4:7] for it in cells if it[:2] == ["ddp", "umem"]] == [
+    assert [it[5:8] for it in cells if it[:2] == ["ddp", "umem"]] == [
         ["7 GiB (1 GiB)", "6 GiB", "yes"]
     ]
-    assert [it[4:7] for it in cells if it[:2] == ["ddp", "umem-budget"]] == [
+    assert [it[5:8] for it in cells if it[:2] == ["ddp", "umem-budget"]] == [
         ["11 GiB (1 GiB), over its budget", "6 GiB", "no"]
     ]
     assert [it[1:3] for it in cells if it[0] == "trl_sft"] == [
@@ -221,7 +224,7 @@ def test_the_card_of_the_rank_that_writes_is_sampled(
     def write(command: Sequence[str], *_: object) -> int:
         assert has_option(command, "--writer", str(card))
         sizes = {"card_used_bytes": 900, "reserved_bytes": 800}
-        found = {"losses": ["0x1p+1"], "seconds": [1.0], **sizes}
+        found = {"losses": ["0x1p+1"], "seconds": [1.0], "work_seconds": [1.0], **sizes}
         Path(command[-1]).write_text(json.dumps(found))
         return 0
 

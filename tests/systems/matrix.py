@@ -152,6 +152,8 @@ class SystemResult(ProcessResult):
     system: str
     variant: Variant
     commit: str | None = None
+    work_s: tuple[float, ...] = ()
+    """Of work that is always the same, behind each step: how fast the processor was."""
     peak_allocated_bytes: int | None = None
     host_process_bytes: int | None = None
     """VmHWM. Page-locked memory that the driver allocates is not in it."""
@@ -279,7 +281,8 @@ class Runner:
         return (
             told
             | {field: found.get(field) for field in kept}
-            | {"state": "measured", "losses_hex": found["losses"], "steps_s": found["seconds"]}
+            | {"state": "measured", "losses_hex": found["losses"]}
+            | {"steps_s": found["seconds"], "work_s": found["work_seconds"]}
         )
 
     def command(self, name: str, variant: Variant) -> Iterator[str]:
@@ -414,7 +417,7 @@ def read(path: Path) -> Matrix:
 def tables(matrix: Matrix) -> Iterator[Table]:
     """All rows; then what umem warned of."""
     columns = (
-        *("system", "variant", "losses", "of stock's speed (fastest step)"),
+        *("system", "variant", "losses", "of stock's speed (fastest step)", "processor"),
         *("card's peak (base)", "budget", "plan", "host (process, locked)"),
     )
     # What keeps a system from running at all is said once.
@@ -430,7 +433,7 @@ def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
     if result.state != "measured":
         words = f"{result.state}: {result.reason}"
         size = size_text(result.budget_bytes)
-        return (result.system, result.variant, words, NOTHING, NOTHING, size, NOTHING, NOTHING)
+        return (result.system, result.variant, words, *[NOTHING] * 3, size, NOTHING, NOTHING)
     stock = matrix.row(result.system, "stock")
     sizes = (result.host_bytes, result.host_process_bytes, result.host_locked_bytes)
     host, process, locked = map(size_text, sizes)
@@ -439,6 +442,7 @@ def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
         result.variant,
         _losses(matrix, result),
         _speed(matrix, result),
+        _processor(matrix, result),
         peak_and_base(result, stock),
         size_text(result.budget_bytes),
         {None: NOTHING, True: "yes", False: "no"}[result.plan_running],
@@ -458,9 +462,9 @@ def _losses(matrix: Matrix, result: SystemResult) -> str:
     return f"differ from step {differing or len(pairs) + 1} on"
 
 
-def _settled(result: SystemResult) -> Sequence[float]:
-    """The last steps, in seconds."""
-    return result.steps_s[-max(1, len(result.steps_s) // _SETTLED_SHARE) :]
+def _settled(values: Sequence[float]) -> Sequence[float]:
+    """Those of the last steps."""
+    return values[-max(1, len(values) // _SETTLED_SHARE) :]
 
 
 def _speed(matrix: Matrix, result: SystemResult) -> str:
@@ -468,9 +472,8 @@ def _speed(matrix: Matrix, result: SystemResult) -> str:
 
     There the fastest step of each run says more than the median.
     """
-    runs = [matrix.row(result.system, it) for it in ("stock", "stock-again")]
-    stock = [steps for it in runs if it is not None and (steps := _settled(it))]
-    own = _settled(result)
+    stock = [_settled(it.steps_s) for it in _stock(matrix, result) if it.steps_s]
+    own = _settled(result.steps_s)
     if not (stock and own):
         return NOTHING
     settled = min(map(statistics.median, stock)) / statistics.median(own)
@@ -478,9 +481,23 @@ def _speed(matrix: Matrix, result: SystemResult) -> str:
     return f"{100 * settled:.3g} % ({100 * fastest:.3g} %)"
 
 
+def _processor(matrix: Matrix, result: SystemResult) -> str:
+    """How fast the processor was, by the stock run where it was faster."""
+    stock = [_settled(it.work_s) for it in _stock(matrix, result) if it.work_s]
+    own = _settled(result.work_s)
+    if not (stock and own):
+        return NOTHING
+    return f"{100 * min(map(statistics.median, stock)) / statistics.median(own):.3g} %"
+
+
+def _stock(matrix: Matrix, result: SystemResult) -> list[SystemResult]:
+    runs = [matrix.row(result.system, it) for it in ("stock", "stock-again")]
+    return [it for it in runs if it is not None]
+
+
 def _line(result: SystemResult) -> str:
     words = f"{result.system}, {result.variant}"
-    settled = _settled(result)
+    settled = _settled(result.steps_s)
     if result.state != "measured" or not settled:
         return f"{words}: {result.state}: {result.reason}"
     step_ms = 1e3 * statistics.median(settled)
