@@ -112,8 +112,8 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
         "system": "ddp",
         "variant": "stock",
         "state": "measured",
-        "steps_s": [0.1, 0.1, 0.1, 0.1, 1.0, 1.0],
-        "work_s": [9.0, 9.0, 9.0, 9.0, 0.2, 0.2],
+        "steps_s": [*[0.1] * 12, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        "work_s": [*[9.0] * 12, 0.2, 0.2, 0.2, 0.2, 0.2, 0.4],
         "losses_hex": ["0x1p+1", "0x1p+0"],
         "card_peak_bytes": 11 * gib,
         "outside_bytes": gib,
@@ -121,8 +121,8 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
     same = {
         **stock,
         "variant": "umem",
-        "steps_s": [9.0, 9.0, 9.0, 9.0, 2.0, 1.25],
-        "work_s": [9.0, 9.0, 9.0, 9.0, 0.25, 0.25],
+        "steps_s": [*[9.0] * 12, 4.0, 4.0, 4.0, 1.0, 1.25, 1.25],
+        "work_s": [*[9.0] * 12, 0.4, 0.4, 0.4, 0.2, 0.2, 0.2],
         "card_peak_bytes": 7 * gib,
         "plan_running": True,
         "budget_bytes": 6 * gib,
@@ -131,7 +131,7 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
     other = {
         **stock,
         "variant": "umem-budget",
-        "work_s": [],
+        "work_s": [0.4] * 18,
         "losses_hex": ["0x1p+1", "0x1p+2"],
         "plan_running": False,
         "budget_bytes": 6 * gib,
@@ -144,7 +144,7 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
     cells = [line.strip("| ").split(" | ") for line in shown.splitlines() if line.startswith("|")]
     assert [it[:5] for it in cells if it[0] == "ddp"] == [
         ["ddp", "stock", "—", "100 % (100 %)", "100 %"],
-        ["ddp", "umem", "equal", "61.5 % (80 %)", "80 %"],
+        ["ddp", "umem", "equal", "38.1 % (100 %)", "80 %"],
         ["ddp", "umem-budget", "differ from step 2 on", "100 % (100 %)", "—"],
     ]
     assert [it[5:8] for it in cells if it[:2] == ["ddp", "umem"]] == [

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import ValidationError
 from umem_bench.card import Card, MemorySampler
@@ -131,6 +131,12 @@ _MODULES = {"megatron-core": "megatron.core", "transformer-lens": "transformer_l
 
 _SETTLED_SHARE = 3
 """The last 1/3 of the steps are timed: umem measures and plans in those before."""
+
+_AS_FAST, _LEAST_STEPS = 1.15, 3
+"""A processor is as fast as another one that takes 1/1.15 of its time; and so many such steps make
+a figure."""
+
+_T = TypeVar("_T")
 
 _PLAN = re.compile(r":umem:umem: (?:weights, )?plan \d+: |:umem:umem: \w+ under the budget of ")
 _NOTE = re.compile(
@@ -417,7 +423,8 @@ def read(path: Path) -> Matrix:
 def tables(matrix: Matrix) -> Iterator[Table]:
     """All rows; then what umem warned of."""
     columns = (
-        *("system", "variant", "losses", "of stock's speed (fastest step)", "processor"),
+        *("system", "variant", "losses", "of stock's speed (fastest step)"),
+        "at equal speed of the processor",
         *("card's peak (base)", "budget", "plan", "host (process, locked)"),
     )
     # What keeps a system from running at all is said once.
@@ -442,7 +449,7 @@ def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
         result.variant,
         _losses(matrix, result),
         _speed(matrix, result),
-        _processor(matrix, result),
+        _speed_at_equal_processor(matrix, result),
         peak_and_base(result, stock),
         size_text(result.budget_bytes),
         {None: NOTHING, True: "yes", False: "no"}[result.plan_running],
@@ -462,7 +469,7 @@ def _losses(matrix: Matrix, result: SystemResult) -> str:
     return f"differ from step {differing or len(pairs) + 1} on"
 
 
-def _settled(values: Sequence[float]) -> Sequence[float]:
+def _settled(values: Sequence[_T]) -> Sequence[_T]:
     """Those of the last steps."""
     return values[-max(1, len(values) // _SETTLED_SHARE) :]
 
@@ -481,13 +488,26 @@ def _speed(matrix: Matrix, result: SystemResult) -> str:
     return f"{100 * settled:.3g} % ({100 * fastest:.3g} %)"
 
 
-def _processor(matrix: Matrix, result: SystemResult) -> str:
-    """How fast the processor was, by the stock run where it was faster."""
-    stock = [_settled(it.work_s) for it in _stock(matrix, result) if it.work_s]
-    own = _settled(result.work_s)
-    if not (stock and own):
+def _speed_at_equal_processor(matrix: Matrix, result: SystemResult) -> str:
+    """By the steps of either in which the processor was as fast as in most of stock's.
+
+    Some hosts' processors are slower for seconds, in whichever process runs then.
+    """
+    stock = [pair for it in _stock(matrix, result) for pair in _settled(_steps_and_work(it))]
+    if len(stock) < _LEAST_STEPS:
         return NOTHING
-    return f"{100 * min(map(statistics.median, stock)) / statistics.median(own):.3g} %"
+    lower_quartile, *_ = statistics.quantiles((work_s for _, work_s in stock), n=4)
+    fast, own = (
+        [step_s for step_s, work_s in pairs if work_s <= _AS_FAST * lower_quartile]
+        for pairs in (stock, _settled(_steps_and_work(result)))
+    )
+    if min(len(fast), len(own)) < _LEAST_STEPS:
+        return NOTHING
+    return f"{100 * statistics.median(fast) / statistics.median(own):.3g} %"
+
+
+def _steps_and_work(result: SystemResult) -> list[tuple[float, float]]:
+    return list(zip(result.steps_s, result.work_s, strict=False))
 
 
 def _stock(matrix: Matrix, result: SystemResult) -> list[SystemResult]:
