@@ -115,6 +115,7 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
         "steps_s": [*[0.1] * 12, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
         "work_s": [*[9.0] * 12, 0.2, 0.2, 0.2, 0.2, 0.2, 0.4],
         "losses_hex": ["0x1p+1", "0x1p+0"],
+        "weights_hex": "0x1p+3",
         "card_peak_bytes": 11 * gib,
         "outside_bytes": gib,
     }
@@ -133,6 +134,7 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
         "variant": "umem-budget",
         "work_s": [0.4] * 18,
         "losses_hex": ["0x1p+1", "0x1p+2"],
+        "weights_hex": "0x1p+4",
         "plan_running": False,
         "budget_bytes": 6 * gib,
     }
@@ -144,8 +146,8 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
     cells = [line.strip("| ").split(" | ") for line in shown.splitlines() if line.startswith("|")]
     assert [it[:5] for it in cells if it[0] == "ddp"] == [
         ["ddp", "stock", "—", "100 % (100 %)", "100 %"],
-        ["ddp", "umem", "equal", "38.1 % (100 %)", "80 %"],
-        ["ddp", "umem-budget", "differ from step 2 on", "100 % (100 %)", "—"],
+        ["ddp", "umem", "equal, equal", "38.1 % (100 %)", "80 %"],
+        ["ddp", "umem-budget", "differ from step 2 on, differ", "100 % (100 %)", "—"],
     ]
     assert [it[5:8] for it in cells if it[:2] == ["ddp", "umem"]] == [
         ["7 GiB (1 GiB)", "6 GiB", "yes"]
@@ -224,7 +226,13 @@ def test_the_card_of_the_rank_that_writes_is_sampled(
     def write(command: Sequence[str], *_: object) -> int:
         assert has_option(command, "--writer", str(card))
         sizes = {"card_used_bytes": 900, "reserved_bytes": 800}
-        found = {"losses": ["0x1p+1"], "seconds": [1.0], "work_seconds": [1.0], **sizes}
+        found = {
+            "losses": ["0x1p+1"],
+            "seconds": [1.0],
+            "work_seconds": [1.0],
+            "weights": "0x1p+1",
+            **sizes,
+        }
         Path(command[-1]).write_text(json.dumps(found))
         return 0
 

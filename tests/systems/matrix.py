@@ -158,6 +158,8 @@ class SystemResult(ProcessResult):
     system: str
     variant: Variant
     commit: str | None = None
+    weights_hex: str | None = None
+    """A checksum of those behind the last step, and of buffers; None in older files."""
     work_s: tuple[float, ...] = ()
     """Of work that is always the same, behind each step: how fast the processor was."""
     peak_allocated_bytes: int | None = None
@@ -288,6 +290,7 @@ class Runner:
             told
             | {field: found.get(field) for field in kept}
             | {"state": "measured", "losses_hex": found["losses"]}
+            | {"weights_hex": found["weights"]}
             | {"steps_s": found["seconds"], "work_s": found["work_seconds"]}
         )
 
@@ -423,7 +426,7 @@ def read(path: Path) -> Matrix:
 def tables(matrix: Matrix) -> Iterator[Table]:
     """All rows; then what umem warned of."""
     columns = (
-        *("system", "variant", "losses", "of stock's speed (fastest step)"),
+        *("system", "variant", "losses, weights", "of stock's speed (fastest step)"),
         "at equal speed of the processor",
         *("card's peak (base)", "budget", "plan", "host (process, locked)"),
     )
@@ -458,15 +461,21 @@ def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
 
 
 def _losses(matrix: Matrix, result: SystemResult) -> str:
-    """Whether the losses have stock's bits; stock's own are compared with its second run's."""
+    """Whether losses and last weights have stock's bits; its own are those of its second run.
+
+    Old files have no checksum of the weights.
+    """
     other = matrix.row(result.system, "stock-again" if result.variant == "stock" else "stock")
     if other is None or other.state != "measured":
         return NOTHING
     pairs = list(zip(result.losses_hex, other.losses_hex, strict=False))
     differing = next((step for step, (own, its) in enumerate(pairs, 1) if own != its), None)
-    if differing is None and len(result.losses_hex) == len(other.losses_hex):
-        return "equal"
-    return f"differ from step {differing or len(pairs) + 1} on"
+    are_equal = differing is None and len(result.losses_hex) == len(other.losses_hex)
+    words = "equal" if are_equal else f"differ from step {differing or len(pairs) + 1} on"
+    if result.weights_hex is None or other.weights_hex is None:
+        return words
+    has_weights = result.weights_hex == other.weights_hex
+    return f"{words}, {'equal' if has_weights else 'differ'}"
 
 
 def _settled(values: Sequence[_T]) -> Sequence[_T]:

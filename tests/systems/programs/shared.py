@@ -24,7 +24,7 @@ SEED = 0
 _CALLS = 100
 """Of torch, behind each step: less than 0.5 ms, which show how fast the processor is meanwhile."""
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _FLOAT_PRIME = 2**53 - 111
 """The largest prime below 2**53: a float rounds what is larger, which hides small differences. No
@@ -174,7 +174,8 @@ class Program:
     def write(self, model: Any) -> None:
         """Write losses as hexadecimal, seconds from each step's end to the next, and memory.
 
-        Beside each step's seconds, those of the fixed work behind it.
+        Beside each step's seconds, those of the fixed work behind it; and a checksum of the weights
+        and buffers behind the last step, which shows where a difference in losses comes from.
 
         Of one rank, and of its GPU or the first of several.
         """
@@ -194,6 +195,7 @@ class Program:
             "seconds": took_s,
             "work_seconds": self._work_s[1:],
             "parameters": sum(weight.numel() for weight in model.parameters()),
+            "weights": checksum(*map(_own_part, _weights_and_buffers(model))).hex(),
             "versions": {name: importlib.metadata.version(name) for name in self._packages},
             **_host_memory(),
         }
@@ -210,6 +212,16 @@ def checksum(*tensors: torch.Tensor) -> float:
         for number, it in enumerate(tensors, 1)
     )
     return float(total % _FLOAT_PRIME)
+
+
+def _weights_and_buffers(model: Any) -> list[Any]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _own_part(weight: Any) -> torch.Tensor:
+    """This rank's, of a weight that is divided among several."""
+    part: torch.Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return part.detach()
 
 
 def _host_memory() -> dict[str, int]:
