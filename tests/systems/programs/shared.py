@@ -215,7 +215,8 @@ def checksum(*tensors: torch.Tensor) -> float:
 
 
 def _weights_and_buffers(model: Any) -> list[Any]:
-    return [*model.parameters(), *model.buffers()]
+    # Megatron-core's wrapper has a list of this name.
+    return [*model.parameters(), *torch.nn.Module.buffers(model)]
 
 
 def _own_part(weight: Any) -> torch.Tensor:
