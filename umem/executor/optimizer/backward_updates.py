@@ -35,7 +35,7 @@ from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.step_call import StepCall
 from umem.executor.optimizer.step_observer import StepObserver
 from umem.executor.optimizer.streamed_step import StreamedStep
-from umem.executor.optimizer.streamed_units import StreamedUnit
+from umem.executor.optimizer.streamed_unit import StreamedUnit
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
 
 __all__ = ["BackwardUpdates"]

@@ -21,7 +21,7 @@ from umem.executor.optimizer.access_guard import (
 )
 from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.step_call import StepCall
-from umem.executor.optimizer.streamed_units import StreamedUnit
+from umem.executor.optimizer.streamed_unit import StreamedUnit
 from umem.torch_compat import version_counter
 
 __all__ = ["StepObserver"]

@@ -54,13 +54,13 @@ from umem.executor.optimizer.sharded_parameters import (
 )
 from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
-from umem.executor.optimizer.streamed_units import (
+from umem.executor.optimizer.streamed_unit import (
     PendingUpdate,
     ShardGuards,
     StreamedUnit,
-    StreamedUnits,
     UnitGuards,
 )
+from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.unit_names import is_outside
 from umem.runtime.model_parts import optimizer_parameters
 from umem.torch_compat import current_graph_task_id

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import is_
 from typing import Any
 
@@ -13,159 +11,24 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
-from umem.core.errors import PlanError
-from umem.executor.optimizer.access_guard import (
-    DTensorGuard,
-    DTensorParameterGuard,
-    ParameterGuard,
-    StandingGuard,
-    TensorGuard,
-    WatchedParameterGuard,
-)
+from umem.executor.optimizer.access_guard import DTensorGuard, TensorGuard
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.separable import is_elementwise, replaces_state
 from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.staged_operands import StagedOperands
+from umem.executor.optimizer.state_placement import StatePlacement
 from umem.executor.optimizer.state_staging import (
     KnownValues,
     OptimizerState,
     Slot,
     StagedState,
     StateMemory,
-    find_spans,
 )
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
-from umem.planning.stream_timing import divide_state
-from umem.runtime.model_parts import local_part
+from umem.executor.optimizer.streamed_unit import StreamedUnit
 from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
 
-__all__ = ["PendingUpdate", "ShardGuards", "StreamedUnit", "StreamedUnits", "UnitGuards"]
-
-_Movable = Mapping[torch.Tensor, list[torch.Tensor]]
-"""State tensors that can be streamed, by parameter."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """What is staged at a time of a unit."""
-
-    parameters: list[torch.Tensor]
-    size_bytes: int
-    span: tuple[int, int] | None = None
-    """Elements of a large parameter, from the first to before the second; None for all."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitGuards:
-    """The guards of a unit's parameters and gradients."""
-
-    gradients: TensorGuard
-    parameters: ParameterGuard
-    ahead: WatchedParameterGuard
-    """Of parameters that were updated in the backward pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardGuards:
-    """The guards of a unit that has DTensors, beside those of its plain tensors."""
-
-    gradients: DTensorGuard
-    parameters: DTensorParameterGuard
-    parts: TensorGuard
-    """Of this rank's parts of parameters."""
-    flats: StandingGuard
-    """Of what FSDP2 gathers from: from a step to the first gathering behind it."""
-
-
-@dataclass(slots=True)
-class PendingUpdate:
-    """An update that no forward pass has waited for yet."""
-
-    asked: Moment
-    """When the step was called, on the stream that owns the memory of the gradients."""
-    guards: tuple[TensorGuard, ...]
-    """Guards of parameters, and of gradients, until then."""
-    kept: list[torch.Tensor] = field(default_factory=list)
-    """Gradients that the program has no more, and the update reads."""
-
-
-class StreamedUnit:
-    """Parameters that are updated together, and their state.
-
-    Parameters
-    ----------
-    name
-        The name of their block.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.groups: ParameterGroups = []
-        """The unit's parameters."""
-        self.queued: ParameterGroups = []
-        """Those whose updates are queued: with state in host memory or, where units are updated in
-        the backward pass, with any state."""
-        self.parameters: list[Any] = []
-        """The same, without groups."""
-        self.state: StagedState | None = None
-        """State of these parameters; None if there are none."""
-        self.state_guards: tuple[TensorGuard, ...] = ()
-        """They guard it from one layout to the next."""
-        self.guards: UnitGuards | None = None
-        """None until they are needed first."""
-        self.shard_guards: ShardGuards | None = None
-        """The same."""
-        self.slot: Slot | None = None
-        """Where its state in host memory is staged; None if it has none, or no buffer fits the
-        device."""
-        self.fetched: Moment | None = None
-        """The moment after the copy into the slot, if the slot has the present state."""
-        self.returned: Moment | None = None
-        """The moment after the last copy to the homes."""
-        self.updated: Moment | None = None
-        """The moment after the last update."""
-        self.pending: PendingUpdate | None = None
-        self.ahead: list[Any] = []
-        """Parameters that were updated in the backward pass, whose ``step()`` is still to come."""
-        self.next_behind: StreamedUnit | None = None
-        """The unit that uses the slot next in a backward pass."""
-        self.is_touched = False
-        """Whether something has used a home since the state was laid out."""
-        self.sizes: tuple[int, ...] = (0,)
-        """Bytes of its state that can be streamed, by piece."""
-        self.device_bytes = 0
-        """Those of them that are on the device for good."""
-        self.fixed_bytes = 0
-        """Those of them that stay in host memory, whatever a plan says: something else sees it."""
-        self.home_bytes = 0
-        """Parameters that were moved to host memory."""
-        self.divided: list[StreamedUnit] = []
-        """A unit for each piece of a streamed one, with a slot and moments of its own: some of the
-        parameters, or a span of a large one."""
-
-    @property
-    def pieces(self) -> list[StreamedUnit]:
-        """What is staged at a time."""
-        return self.divided or [self]
-
-    def queue(self, parameters: Collection[Any]) -> None:
-        """Set the parameters whose updates are queued, some of the unit's."""
-        every = ((number, [p for p in some if p in parameters]) for number, some in self.groups)
-        self.queued = [(number, some) for number, some in every if some]
-        self.parameters = parameters_of(self.queued)
-
-    def check_not_ahead(self) -> None:
-        """Raise PlanError if the backward pass has updated it, and ``step()`` is still to come."""
-        if self.ahead:
-            name = self.name or "the parameters outside of blocks"
-            raise PlanError(
-                f"step_in_backward: the backward pass has updated {name} already, and "
-                "optimizer.step() was not called since. Without umem it would have its old weights "
-                "and its gradients still. Call optimizer.step() right behind backward(), and "
-                "umem.manage without step_in_backward for clipping, accumulation, skipped steps or "
-                "any other use in between. After an error in a backward pass, load the state of "
-                "the model and of the optimizer"
-            )
+__all__ = ["StreamedUnits"]
 
 
 class StreamedUnits:
@@ -487,28 +350,17 @@ class StreamedUnits:
     ) -> None:
         self._drop_state(unit)
         every = {p: state.get(p) or {} for p in parameters_of(unit.groups)}
-        movable: _Movable = {
-            parameter: [
-                part
-                for value in values.values()
-                if isinstance(value, torch.Tensor) and self._may_stream(part := local_part(value))
-            ]
-            for parameter, values in every.items()
-        }
-        on_device = self._place([it for values in movable.values() for it in values], unit.name)
-        if not on_device:  # but what the host has no room for
-            movable = {
-                parameter: list(filter(self._memory.is_home, values))
-                for parameter, values in movable.items()
-            }
-        pieces = self._divide(every, movable, piece_bytes)
+        placement = StatePlacement(every, self._memory)
+        is_resident = None if self._resident is None else unit.name in self._resident
+        on_device = placement.place(on_device=is_resident)
+        pieces = placement.divide(piece_bytes)
         unit.sizes = tuple(piece.size_bytes for piece in pieces)
         unit.device_bytes = sum(unit.sizes) if on_device else 0
         unit.fixed_bytes = 0
         queued = {
             parameter: values
             for parameter, values in every.items()
-            if (movable[parameter] and not on_device) or (values and self.runs_backward)
+            if (placement.movable[parameter] and not on_device) or (values and self.runs_backward)
         }
         unit.queue(queued)
         if queued:
@@ -533,49 +385,6 @@ class StreamedUnits:
                 around = DTensorGuard(touch)
                 unit.state_guards = (guard, around)
                 around.hold(unit.state.dtensors)
-
-    def _may_stream(self, value: torch.Tensor) -> bool:
-        """Not what has an alias on the device: its memory stays where it is."""
-        memory = self._memory
-        return memory.is_movable(value) or (memory.may_stage(value) and memory.is_home(value))
-
-    def _place(self, values: list[torch.Tensor], name: str) -> bool:
-        """Put a unit's state where the plan has it. Returns whether that is the device.
-
-        All of it is in one place: on the host where the device has no room for some of it. What has
-        an alias keeps its memory, from which it is staged if it is the host's.
-        """
-        is_planned = self._resident is not None and name in self._resident
-        movable = [it for it in values if self._memory.is_movable(it)]
-        for value in movable if is_planned else ():
-            self._memory.place(value, on_device=True)
-        may_stay = is_planned or self._resident is None or not movable
-        if may_stay and not any(map(self._memory.is_home, values)):
-            return True
-        for value in movable:
-            self._memory.place(value, on_device=False)
-        return False
-
-    def _divide(
-        self, state: OptimizerState, movable: _Movable, piece_bytes: int | None
-    ) -> list[_Piece]:
-        """Divide a unit's parameters, and large ones of them, into what is staged at a time."""
-        parameters, most_bytes = list(state), self._memory.staged_bytes
-        sizes = [sum(value.nbytes for value in values) for values in movable.values()]
-        pieces = []
-        for run in divide_state(sizes, most_bytes):
-            some, run_bytes = parameters[run.start : run.stop], sum(sizes[run.start : run.stop])
-            spans = []
-            if piece_bytes is not None and len(some) == 1:
-                (parameter,) = some
-                count = math.ceil(max(parameter.nbytes / piece_bytes, run_bytes / most_bytes))
-                spans = find_spans(parameter, state[parameter], movable[parameter], count)
-            for begin, end in spans:
-                part_bytes = (end - begin) * (run_bytes // parameter.numel())
-                pieces.append(_Piece(some, part_bytes, (begin, end)))
-            if not spans:
-                pieces.append(_Piece(some, run_bytes))
-        return pieces
 
     def _touch(self, unit: StreamedUnit) -> None:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
