@@ -34,6 +34,7 @@ from umem.executor.weights.streamed_weights import (
 )
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import plain_tensors
+from umem.runtime.torch_hooks.saved_tensors import innermost
 
 
 def fail(error: Exception) -> None:
@@ -234,6 +235,92 @@ def test_what_a_block_writes_to_its_weights_stays(slots: int) -> None:
     compare(make_model=Learning, slots=slots, eagerness=0.5)
 
 
+class Pairs(nn.Module):
+    """Blocks of two weights, next to each other in memory or apart."""
+
+    class Block(nn.Module):
+        def __init__(self, gap_bytes: int) -> None:
+            super().__init__()
+            self.memory = bytearray(2 * PAIRED_BYTES + gap_bytes)
+            self.first, self.second = (
+                nn.Parameter(torch.frombuffer(self.memory, offset=begin, **PAIRED).view(16, 16))
+                for begin in (0, PAIRED_BYTES + gap_bytes)
+            )
+            for weight in (self.first, self.second):
+                nn.init.normal_(weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = torch.tanh(x @ self.first) @ self.second
+            return y
+
+    def __init__(self, gap_bytes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pairs.Block(gap_bytes) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class CountingLanes(LazyLanes):
+    """Notes how many copies a block's weights take."""
+
+    def __init__(self, model: nn.Module, eagerness: float) -> None:
+        super().__init__(model, eagerness)
+        self.copies: list[int] = []
+
+    def copy(self, lane: Any, copies: Any, tensor_class: Any) -> None:
+        self.copies.append(len(copies))
+        super().copy(lane, copies, tensor_class)
+
+
+PAIRED: dict[str, Any] = {"dtype": torch.float32, "count": 256}
+PAIRED_BYTES = 1024
+
+
+@pytest.mark.parametrize(("gap_bytes", "copies"), [(0, 1), (64, 2)])
+def test_homes_next_to_each_other_are_copied_together(gap_bytes: int, copies: int) -> None:
+    model = Pairs(gap_bytes)
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        expected = model(x)
+    lanes = CountingLanes(model, 0.5)
+    streamed = stream_weights(model, lanes, HostStateMemory(lanes=lanes))
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+    assert set(lanes.copies) == {copies}
+    assert streamed.counts.fetched >= len(lanes.copies) > 8
+
+
+class Observed(nn.Linear):
+    """Leaves hooks on saved tensors behind, which its caller takes away later."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.hooks: Any = torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.hooks.__enter__()
+        return super().forward(x)
+
+
+def test_hooks_below_a_programs_are_taken_away_by_the_next_call() -> None:
+    observed = Observed()
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)], observed)
+    lanes = LazyLanes(model, 0.5)
+    streamed = stream_weights(model, lanes, HostStateMemory(lanes=lanes))
+    model(torch.ones(2, WIDTH))
+    assert streamed.streamed_bytes
+    observed.hooks.__exit__(None, None, None)
+    assert innermost() is not None
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    assert innermost() is None
+
+
 def write_past_versions(program: Program) -> None:
     """`data` has no version, and the next blocks are fetched already."""
     program.model.stem.weight.data.mul_(0.5)
@@ -250,6 +337,12 @@ def write_by_an_old_alias(program: Program) -> None:
 def replace_data(program: Program) -> None:
     for layer in program.model.layers:
         layer.weight.data = layer.weight.data * 0.5
+
+
+def turn_in_place(program: Program) -> None:
+    """The same memory in another layout."""
+    for layer in program.model.layers:
+        layer.weight.data = layer.weight.data.mT
 
 
 def keep_views(program: Program) -> None:
@@ -368,6 +461,7 @@ CHANGES = [
     write_past_versions,
     write_by_an_old_alias,
     replace_data,
+    turn_in_place,
     keep_views,
     backward_twice,
     pytest.param(differentiate_twice, marks=pytest.mark.filterwarnings("ignore:Using backward")),

@@ -421,9 +421,8 @@ class StreamedWeights:
                 node.register_prehook(reached)
 
     def _end_call(self, call: _Call) -> None:
-        open_groups = self._store.open_groups
-        if open_groups > call.open_groups:  # its own group, if it came so far as to open one
-            self._store.close_groups(open_groups - 1)
+        # Its own group, if it came so far as to open one; and what an interrupt has left of others.
+        self._store.close_groups(max(call.open_groups, self._store.open_groups - 1))
         if call.used is not None:
             self._end_use(call.used, call)
 
