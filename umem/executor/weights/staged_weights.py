@@ -184,7 +184,7 @@ class _Parts:
         first = buffer.memory.data_ptr()
         copies = self._copies.get(first)
         if copies is None:
-            copies = self._copies[first] = []
+            copies = []
             for part in self.every:
                 to, source, size_bytes = first + part.offset, part.address, part.tensor.nbytes
                 last = copies[-1] if copies else Copy(0, 0, 0)
@@ -192,6 +192,7 @@ class _Parts:
                     copies[-1] = Copy(last.to, last.source, last.size_bytes + size_bytes)
                 else:
                     copies.append(Copy(to, source, size_bytes))
+            self._copies[first] = copies  # not before: an interrupt would leave some out
         return copies
 
 

@@ -167,8 +167,8 @@ class StreamedWeights:
         self._passes: Counter[_Pass] = Counter()
         self._successors: dict[_Event, _Event] = {}
         self._expected: dict[tuple[_Event, int], list[_Event]] = {}
-        """By a pass and a number of blocks, those with weights to copy that are expected behind it.
-        None is as long as successors, or what can be streamed, are about to change."""
+        """By a pass and a number of blocks, those with weights to copy that are expected behind it,
+        by the present successors."""
         self._last: _Event | None = None
         self._in_backward: StagedWeights | None = None
         """The block that the backward pass is in."""
@@ -485,8 +485,8 @@ class StreamedWeights:
         if last is None or (is_prompt and last[0] is _Pass.FEW_TOKENS):
             return
         if self._successors.get(last) != event:
+            self._expected.clear()  # first: an interrupt must not leave what is no more expected
             self._successors[last] = event
-            self._expected.clear()
 
     def _end_use(self, staged: StagedWeights, user: object) -> None:
         with self._lock:
