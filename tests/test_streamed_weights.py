@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,6 +24,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
+from umem.executor.optimizer.lanes import Copy
+from umem.executor.weights import staged_weights
 from umem.executor.weights.experts import find_experts
 from umem.executor.weights.staged_weights import is_movable_weight
 from umem.executor.weights.streamed_weights import (
@@ -292,6 +294,31 @@ def test_homes_next_to_each_other_are_copied_together(gap_bytes: int, copies: in
             assert torch.equal(model(x), expected)
     assert set(lanes.copies) == {copies}
     assert streamed.counts.fetched >= len(lanes.copies) > 8
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_ctrl_c_amid_the_first_copies_leaves_none_out(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Pairs(64)
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        expected = model(x)
+    streamed = stream_weights(model, LazyLanes(model, 0.5), HostStateMemory())
+    made = itertools.count()
+
+    def make(to: int, source: int, size_bytes: int) -> Copy:
+        if next(made) == number:
+            raise KeyboardInterrupt
+        return Copy(to, source, size_bytes)
+
+    monkeypatch.setattr(staged_weights, "Copy", make)
+    with torch.no_grad():
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+    assert streamed.counts.fetched
 
 
 class Observed(nn.Linear):
@@ -738,7 +765,7 @@ def test_layers_that_are_compiled_later_are_still_fetched() -> None:
             weights.begin_call()  # as the model's hook does
             assert torch.equal(model(x), expected)
             fetched.append(weights.counts.fetched)
-    first, *others = (after - before for before, after in pairwise(fetched))
+    first, *others = (after - before for before, after in itertools.pairwise(fetched))
     assert first > len(model.layers), "all of them, and what is around them"
     assert set(others) == {first}
     weights.close()
