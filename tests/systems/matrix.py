@@ -289,9 +289,13 @@ class Runner:
         return (
             told
             | {field: found.get(field) for field in kept}
-            | {"state": "measured", "losses_hex": found["losses"]}
-            | {"weights_hex": found["weights"]}
-            | {"steps_s": found["seconds"], "work_s": found["work_seconds"]}
+            | {
+                "state": "measured",
+                "losses_hex": found["losses"],
+                "weights_hex": found["weights"],
+                "steps_s": found["seconds"],
+                "work_s": found["work_seconds"],
+            }
         )
 
     def command(self, name: str, variant: Variant) -> Iterator[str]:
@@ -450,7 +454,7 @@ def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
     return (
         result.system,
         result.variant,
-        _losses(matrix, result),
+        _equality(matrix, result),
         _speed(matrix, result),
         _speed_at_equal_processor(matrix, result),
         peak_and_base(result, stock),
@@ -460,10 +464,10 @@ def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
     )
 
 
-def _losses(matrix: Matrix, result: SystemResult) -> str:
-    """Whether losses and last weights have stock's bits; its own are those of its second run.
+def _equality(matrix: Matrix, result: SystemResult) -> str:
+    """Whether losses and last weights are stock's; its own are compared with its second run's.
 
-    Old files have no checksum of the weights.
+    Older files have no checksum of the weights.
     """
     other = matrix.row(result.system, "stock-again" if result.variant == "stock" else "stock")
     if other is None or other.state != "measured":
@@ -474,8 +478,7 @@ def _losses(matrix: Matrix, result: SystemResult) -> str:
     words = "equal" if are_equal else f"differ from step {differing or len(pairs) + 1} on"
     if result.weights_hex is None or other.weights_hex is None:
         return words
-    has_weights = result.weights_hex == other.weights_hex
-    return f"{words}, {'equal' if has_weights else 'differ'}"
+    return f"{words}, {'equal' if result.weights_hex == other.weights_hex else 'differ'}"
 
 
 def _settled(values: Sequence[_T]) -> Sequence[_T]:

@@ -369,8 +369,7 @@ class StagedWeights:
         self.guard.release()
         if self.users or self.buffer is None:
             return
-        if self._is_bound:  # an interrupt has cut short the begin of a use
-            self._unbind()
+        self._unbind()  # an interrupt may have cut short the begin of a use
         self.buffer.holder = None
         self.buffer = None
         self.was_used = self.is_whole = False

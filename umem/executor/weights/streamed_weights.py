@@ -95,6 +95,11 @@ class _Pass(IntEnum):
     FEW_TOKENS = 3
     """A forward pass without gradients of so few tokens that tables of experts are used at home."""
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether tables of experts are staged."""
+        return self is not _Pass.FEW_TOKENS
+
 
 _Event = tuple[_Pass, int]
 """A block's number in a pass."""
@@ -456,7 +461,7 @@ class StreamedWeights:
             if staged is self._staged[0]:
                 self._passes[kind] += 1
             self._follows(event)
-            with_experts = kind is not _Pass.FEW_TOKENS
+            with_experts = kind.has_experts
             most = self._most_buffers(event)
             if staged.users or staged.has_current_copy(with_experts=with_experts):
                 self._counts.reused += staged.was_used
@@ -496,9 +501,9 @@ class StreamedWeights:
             if staged.buffer is None:
                 return  # none is free that was not before
             if self._last is not None and id(staged) in self._numbers:
-                most = self._most_buffers(self._last)
-                if self._extra:  # what comes now must have room in the next pass too
-                    most = min(most, self._most_buffers(self._next(self._last)))
+                # What comes now must have room in the next pass too.
+                following = self._next(self._last)
+                most = min(map(self._most_buffers, (self._last, following)))
                 self._fetch_ahead(self._last, most, ended)
             if not staged.users and staged.buffer is not None:
                 staged.hold()
@@ -509,10 +514,9 @@ class StreamedWeights:
         `asked` is the moment after the stream's last work, if there is one.
         """
         wanted = self._wanted(event, most)
-        if len(self._buffers) > most:
-            self._give_back(wanted, most)
+        self._give_back(wanted, most)
         for number, kind in wanted.items():
-            staged, with_experts = self._staged[number], kind is not _Pass.FEW_TOKENS
+            staged, with_experts = self._staged[number], kind.has_experts
             if staged.users or staged.has_copy(with_experts=with_experts):
                 continue
             if not staged.has_alias(with_experts=with_experts):
@@ -553,7 +557,7 @@ class StreamedWeights:
         if buffer.holder is not None:
             buffer.holder.drop()
         updated = [update_of(staged.name) for update_of in self.updates]
-        with_experts = kind is not _Pass.FEW_TOKENS
+        with_experts = kind.has_experts
         staged.fetch(buffer, updated, asked=asked, with_experts=with_experts)
         if not staged.needs_copy(with_experts=with_experts):
             self._expected.clear()  # the program has given all of it other memory
@@ -585,7 +589,7 @@ class StreamedWeights:
             event = self._next(event)
             kind, number = event
             if number not in found and self._staged[number].needs_copy(
-                with_experts=kind is not _Pass.FEW_TOKENS
+                with_experts=kind.has_experts
             ):
                 found[number] = event
         return list(found.values())

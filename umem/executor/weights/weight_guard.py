@@ -54,8 +54,7 @@ class WeightGuard:
         """Guard weights that nothing guards yet, and keep them alive."""
         kinds = list(map(id, map(type, weights)))
         for key in set(kinds):
-            is_alone = kinds.count(key) == len(kinds)
-            some = weights if is_alone else list(compress(weights, map(key.__eq__, kinds)))
+            some = list(compress(weights, map(key.__eq__, kinds)))
             guard = self._guards.get(key)
             if guard is None:
                 guard = self._new_guard(type(some[0]))
