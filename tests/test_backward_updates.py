@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import HostStateMemory, LazyLanes
+from rank_processes import one_rank
 from streamed_programs import Branches, Net, NetWithFlat, Program, Tied, bits, compare
 from streamed_uses import USES
-from torch import distributed, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
@@ -729,19 +730,10 @@ def compare_moved(move: Change) -> Program:
     return compare(move, clips=False, steps=6)
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """A group of this process alone."""
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-def test_distributed_trainings_are_refused(process_group: None) -> None:
+def test_distributed_trainings_are_refused() -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(PlanError, match="distributed"):
+    with one_rank(), pytest.raises(PlanError, match="distributed"):
         StreamedTraining(model, optimizer, HostLanes(), HostStateMemory(), step_in_backward=True)
 
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from rank_processes import one_rank
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
@@ -424,10 +425,22 @@ class TestGradientHook:
         assert witness.class_at(bucket.data_ptr()) is TensorClass.GRADIENTS
 
     def test_tags_the_tensors_inside_a_wrapper(self, witness: Witness) -> None:
-        """FSDP2's gradients are DTensors, which have no address."""
+        """Which has no address of its own."""
         parts = [witness.tensor(WIDTH) for _ in range(2)]
         gradient_hook(witness.allocator)(cast(Any, SimpleNamespace(grad=TwoTensor(*parts))))
         assert [witness.class_at(part.data_ptr()) for part in parts] == [TensorClass.GRADIENTS] * 2
+
+    def test_tags_the_buffer_behind_the_part_of_a_dtensor(self, witness: Witness) -> None:
+        """FSDP2's gradients are views into one buffer for each block."""
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Replicate
+
+        buffer = witness.tensor(4 * WIDTH)
+        with one_rank():
+            part, mesh = buffer[WIDTH : 2 * WIDTH], DeviceMesh("cpu", [0])
+            gradient = DTensor.from_local(part, mesh, [Replicate()])
+            gradient_hook(witness.allocator)(cast(Any, SimpleNamespace(grad=gradient)))
+        assert witness.class_at(buffer.data_ptr()) is TensorClass.GRADIENTS
 
     def test_other_errors_are_not_hidden(self, witness: Witness) -> None:
         class Broken:

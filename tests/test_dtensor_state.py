@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_lanes import LazyLanes
+from rank_processes import one_rank
 from streamed_programs import WIDTH, Net, Program
 from torch import distributed, nn
 
@@ -23,14 +24,10 @@ TEMPORARY = TemporaryPlan(made_in=("layers.3", "layers.2"), freed_before=("layer
 
 
 @pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """``torch.distributed`` with this process alone."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore("127.0.0.1", 0, 1, is_master=True)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
+    with one_rank():
+        yield
 
 
 class Sharded(Net):

@@ -1,18 +1,20 @@
-"""Ranks of a test: processes that meet over gloo, and what they report."""
+"""Ranks of a test: processes that meet over gloo, and what they report; or one, without others."""
 
 from __future__ import annotations
 
 import json
 import logging
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from once import made_once
+from torch import distributed
 
-__all__ = ["WarningLines", "result_file", "run_ranks", "run_ranks_once"]
+__all__ = ["WarningLines", "one_rank", "result_file", "run_ranks", "run_ranks_once"]
 
 
 class WarningLines(logging.Handler):
@@ -31,6 +33,17 @@ class WarningLines(logging.Handler):
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("umem").removeHandler(self)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """``torch.distributed`` with this process alone."""
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def result_file(folder: Path, rank: int) -> Path:
