@@ -25,7 +25,6 @@ from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import CurrentStream, own_stream, run_on
 from umem.runtime.native_library import native
 from umem.runtime.state import is_enabled, runtime
-from umem.runtime.unfilled_memory import unfilled_bytes
 
 __all__ = [
     "CudaMover",
@@ -62,12 +61,15 @@ class HostBuffer:
     ----------
     memory
         The bytes.
+    address
+        Where they begin.
     event
         The end of the last copy from or to the buffer.
     """
 
     def __init__(self, memory: torch.Tensor, mover: Mover) -> None:
         self.memory = memory
+        self.address = memory.data_ptr()
         self.event: Any = None
         self._mover = mover
 
@@ -340,10 +342,10 @@ class CudaMover(Mover):
         events = []
         self._out.wait_stream(stream)
         for storage, buffer in pairs:
-            if buffer.event is not None:  # a copy of an earlier step may still read the buffer
-                self._out.wait_event(buffer.event)
-            memory = buffer.memory[: storage.nbytes()]
-            buffer.event = event = self._out.copy(memory, _as_bytes(storage))
+            # A copy of an earlier step may still read the buffer.
+            buffer.event = event = self._out.copy(
+                buffer.address, storage.data_ptr(), storage.nbytes(), buffer.event
+            )
             events.append(event)
         return events
 
@@ -351,22 +353,26 @@ class CudaMover(Mover):
         self, buffers: Sequence[tuple[HostBuffer, int]], stream: torch.cuda.Stream
     ) -> list[tuple[torch.UntypedStorage, Any]]:
         """Start copying the first bytes of each buffer into new storages of the stream."""
-        blocks = run_on(
-            stream,
-            lambda: [unfilled_bytes(size_bytes, self._device) for _, size_bytes in buffers],
-        )
+
+        def allocate() -> list[torch.UntypedStorage]:
+            # As tensors, memory would be filled where algorithms are deterministic.
+            return [torch.UntypedStorage(it, device=self._device) for _, it in buffers]
+
+        is_current = self._current_stream.handle() == stream.cuda_stream
+        storages = allocate() if is_current else run_on(stream, allocate)
         # The allocator may return memory that earlier work of the stream still uses.
         self._in.wait_stream(stream)
         moved: list[tuple[torch.UntypedStorage, Any]] = []
-        for block, (buffer, size_bytes) in zip(blocks, buffers, strict=True):
-            self._in.wait_event(buffer.event)
-            buffer.event = event = self._in.copy(block, buffer.memory[:size_bytes])
-            moved.append((block.untyped_storage(), event))
+        for storage, (buffer, size_bytes) in zip(storages, buffers, strict=True):
+            buffer.event = event = self._in.copy(
+                storage.data_ptr(), buffer.address, size_bytes, buffer.event
+            )
+            moved.append((storage, event))
         return moved
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Let later work of the stream wait for an event."""
-        stream.wait_event(event)
+        event.wait(stream)
 
     def record_use(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that another stream than the storage's own uses it."""
@@ -421,6 +427,7 @@ class _CopyStreams:
 
     def __init__(self, device: torch.device, *, to_host: bool) -> None:
         self._to_host = to_host
+        self._way: Direction = "to_host" if to_host else "to_device"
         # One stream reads and writes managed memory, the other copies over the link.
         direction = "to host" if to_host else "to device"
         self._pages = own_stream(device, f"pages {direction}")
@@ -428,49 +435,59 @@ class _CopyStreams:
         self._staged: Any = None
         # torch's own allocator gives plain device memory only.
         self._may_be_managed = is_enabled()
+        self._queue_copies = native().queue_copies
+        self._began: torch.cuda.Event | None = None
+        """The end of the work that copies wait for."""
 
     def wait_stream(self, stream: torch.cuda.Stream) -> None:
         """Let later copies wait for the work that a stream holds now."""
-        event = new_event()
+        self._began = event = new_event()
         event.record(stream)
-        self._link.wait_event(event)
-        self._pages.wait_event(event)
+        event.wait(self._link)
 
-    def wait_event(self, event: torch.cuda.Event) -> None:
-        """Let later copies wait for an event before they use host memory."""
-        self._link.wait_event(event)
+    def copy(
+        self, to: int, source: int, size_bytes: int, after: torch.cuda.Event | None
+    ) -> torch.cuda.Event:
+        """Start copying bytes between addresses of the device and of page-locked memory.
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
-        """Start copying bytes between device and pinned memory; returns the end of the copy."""
+        Parameters
+        ----------
+        to, source
+            The addresses.
+        size_bytes
+            Bytes.
+        after
+            The end of the last copy from or to the page-locked memory.
+
+        Returns
+        -------
+        torch.cuda.Event
+            The end of the copy.
+        """
+        if after is not None:
+            after.wait(self._link)
         on_device = source if self._to_host else to
-        end = None
-        if self._may_be_managed and native().memory_type(on_device.data_ptr()) == "managed":
-            end = run_on(self._pages, lambda: self._copy_managed(to, source))
-        if end is None:
-            with self._counted(source.nbytes, self._link):
-                run_on(self._link, lambda: to.copy_(source, non_blocking=True))
-            end = self._link
+        with copy_counts.counted(self._way, TensorClass.ACTIVATIONS, size_bytes, self._link):
+            end = None
+            if self._may_be_managed and native().memory_type(on_device) == "managed":
+                end = run_on(self._pages, lambda: self._copy_managed(to, source, size_bytes))
+            if end is None:
+                end = self._link
+                self._queue_copies([(to, source, size_bytes)], end.cuda_stream, size_bytes, 0)
         event = new_event()
         event.record(end)
         return event
 
-    def _copy_managed(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream | None:
+    def _copy_managed(self, to: int, source: int, size_bytes: int) -> torch.cuda.Stream | None:
         """Start a copy and return the stream on which it ends; None where it cannot be staged."""
-        addresses = to.data_ptr(), source.data_ptr()
         if self._staged is None:
             self._make_staged()
-        if self._staged is None or not self._staged.fits(*addresses):
+        if self._staged is None or not self._staged.fits(to, source):
             return None
-        streams = self._pages.cuda_stream, self._link.cuda_stream
-        with self._counted(source.nbytes, self._link):
-            self._staged.copy(*addresses, source.nbytes, *streams)
+        if self._began is not None:
+            self._began.wait(self._pages)
+        self._staged.copy(to, source, size_bytes, self._pages.cuda_stream, self._link.cuda_stream)
         return self._link if self._to_host else self._pages
-
-    def _counted(
-        self, size_bytes: int, stream: torch.cuda.Stream
-    ) -> contextlib.AbstractContextManager[None]:
-        way: Direction = "to_host" if self._to_host else "to_device"
-        return copy_counts.counted(way, TensorClass.ACTIVATIONS, size_bytes, stream)
 
     def _make_staged(self) -> None:
         try:
