@@ -24,7 +24,7 @@ from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 from umem.executor.streamed_training import StreamedTraining
-from umem.torch_compat import fsdp_groups
+from umem.torch_compat import fsdp_groups, fsdp_modules
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -532,7 +532,8 @@ def look_at_a_step(
     program.optimizer.zero_grad()
     has_gradients = any(it.grad is not None for it in program.weights)
     shapes = [it.shape.numel() for it in program.weights]
-    flats = [flat for it in fsdp_groups(program.model) for _, flat in it.parameters]
+    groups = fsdp_groups(fsdp_modules(program.model))
+    flats = [flat for it in groups for _, flat in it.parameters]
     are_guarded = [any(map(is_guarded, flats))]  # state of biases is small, and not streamed
     open_behind = [not step.update_of(it.name).is_done for it in step.units]
     for it in gathers.moments:

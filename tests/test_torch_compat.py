@@ -296,7 +296,8 @@ class TestFSDP:
         fsdp = SimpleNamespace(FSDPModule=Wrapped)
         monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", fsdp)
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), Wrapped(state))
-        return [(it.parameters, it.streams) for it in torch_compat.fsdp_groups(model)]
+        modules = torch_compat.fsdp_modules(model)
+        return [(it.parameters, it.streams) for it in torch_compat.fsdp_groups(modules)]
 
     @pytest.mark.parametrize("is_new", [False, True])
     def test_groups_of_older_and_newer_versions(
@@ -331,4 +332,4 @@ class TestFSDP:
 
     def test_a_torch_without_fsdp(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace())
-        assert list(torch_compat.fsdp_groups(Wrapped(SimpleNamespace()))) == []
+        assert list(torch_compat.fsdp_modules(Wrapped(SimpleNamespace()))) == []

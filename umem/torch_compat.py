@@ -14,7 +14,7 @@ import functools
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -56,6 +56,7 @@ __all__ = [
     "before_compilation",
     "before_fsdp_gathers",
     "fsdp_groups",
+    "fsdp_modules",
     "missing",
     "replace",
     "require",
@@ -490,20 +491,24 @@ class FSDPGroup:
     """On which they are, once the first forward pass has made them."""
 
 
-def fsdp_groups(model: nn.Module) -> Iterator[FSDPGroup]:
-    """The groups of all modules of a model that ``fully_shard`` has wrapped.
+def fsdp_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model that ``fully_shard`` has wrapped.
 
     Nothing of umem fails without the private names: in a torch that has others, groups have less,
     or are not found. Then the steps of FSDP2's parameters are not deferred.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a program that has such a module imports it
     wrapped: Any = getattr(fsdp, "FSDPModule", None)
-    if wrapped is None:
-        return
-    for module in model.modules():
-        if not isinstance(module, wrapped) or not hasattr(module, "_get_fsdp_state"):
-            continue
-        state: Any = module._get_fsdp_state()
+    if wrapped is not None:
+        modules = (it for it in model.modules() if isinstance(it, wrapped))
+        yield from (it for it in modules if hasattr(it, "_get_fsdp_state"))
+
+
+def fsdp_groups(modules: Iterable[nn.Module]) -> Iterator[FSDPGroup]:
+    """The groups of some of them."""
+    for module in modules:
+        wrapped: Any = module
+        state = wrapped._get_fsdp_state()
         if hasattr(state, "_fsdp_param_groups"):  # a newer torch may have several
             groups = state._fsdp_param_groups
         else:

@@ -51,6 +51,7 @@ from umem.torch_compat import (
     InferenceMode,
     before_compilation,
     current_graph_task_id,
+    fsdp_modules,
     function_transform_level,
 )
 
@@ -279,6 +280,8 @@ class StreamedTraining:
         """Whether a step was made with ``torch.distributed``."""
         self._held: tuple[int, bool] | None = None
         """Number of the layout, and whether the model holds all parameters in it."""
+        self._sharded: tuple[int, list[weakref.ref[nn.Module]]] | None = None
+        """Number of the layout, and the modules of FSDP2 in it."""
         self._rest: _Rest | None = None
         """While all is on the device, and a step has nothing to do but to look whether it is."""
         self._whole_steps: Counter[str] = Counter()
@@ -590,8 +593,11 @@ class StreamedTraining:
 
     def _find_gathered(self) -> GatheredParameters:
         """What FSDP2 gathers the model's parameters from."""
-        model = self._model()
-        return GatheredParameters() if model is None else GatheredParameters.of(model)
+        layout, model = self._step.units.layouts, self._model()
+        if self._sharded is None or self._sharded[0] != layout:
+            modules = () if model is None else fsdp_modules(model)
+            self._sharded = layout, [weakref.ref(it) for it in modules]
+        return GatheredParameters.of(it for of in self._sharded[1] if (it := of()) is not None)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._rest is not None and self._tuner is not None:

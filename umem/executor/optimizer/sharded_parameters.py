@@ -15,7 +15,8 @@ until then, too: whatever else reads it waits, on the stream that reads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -38,6 +39,8 @@ from umem.torch_compat import (
     before_fsdp_gathers,
     fsdp_groups,
     storage_address,
+    storage_key,
+    storage_use_count,
     view_base,
 )
 
@@ -75,7 +78,7 @@ def _settle(flats: list[torch.Tensor], streams: Iterator[AbstractContextManager[
 
 @dataclass(frozen=True, slots=True)
 class GatheredParameters:
-    """What FSDP2 gathers the parameters of a model from."""
+    """What FSDP2 gathers the parameters of its modules from."""
 
     flats: dict[int, torch.Tensor] = field(default_factory=dict)
     """Flat views of this rank's parts, by ``id`` of the parameter."""
@@ -83,11 +86,11 @@ class GatheredParameters:
     """The streams of the gathering."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> GatheredParameters:
+    def of(cls, modules: Iterable[nn.Module]) -> GatheredParameters:
         """Find them, as they are now. Where a torch has other names for them there are none."""
         found = cls()
         streams: dict[int, Any] = {}
-        for group in fsdp_groups(model):
+        for group in fsdp_groups(modules):
             found.flats.update((id(it), flat) for it, flat in group.parameters)
             streams |= {id(it): it for it in group.streams}
         found.streams.extend(streams.values())
@@ -113,26 +116,29 @@ class ShardedUnit:
     """What FSDP2 gathers from."""
 
 
-class _Memory:
+class _GradientMemory:
     """The tensors that are known on one memory."""
 
-    __slots__ = ("others", "parts")
+    __slots__ = ("bases", "parts")
 
     def __init__(self) -> None:
         self.parts: list[torch.Tensor] = []
         """Of DTensors."""
-        self.others: dict[int, torch.Tensor] = {}
-        """By ``id``: what the parts are views of, and other views."""
+        self.bases: dict[int, torch.Tensor] = {}
+        """What they are views of, by ``id``."""
 
-    def add(self, tensor: torch.Tensor | None) -> None:
-        if tensor is not None:
-            self.others[id(tensor)] = tensor
+    def add(self, part: torch.Tensor) -> None:
+        """Note a part, and what it is a view of."""
+        self.parts.append(part)
+        base = view_base(part)
+        if base is not None:
+            self.bases[id(base)] = base
 
     def is_known(self) -> bool:
         """Whether nothing else is on it, all can be guarded, and parts are apart."""
-        every = (self.others | {id(it): it for it in self.parts}).values()
+        every = (self.bases | {id(it): it for it in self.parts}).values()
         return (
-            (are_plain(every) or all(map(can_guard, every)))
+            _can_guard_all(every)
             and are_all_on_memory(every)
             and (len(self.parts) == 1 or _are_apart(self.parts))
         )
@@ -151,7 +157,7 @@ class ShardedStep:
 
     def __init__(self, parameters: Iterable[torch.Tensor], gathered: GatheredParameters) -> None:
         self._flats = gathered.flats
-        self._gradients: dict[int, _Memory] = {}
+        self._memories: defaultdict[int, _GradientMemory] = defaultdict(_GradientMemory)
         """By address."""
         self._parts: dict[int, torch.Tensor] = {}
         """Of gradients, by ``id``; those that are no single plain tensor are left out."""
@@ -159,9 +165,10 @@ class ShardedStep:
             for parameter in parameters:
                 gradient = parameter.grad
                 if gradient is not None and can_guard_dtensor(gradient):
-                    part = _add_part(gradient, self._gradients)
+                    part = _part_of(gradient)
                     if part is not None:
                         self._parts[id(gradient)] = part
+                        self._memories[storage_address(part)].add(part)
 
     def unit(self, parameters: Iterable[nn.Parameter]) -> ShardedUnit | None:
         """What is to be guarded of some parameters, all of which have gradients.
@@ -173,8 +180,8 @@ class ShardedStep:
             for parameter in parameters:
                 gradient: Any = parameter.grad
                 if id(gradient) in self._parts:
-                    if not self._add_dtensor(parameter, gradient, found):
-                        return None
+                    found.dtensors.append(parameter)
+                    found.dtensor_gradients.append(gradient)
                 elif are_plain((parameter, gradient)):
                     found.parameters.append(parameter)
                     found.gradients.append(gradient)
@@ -182,53 +189,57 @@ class ShardedStep:
                     return None
             if has_alias(found.parameters) or has_alias(found.gradients):
                 return None
-            return found if self._add_gradients(found) else None
+            return found if self._add_parts(found) and self._add_gradients(found) else None
 
-    def _add_dtensor(
-        self, parameter: nn.Parameter, gradient: torch.Tensor, found: ShardedUnit
-    ) -> bool:
-        """Add a parameter; False if something else may be on its memory."""
-        memories: dict[int, _Memory] = {}
-        if not can_guard_dtensor(parameter) or _add_part(parameter, memories) is None:
+    def _add_parts(self, found: ShardedUnit) -> bool:
+        """Add the parts of parameters; False if something else may be on their memory.
+
+        Each has memory of its own.
+        """
+        if not all(map(can_guard_dtensor, found.dtensors)):
             return False
-        ((address, memory),) = memories.items()
-        flat = self._flats.get(id(parameter))
-        if flat is not None and can_guard(flat) and storage_address(flat) == address:
-            memory.add(view_base(flat))
-            memory.add(flat)
-            found.flats.append(flat)
-        if not memory.is_known():
+        parts = [part for it in found.dtensors if (part := _part_of(it)) is not None]
+        if len(parts) < len(found.dtensors):
             return False
-        found.parts += memory.parts
-        found.parts += (it for it in memory.others.values() if it is not flat)
-        found.dtensors.append(parameter)
-        found.dtensor_gradients.append(gradient)
-        return True
+        # Python's objects of storages count too, and are there meanwhile.
+        storages = list(map(torch.Tensor.untyped_storage, parts))
+        keys = list(map(storage_key, storages))
+        counts = []
+        for parameter, part, key in zip(found.dtensors, parts, keys, strict=True):
+            known = {id(it): it for it in (part, view_base(part)) if it is not None}
+            found.parts += known.values()
+            flat = self._flats.get(id(parameter))
+            if flat is not None and can_guard(flat) and storage_address(flat) == key:
+                base = view_base(flat)
+                if base is not None and id(base) not in known:
+                    known[id(base)] = base
+                    found.parts.append(base)
+                known[id(flat)] = flat
+                found.flats.append(flat)
+            counts.append(len(known) + 1)
+        return counts == list(map(storage_use_count, keys)) and _can_guard_all(found.parts)
 
     def _add_gradients(self, found: ShardedUnit) -> bool:
         """Add the parts of gradients; False if something else may be on their memory."""
         own = [self._parts[id(it)] for it in found.dtensor_gradients]
         for address in dict.fromkeys(map(storage_address, own)):
-            memory = self._gradients[address]
+            memory = self._memories[address]
             if not memory.is_known():
                 return False
-            found.gradients += memory.others.values()
+            found.gradients += memory.bases.values()
         found.gradients += own
         return True
 
 
-def _add_part(dtensor: torch.Tensor, memories: dict[int, _Memory]) -> torch.Tensor | None:
-    """Note this rank's part of a DTensor; None if that is not one plain tensor."""
+def _part_of(dtensor: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a DTensor; None if that is not one plain tensor."""
     part: torch.Tensor | None = getattr(dtensor, DTENSOR_PART, None)
-    if part is None or not can_guard(part) or part.layout is not torch.strided:
-        return None
-    address = storage_address(part)
-    memory = memories.get(address)
-    if memory is None:
-        memory = memories[address] = _Memory()
-    memory.parts.append(part)
-    memory.add(view_base(part))
-    return part
+    is_one = part is not None and can_guard(part) and part.layout is torch.strided
+    return part if is_one else None
+
+
+def _can_guard_all(tensors: Collection[torch.Tensor]) -> bool:
+    return are_plain(tensors) or all(map(can_guard, tensors))
 
 
 def _are_apart(parts: Iterable[torch.Tensor]) -> bool:
