@@ -49,8 +49,8 @@ UMEM = (sys.executable, "-c", "from umem.cli import main; main()", "run")
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
-Size = Literal["tiny", "small", "large"]
-STEPS: dict[Size, int] = {"tiny": 4, "small": 20, "large": 24}
+Size = Literal["tiny", "small", "large", "xlarge"]
+STEPS: dict[Size, int] = {"tiny": 4, "small": 20, "large": 24, "xlarge": 20}
 
 Variant = Literal["stock", "stock-again", "umem", "umem-budget", "umem-fallback"]
 GPU_VARIANTS: tuple[Variant, ...] = ("stock", "stock-again", "umem", "umem-budget")

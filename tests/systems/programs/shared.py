@@ -55,6 +55,10 @@ SHAPES = {
     "large": Shape(
         1280, 3456, layers=24, heads=20, vocabulary=32_000, batch=4, tokens=2048, checkpoints=True
     ),
+    # 1.35 billion, and twice the tokens: the kernels take longer than the calls that launch them.
+    "xlarge": Shape(
+        2048, 5504, layers=24, heads=16, vocabulary=32_000, batch=8, tokens=2048, checkpoints=True
+    ),
 }
 
 
