@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from lazy_lanes import LazyLanes
 from streamed_programs import WIDTH, Net, NetWithFlat, Program, bits, compare
 from streamed_uses import USES
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from umem.capture.live import NO_BLOCK
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import Lane
 from umem.executor.optimizer.separable import refusal
 from umem.executor.optimizer.state_staging import find_spans
+from umem.runtime.model_parts import tensors_in
 
 FLAT = WIDTH * WIDTH + WIDTH
 """Numbers in a layer's flat partition."""
@@ -349,6 +352,60 @@ def test_a_large_matrix_is_updated_in_spans(fused: bool, in_backward: bool) -> N
     assert pieces(run) == [8 * 1024] * 4
     assert run.training is not None
     assert run.training.status().slots_bytes <= 2 * 8 * 1024
+
+
+class MadeMemory(TorchDispatchMode):
+    """Notes each operator whose result has memory that none of its arguments has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        known = {it.untyped_storage().data_ptr() for it in tensors_in((args, kwargs))}
+        if any(it.untyped_storage().data_ptr() not in known for it in tensors_in(result)):
+            self.by.append(str(func))
+        return result
+
+
+class UpdatesSeen(LazyLanes):
+    """Notes what updates make new memory for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.made: list[list[str]] = []
+
+    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
+        return super().run(lane, partial(self._see, work) if lane is Lane.UPDATE else work, after)
+
+    def _see(self, work: Callable[[], None]) -> None:
+        with MadeMemory() as mode:
+            work()
+        self.made.append(mode.by)
+
+
+def test_updates_of_spans_make_no_new_memory_behind_the_first_step() -> None:
+    lanes: list[UpdatesSeen] = []
+
+    def make_lanes(model: nn.Module) -> UpdatesSeen:
+        lanes.append(UpdatesSeen(model))
+        return lanes[-1]
+
+    run = Program(
+        make_lanes,
+        make_model=Wide,
+        make_optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    )
+    run.run(lambda _: None, 4)
+    assert pieces(run) == [8 * 1024] * 4
+    assert run.training is not None
+    made = lanes[0].made
+    in_a_step = len(made) // run.training.counts.streamed
+    assert any(made[:in_a_step])
+    assert not any(made[in_a_step:])
 
 
 def test_a_matrix_that_is_not_contiguous_is_staged_as_a_whole() -> None:

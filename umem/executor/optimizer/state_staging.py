@@ -15,7 +15,7 @@ from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import can_guard, can_guard_dtensor, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.runtime.model_parts import layout_of, local_part, local_parts, wrapper_of
-from umem.torch_compat import DisableTorchFunctionSubclass
+from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
 
 __all__ = [
     "Binding",
@@ -267,6 +267,8 @@ class StagedState:
         """None to look."""
         self._runs: list[_Run] = []
         self._offsets: dict[int, int] = {}
+        self._copies: dict[str, torch.Tensor] = {}
+        """Of what is not staged, for updates of a span."""
         self.size_bytes = 0
         with DisableTorchFunctionSubclass():
             self._find(memory)
@@ -452,11 +454,23 @@ class StagedState:
         if is_last:
             return views
         return {
-            name: value.clone()
+            name: self._copy_of(name, value)
             if isinstance(value, torch.Tensor) and id(known[name]) not in self._offsets
             else value
             for name, value in views.items()
         }
+
+    def _copy_of(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A copy of a value, in the same memory at each step.
+
+        Where a budget is spent, new memory of the lane's stream has to be taken from others. For
+        that the program waits for all that is queued.
+        """
+        with InferenceMode(False):
+            copy = self._copies.get(name)
+            if copy is None:
+                copy = self._copies[name] = torch.empty_like(value)
+            return copy.copy_(value)
 
     def keep_numbers(self, binding: Binding, parameter: torch.Tensor, state: Any) -> None:
         """Behind the last span's update, give the optimizer's own state the numbers in it."""
