@@ -358,7 +358,7 @@ class MadeMemory(TorchDispatchMode):
     """Notes each operator whose result has memory that none of its arguments has."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.by: list[str] = []
 
     def __torch_dispatch__(
@@ -387,7 +387,7 @@ class UpdatesSeen(LazyLanes):
         self.made.append(mode.by)
 
 
-def test_updates_of_spans_make_no_new_memory_behind_the_first_step() -> None:
+def test_updates_of_spans_make_no_new_memory() -> None:
     lanes: list[UpdatesSeen] = []
 
     def make_lanes(model: nn.Module) -> UpdatesSeen:
@@ -402,10 +402,8 @@ def test_updates_of_spans_make_no_new_memory_behind_the_first_step() -> None:
     run.run(lambda _: None, 4)
     assert pieces(run) == [8 * 1024] * 4
     assert run.training is not None
-    made = lanes[0].made
-    in_a_step = len(made) // run.training.counts.streamed
-    assert any(made[:in_a_step])
-    assert not any(made[in_a_step:])
+    assert len(lanes[0].made) > 4 * run.training.counts.streamed > 0
+    assert not any(lanes[0].made)
 
 
 def test_a_matrix_that_is_not_contiguous_is_staged_as_a_whole() -> None:

@@ -15,7 +15,8 @@ from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import can_guard, can_guard_dtensor, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.runtime.model_parts import layout_of, local_part, local_parts, wrapper_of
-from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
+from umem.runtime.unfilled_memory import unfilled_like
+from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = [
     "Binding",
@@ -268,11 +269,20 @@ class StagedState:
         self._runs: list[_Run] = []
         self._offsets: dict[int, int] = {}
         self._copies: dict[str, torch.Tensor] = {}
-        """Of what is not staged, for updates of a span."""
+        """For copies of what is not staged, in updates of a span. Not made by an update: memory
+        that a lane's stream has of its own cannot be taken by others before all that is queued
+        there has run, and the program would wait for that."""
         self.size_bytes = 0
         with DisableTorchFunctionSubclass():
             self._find(memory)
             self._lay_out(memory)
+            if span is not None:
+                ((_, values),) = self._known.items()
+                self._copies = {
+                    name: unfilled_like(value)
+                    for name, value in values.items()
+                    if isinstance(value, torch.Tensor) and id(value) not in self._offsets
+                }
         self._may_unwrap = bool(self.dtensors) and on_parts and all(map(self._is_alike, state))
         self.is_wrapped = bool(self.dtensors) and not self._may_unwrap
         """Whether the optimizer's views are DTensors, and not this rank's parts of them."""
@@ -447,30 +457,14 @@ class StagedState:
         is_last
             Whether no other span of it comes behind in this step.
         """
-        known, views = self._known[parameter], binding.views[parameter]
-        for name, value in known.items():
+        views = binding.views[parameter]
+        for name, value in self._known[parameter].items():
             if not isinstance(value, torch.Tensor):
                 views[name] = state[parameter][name]
         if is_last:
             return views
-        return {
-            name: self._copy_of(name, value)
-            if isinstance(value, torch.Tensor) and id(known[name]) not in self._offsets
-            else value
-            for name, value in views.items()
-        }
-
-    def _copy_of(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A copy of a value, in the same memory at each step.
-
-        Where a budget is spent, new memory of the lane's stream has to be taken from others. For
-        that the program waits for all that is queued.
-        """
-        with InferenceMode(False):
-            copy = self._copies.get(name)
-            if copy is None:
-                copy = self._copies[name] = torch.empty_like(value)
-            return copy.copy_(value)
+        copies = {name: copy.copy_(views[name]) for name, copy in self._copies.items()}
+        return {**views, **copies}
 
     def keep_numbers(self, binding: Binding, parameter: torch.Tensor, state: Any) -> None:
         """Behind the last span's update, give the optimizer's own state the numbers in it."""
