@@ -61,6 +61,22 @@ def test_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_steps_whose_memory_had_to_be_made_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited = iter([0.0, 1.0, 2.0, 3.0]), iter([5.0, 5.25, 5.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    monkeypatch.setattr(module, "_waited_s", lambda: next(waited))
+    run = new_run(torch.nn.Linear(1, 1), "step", lambda: 0)
+    run.ends(0.4, is_planned=True)  # the first with this plan: what it waits for does not count
+    assert run.waited_s is None
+    for _ in range(3):
+        run.ends(0.4, is_planned=True)
+    assert run.waited_s == pytest.approx(0.25)
+    assert end_lines()[2] == (
+        "0.25 s of each step went to memory that had to be made free or put together first: a "
+        "larger budget needs less of that"
+    )
+
+
 def test_runs_are_known_without_their_model() -> None:
     new_run(torch.nn.Linear(1, 1), "call", lambda: None).ends(None, is_planned=True)
     assert [(it.model, it.unit, it.count) for it in managed_runs()] == [("Linear", "call", 1)]

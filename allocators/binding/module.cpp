@@ -465,6 +465,7 @@ NB_MODULE(_native, module) {
           },
           "engine"_a.none())
       .def("managed_bytes", &Allocator::managed_bytes)
+      .def("uncached_ns", &Allocator::uncached_ns)
       .def("pinned_room_bytes", &Allocator::pinned_room_bytes)
       .def("set_pinned_room", &Allocator::set_pinned_room, "bytes"_a)
       .def("device_count", &Allocator::device_count);

@@ -128,6 +128,12 @@ std::vector<LiveBlock> Allocator::live_blocks() const {
   return all;
 }
 
+std::int64_t Allocator::uncached_ns() const {
+  std::int64_t total_ns = 0;
+  for (const auto& device : devices_) total_ns += device->stats().uncached_ns;
+  return total_ns;
+}
+
 void Allocator::set_release_listener(const std::shared_ptr<ReleaseListener>& listener) {
   for (const auto& device : devices_) device->set_release_listener(listener);
 }

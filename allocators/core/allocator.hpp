@@ -39,6 +39,8 @@ class Allocator {
   // nullptr for none. The allocator keeps the listener alive.
   void set_release_listener(const std::shared_ptr<ReleaseListener>& listener);
 
+  // Nanoseconds in which requests waited that the caches had no memory for.
+  std::int64_t uncached_ns() const;
   std::size_t managed_bytes() const { return limits_.managed.held_bytes(); }
   // What the cap on page-locked memory leaves; 0 without one.
   std::size_t pinned_room_bytes() const {

@@ -1,5 +1,6 @@
 // Segments: how large they are, where they come from within the limits, and what makes room.
 #include <algorithm>
+#include <chrono>
 #include <set>
 #include <unordered_set>
 
@@ -27,6 +28,22 @@ std::size_t standard_segment_bytes(Tier tier, std::size_t bytes) {
     return bytes <= kSmallRequestBytes ? kSmallSegmentBytes : kMediumSegmentBytes;
   return bytes < kMinExactSegmentBytes ? kLargeSegmentBytes : round_up(bytes, kPageBytes);
 }
+
+// Adds the time of its life.
+class Stopwatch {
+ public:
+  explicit Stopwatch(std::int64_t& total_ns) : total_ns_(total_ns) {}
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    const auto life = std::chrono::steady_clock::now() - began_;
+    total_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(life).count();
+  }
+
+ private:
+  std::int64_t& total_ns_;
+  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+};
 
 // Moves spares of `bytes` together from `from` to `taken`, or all of them if they are less: the
 // smallest one that is enough, or else the largest ones, so that few are given back. Of the handles
@@ -57,6 +74,7 @@ std::size_t take_least(std::vector<Spare> from, std::size_t bytes, std::vector<S
 // A block that the cache of `heap` does not have. nullptr beyond a limit.
 Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t bytes,
                              Shortage& shortage) {
+  const Stopwatch stopwatch(stats_.uncached_ns);
   Block* block = end_aliases_for(heap, bytes);
   if (block == nullptr) block = place(heap, tensor_class, bytes, shortage);
   if (block != nullptr || !active_pools_.empty()) return block;

@@ -70,6 +70,7 @@ struct DeviceStats {
   Stat budget_bytes;                 // what counts against the device budget
   std::array<ClassStats, kClasses> by_class;
   std::int64_t highest_bytes = 0;      // peak of allocated_bytes that is never reset
+  std::int64_t uncached_ns = 0;        // of requests that the cache had no memory for; never reset
   std::int64_t num_alloc_retries = 0;  // the cache was freed to serve a request
   std::int64_t num_ooms = 0;
   std::int64_t num_device_alloc = 0;

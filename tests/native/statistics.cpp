@@ -59,6 +59,17 @@ void every_figure_of_a_short_life() {
   check_consistent(machine.device);
 }
 
+void requests_that_the_cache_has_no_memory_for_take_time() {
+  Machine machine;
+  machine.free(machine.allocate(4 * MiB));
+  const std::int64_t after_growth_ns = machine.device.stats().uncached_ns;
+  CHECK(after_growth_ns > 0);
+  machine.free(machine.allocate(4 * MiB));
+  CHECK_EQUAL(machine.device.stats().uncached_ns, after_growth_ns);
+  machine.allocate(100 * MiB);
+  CHECK(machine.device.stats().uncached_ns > after_growth_ns);
+}
+
 void classes_are_counted() {
   Machine machine;
   const auto of = [&](TensorClass tensor_class) {
@@ -157,6 +168,7 @@ void peaks_are_taken_apart_from_the_statistics() {
 int main() {
   using namespace umem;
   RUN(every_figure_of_a_short_life);
+  RUN(requests_that_the_cache_has_no_memory_for_take_time);
   RUN(classes_are_counted);
   RUN(peaks_start_again_from_now);
   RUN(kinds_are_counted);

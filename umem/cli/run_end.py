@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from umem.core.units import format_bytes
 from umem.runtime.copies import copy_counts
@@ -10,14 +11,17 @@ from umem.runtime.managed_runs import ManagedRun, managed_runs
 
 __all__ = ["end_lines"]
 
+_LEAST_WAIT = 0.02
+"""Share of a step: less is not worth a line."""
+
 
 def end_lines() -> list[str]:
-    """Three lines about what umem managed in this process; none if it managed nothing."""
+    """Lines about what umem managed in this process; none if it managed nothing."""
     runs = managed_runs()
     if not runs:
         return []
     most = max(runs, key=lambda run: run.count)
-    return [_counts(most, len(runs) - 1), _speed(most), _copied()]
+    return [_counts(most, len(runs) - 1), _speed(most), *_waited(most), _copied()]
 
 
 def _counts(run: ManagedRun, others: int) -> str:
@@ -36,6 +40,14 @@ def _speed(run: ManagedRun) -> str:
     if run.predicted_s is not None:
         words += f"; {run.predicted_s:.3g} s predicted"
     return words
+
+
+def _waited(run: ManagedRun) -> Iterator[str]:
+    if run.measured_s and run.waited_s and run.waited_s > _LEAST_WAIT * run.measured_s:
+        yield (
+            f"{run.waited_s:.3g} s of each {run.unit} went to memory that had to be made free or "
+            "put together first: a larger budget needs less of that"
+        )
 
 
 def _copied() -> str:

@@ -141,6 +141,8 @@ class Allocator:
         """Move the cap on page-locked memory to so many bytes above what is held."""
     def managed_bytes(self) -> int:
         """Managed bytes held now, cached ones too: what the hard cap counts."""
+    def uncached_ns(self) -> int:
+        """Nanoseconds in which requests waited that the caches had no memory for."""
     def device_count(self) -> int: ...
 
 def install(config: Config) -> Allocator:

@@ -77,6 +77,7 @@ def live_figures() -> dict[str, Any]:
                 "planned": it.planned,
                 "predicted_s": it.predicted_s,
                 "measured_s": it.measured_s,
+                "waited_s": it.waited_s,
                 "late": it.late(),
             }
             for it in managed_runs()

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from umem.runtime.state import is_enabled, runtime
+
 __all__ = ["ManagedRun", "managed_runs", "new_run"]
 
 _MOST_RUNS = 64
@@ -46,6 +48,8 @@ class ManagedRun:
     _timed: int = 0
     _begun_s: float | None = None
     _ended_s: float = 0.0
+    _waited_before_s: float = 0.0
+    _waited_s: float = 0.0
 
     @property
     def measured_s(self) -> float | None:
@@ -53,6 +57,16 @@ class ManagedRun:
         if self._begun_s is None or not self._timed:
             return None
         return (self._ended_s - self._begun_s) / self._timed
+
+    @property
+    def waited_s(self) -> float | None:
+        """Of `measured_s`, the time of requests for memory that the cache did not have.
+
+        The driver makes such memory, takes it from elsewhere, or puts free memory together.
+        """
+        if self.measured_s is None:
+            return None
+        return (self._waited_s - self._waited_before_s) / self._timed
 
     def ends(self, predicted_s: float | None, *, is_planned: bool) -> None:
         """A step or call has ended."""
@@ -62,11 +76,16 @@ class ManagedRun:
         if (is_planned, predicted_s) != (self._is_planned, self.predicted_s):
             self._timed, self._begun_s = 0, None
         elif self._begun_s is None:
-            self._begun_s = now_s
+            self._begun_s, self._waited_before_s = now_s, _waited_s()
         else:
             self._timed += 1
-            self._ended_s = now_s
+            self._ended_s, self._waited_s = now_s, _waited_s()
         self._is_planned, self.predicted_s = is_planned, predicted_s
+
+
+def _waited_s() -> float:
+    """Of this process so far, on all its GPUs."""
+    return runtime().allocator.uncached_ns() * 1e-9 if is_enabled() else 0.0
 
 
 _runs: deque[ManagedRun] = deque(maxlen=_MOST_RUNS)
