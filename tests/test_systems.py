@@ -223,7 +223,12 @@ def test_the_card_of_the_rank_that_writes_is_sampled(
         def figures(self) -> dict[str, int]:
             return {"card_peak_bytes": 1100}
 
-    def write(command: Sequence[str], *_: object) -> int:
+    words = "0.2 s of each step went to memory that had to be made free or put together first"
+
+    def write(
+        command: Sequence[str], _environment: object, _folder: str, log: Any, _: float
+    ) -> int:
+        log.write(f"umem: 9 steps of Net\numem: {words}\n".encode())
         assert has_option(command, "--writer", str(card))
         sizes = {"card_used_bytes": 900, "reserved_bytes": 800}
         found = {
@@ -242,6 +247,7 @@ def test_the_card_of_the_rank_that_writes_is_sampled(
     stock = runner(2, 2).measure((name, "stock"), (), None)
     within = runner(2, 2).measure((name, "umem-budget"), (stock,), stock)
     assert within.budget_bytes == 600
+    assert within.notes == (words,)
     assert sampled == [f"card {card}"] * 2
 
 

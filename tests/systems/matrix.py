@@ -140,7 +140,8 @@ _T = TypeVar("_T")
 
 _PLAN = re.compile(r":umem:umem: (?:weights, )?plan \d+: |:umem:umem: \w+ under the budget of ")
 _NOTE = re.compile(
-    r"(?:WARNING:umem:(?:umem: )?|INFO:umem:umem: (?=.* not (?:managed|streamed)))(.*)$",
+    r"(?:WARNING:umem:(?:umem: )?|INFO:umem:umem: (?=.* not (?:managed|streamed))"
+    r"|^umem: (?=.* of each step went to memory))(.*)$",
     re.MULTILINE,
 )
 _PLAN_ENDS = ("not measured any more", "the executor ends", "are not managed")
