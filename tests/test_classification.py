@@ -425,7 +425,7 @@ class TestGradientHook:
         assert witness.class_at(bucket.data_ptr()) is TensorClass.GRADIENTS
 
     def test_tags_the_tensors_inside_a_wrapper(self, witness: Witness) -> None:
-        """Which has no address of its own."""
+        """A wrapper has no address of its own."""
         parts = [witness.tensor(WIDTH) for _ in range(2)]
         gradient_hook(witness.allocator)(cast(Any, SimpleNamespace(grad=TwoTensor(*parts))))
         assert [witness.class_at(part.data_ptr()) for part in parts] == [TensorClass.GRADIENTS] * 2

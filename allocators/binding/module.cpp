@@ -205,6 +205,7 @@ void tag_gradient(Allocator& allocator, nb::handle parameter, nb::handle wrapped
   static PyObject* const is_sparse = interned("is_sparse");
   static PyObject* const data_ptr = interned("data_ptr");
   static PyObject* const untyped_storage = interned("untyped_storage");
+  static PyObject* const tensor_flatten = interned("__tensor_flatten__");
 
   if (allocator.classes().phase() != TensorClass::activations)
     allocator.classes().set_phase(TensorClass::activations);  // also after a step that raised
@@ -215,15 +216,18 @@ void tag_gradient(Allocator& allocator, nb::handle parameter, nb::handle wrapped
   const auto address_of = [](nb::handle object) {
     return nb::cast<std::uintptr_t>(checked(PyObject_CallMethodNoArgs(object.ptr(), data_ptr)));
   };
-  // A wrapper around other tensors (FSDP2's sharded gradients) has no address: 0, or an error.
+  // A wrapper around other tensors has no address: 0, an error, or a mere offset, as FSDP2's
+  // sharded gradients. To ask it for its storage would be an error too, which takes 8 us.
   try {
     if (const std::uintptr_t address = address_of(gradient); address != 0) {
+      if (allocator.retag(address, TensorClass::gradients)) return;
       // A view into a larger buffer (DDP's buckets): the buffer is the block.
-      if (!allocator.retag(address, TensorClass::gradients))
+      if (PyObject_HasAttr(gradient.type().ptr(), tensor_flatten) == 0) {
         allocator.retag(
             address_of(checked(PyObject_CallMethodNoArgs(gradient.ptr(), untyped_storage))),
             TensorClass::gradients);
-      return;
+        return;
+      }
     }
   } catch (const nb::python_error& error) {
     if (!error.matches(PyExc_RuntimeError)) throw;

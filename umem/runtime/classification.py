@@ -35,7 +35,7 @@ from umem.runtime.model_parts import (
 from umem.runtime.native_library import native
 from umem.runtime.state_room import StateRoom
 from umem.runtime.torch_hooks.modules import enter_running_forward, hook_running_forward
-from umem.torch_compat import DTENSOR_PART, PRIVATE_NAMES, replace
+from umem.torch_compat import PRIVATE_NAMES, replace
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -47,12 +47,7 @@ def gradient_hook(allocator: Allocator) -> Callable[[torch.Tensor], object]:
     """Make a hook that tags the gradient of each parameter that it is called with."""
 
     def tag_parts(gradient: torch.Tensor) -> None:
-        part = getattr(gradient, DTENSOR_PART, None)
-        if type(part) is torch.Tensor and part.layout is torch.strided:
-            addresses = [part.untyped_storage().data_ptr()]  # of FSDP2, at each parameter
-        else:
-            addresses = storage_addresses(gradient)
-        for address in addresses:
+        for address in storage_addresses(gradient):
             allocator.retag(address, TensorClass.GRADIENTS.number)
 
     hook: Callable[[torch.Tensor], object] = native().gradient_hook(allocator, tag_parts)
