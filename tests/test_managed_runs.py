@@ -64,7 +64,7 @@ def test_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_whose_memory_had_to_be_made_free(monkeypatch: pytest.MonkeyPatch) -> None:
     now, waited = iter([0.0, 1.0, 2.0, 3.0]), iter([5.0, 5.25, 5.5])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    monkeypatch.setattr(module, "_waited_s", lambda: next(waited))
+    monkeypatch.setattr(module, "_waits_so_far_s", lambda: next(waited))
     run = new_run(torch.nn.Linear(1, 1), "step", lambda: 0)
     run.ends(0.4, is_planned=True)  # the first with this plan: what it waits for does not count
     assert run.waited_s is None

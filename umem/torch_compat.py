@@ -505,7 +505,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def fsdp_groups(modules: Iterable[nn.Module]) -> Iterator[FSDPGroup]:
-    """The groups of some of them."""
+    """The groups of some modules that :func:`fsdp_modules` gives."""
     for module in modules:
         wrapped: Any = module
         state = wrapped._get_fsdp_state()

@@ -61,15 +61,12 @@ class HostBuffer:
     ----------
     memory
         The bytes.
-    address
-        Where they begin.
     event
         The end of the last copy from or to the buffer.
     """
 
     def __init__(self, memory: torch.Tensor, mover: Mover) -> None:
         self.memory = memory
-        self.address = memory.data_ptr()
         self.event: Any = None
         self._mover = mover
 
@@ -340,12 +337,11 @@ class CudaMover(Mover):
     ) -> list[torch.cuda.Event]:
         """Start copying storages into buffers, after the work that the stream holds now."""
         events = []
-        self._out.wait_stream(stream)
+        ready = self._out.wait_stream(stream)
         for storage, buffer in pairs:
             # A copy of an earlier step may still read the buffer.
-            buffer.event = event = self._out.copy(
-                buffer.address, storage.data_ptr(), storage.nbytes(), buffer.event
-            )
+            addresses = buffer.memory.data_ptr(), storage.data_ptr()
+            buffer.event = event = self._out.copy(*addresses, storage.nbytes(), ready, buffer.event)
             events.append(event)
         return events
 
@@ -361,12 +357,11 @@ class CudaMover(Mover):
         is_current = self._current_stream.handle() == stream.cuda_stream
         storages = allocate() if is_current else run_on(stream, allocate)
         # The allocator may return memory that earlier work of the stream still uses.
-        self._in.wait_stream(stream)
+        ready = self._in.wait_stream(stream)
         moved: list[tuple[torch.UntypedStorage, Any]] = []
         for storage, (buffer, size_bytes) in zip(storages, buffers, strict=True):
-            buffer.event = event = self._in.copy(
-                storage.data_ptr(), buffer.address, size_bytes, buffer.event
-            )
+            addresses = storage.data_ptr(), buffer.memory.data_ptr()
+            buffer.event = event = self._in.copy(*addresses, size_bytes, ready, buffer.event)
             moved.append((storage, event))
         return moved
 
@@ -436,17 +431,21 @@ class _CopyStreams:
         # torch's own allocator gives plain device memory only.
         self._may_be_managed = is_enabled()
         self._queue_copies = native().queue_copies
-        self._began: torch.cuda.Event | None = None
-        """The end of the work that copies wait for."""
 
-    def wait_stream(self, stream: torch.cuda.Stream) -> None:
-        """Let later copies wait for the work that a stream holds now."""
-        self._began = event = new_event()
+    def wait_stream(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Let later copies wait for the work that a stream holds now, whose end is returned."""
+        event = new_event()
         event.record(stream)
         event.wait(self._link)
+        return event
 
     def copy(
-        self, to: int, source: int, size_bytes: int, after: torch.cuda.Event | None
+        self,
+        to: int,
+        source: int,
+        size_bytes: int,
+        ready: torch.cuda.Event,
+        after: torch.cuda.Event | None,
     ) -> torch.cuda.Event:
         """Start copying bytes between addresses of the device and of page-locked memory.
 
@@ -456,6 +455,8 @@ class _CopyStreams:
             The addresses.
         size_bytes
             Bytes.
+        ready
+            What :meth:`wait_stream` has returned.
         after
             The end of the last copy from or to the page-locked memory.
 
@@ -470,7 +471,7 @@ class _CopyStreams:
         with copy_counts.counted(self._way, TensorClass.ACTIVATIONS, size_bytes, self._link):
             end = None
             if self._may_be_managed and native().memory_type(on_device) == "managed":
-                end = run_on(self._pages, lambda: self._copy_managed(to, source, size_bytes))
+                end = run_on(self._pages, lambda: self._copy_managed(to, source, size_bytes, ready))
             if end is None:
                 end = self._link
                 self._queue_copies([(to, source, size_bytes)], end.cuda_stream, size_bytes, 0)
@@ -478,14 +479,15 @@ class _CopyStreams:
         event.record(end)
         return event
 
-    def _copy_managed(self, to: int, source: int, size_bytes: int) -> torch.cuda.Stream | None:
+    def _copy_managed(
+        self, to: int, source: int, size_bytes: int, ready: torch.cuda.Event
+    ) -> torch.cuda.Stream | None:
         """Start a copy and return the stream on which it ends; None where it cannot be staged."""
         if self._staged is None:
             self._make_staged()
         if self._staged is None or not self._staged.fits(to, source):
             return None
-        if self._began is not None:
-            self._began.wait(self._pages)
+        ready.wait(self._pages)
         self._staged.copy(to, source, size_bytes, self._pages.cuda_stream, self._link.cuda_stream)
         return self._link if self._to_host else self._pages
 

@@ -76,15 +76,15 @@ class ManagedRun:
         if (is_planned, predicted_s) != (self._is_planned, self.predicted_s):
             self._timed, self._begun_s = 0, None
         elif self._begun_s is None:
-            self._begun_s, self._waited_before_s = now_s, _waited_s()
+            self._begun_s, self._waited_before_s = now_s, _waits_so_far_s()
         else:
             self._timed += 1
-            self._ended_s, self._waited_s = now_s, _waited_s()
+            self._ended_s, self._waited_s = now_s, _waits_so_far_s()
         self._is_planned, self.predicted_s = is_planned, predicted_s
 
 
-def _waited_s() -> float:
-    """Of this process so far, on all its GPUs."""
+def _waits_so_far_s() -> float:
+    """Time of such requests of this process, on all its GPUs."""
     return runtime().allocator.uncached_ns() * 1e-9 if is_enabled() else 0.0
 
 
