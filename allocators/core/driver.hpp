@@ -33,9 +33,9 @@ class VirtualMemory {
   // 0 when the device has no memory left.
   virtual HandleId create(int device, std::size_t bytes) noexcept = 0;
   virtual void release(HandleId handle) noexcept = 0;
-  // Maps the first handles, each of `handle_bytes`, side by side into the range, for access by the
+  // Maps the first handles, each of `handle_bytes`, side by side into the ranges, for access by the
   // device and its peers (add_peer). On failure nothing is mapped.
-  virtual bool map(int device, Range range, std::size_t handle_bytes,
+  virtual bool map(int device, std::span<const Range> ranges, std::size_t handle_bytes,
                    std::span<const HandleId> handles) noexcept = 0;
   // Unmaps handles of `handle_bytes`, which stay. No work may use the range any more: the call
   // waits for nothing.

@@ -46,7 +46,7 @@ bool ExpandableSegment::map(Range range, MovingHandles& moving) {
     handles.push_back(handle);
   }
   for (std::size_t i = first; i < std::min(first + count, places_.size()); ++i) unmap_shadow(i);
-  if (handles.size() < count || !memory_.map(device_, range, handle_bytes_, handles)) {
+  if (handles.size() < count || !memory_.map(device_, {&range, 1}, handle_bytes_, handles)) {
     umem::release(memory_, moving);
     return false;
   }

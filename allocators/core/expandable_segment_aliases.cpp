@@ -126,28 +126,22 @@ std::vector<Range> ExpandableSegment::sources_of(const AliasPlan& plan,
 bool ExpandableSegment::map_alias(const AliasPlan& plan) {
   const std::size_t count = plan.sources.size(), end = plan.first + count;
   if (places_.size() < end) places_.resize(end);
-  std::vector<HandleId> handles;
-  for (const std::size_t source : plan.sources) handles.push_back(places_[source].owned);
-  std::vector<Range> mapped;
-  for (std::size_t i = 0; i < count;) {
-    const auto is_mapped = [&](std::size_t number) {
-      return places_[plan.first + number].shadow == handles[number];
-    };
-    std::size_t after = i;
-    for (; after < count && !is_mapped(after); ++after) unmap_shadow(plan.first + after);
-    if (after != i) {
-      const Range range = range_of(plan.first + i, after - i);
-      if (!memory_.map(device_, range, handle_bytes_, std::span(handles).subspan(i, after - i))) {
-        for (const Range& done : mapped) memory_.unmap(done, handle_bytes_);
-        return false;
-      }
-      mapped.push_back(range);
-    }
-    i = after + 1;
-  }
+  std::vector<std::size_t> missing;
+  std::vector<HandleId> handles;  // that belong there
   for (std::size_t i = 0; i < count; ++i) {
+    const HandleId handle = places_[plan.sources[i]].owned;
+    if (places_[plan.first + i].shadow == handle) continue;
+    unmap_shadow(plan.first + i);
+    missing.push_back(plan.first + i);
+    handles.push_back(handle);
+  }
+  if (!missing.empty() &&
+      !memory_.map(device_, ranges_of(std::move(missing)), handle_bytes_, handles))
+    return false;
+  for (std::size_t i = 0; i < count; ++i) {
+    const HandleId handle = places_[plan.sources[i]].owned;
     leave(plan.sources[i]);
-    own(plan.first + i, handles[i]);
+    own(plan.first + i, handle);
   }
   const auto ended = std::find_if(aliases_.begin(), aliases_.end(), [&](const Alias& alias) {
     return alias.first == plan.first;

@@ -60,15 +60,17 @@ void HostVirtualMemory::release(HandleId handle) noexcept {
   handles_.erase(found);
 }
 
-bool HostVirtualMemory::map(int, Range range, std::size_t handle_bytes,
+bool HostVirtualMemory::map(int, std::span<const Range> ranges, std::size_t handle_bytes,
                             std::span<const HandleId> handles) noexcept {
-  for (std::size_t i = 0; i < range.bytes / handle_bytes; ++i)
-    if (mmap(reinterpret_cast<void*>(range.address + i * handle_bytes), handle_bytes,
-             PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file_,
-             static_cast<off_t>(handles[i] - 1)) == MAP_FAILED) {
-      closed_pages(range.address, range.bytes);
-      return false;
-    }
+  auto handle = handles.begin();
+  for (const Range& range : ranges)
+    for (std::size_t offset = 0; offset < range.bytes; offset += handle_bytes, ++handle)
+      if (mmap(reinterpret_cast<void*>(range.address + offset), handle_bytes,
+               PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file_,
+               static_cast<off_t>(*handle - 1)) == MAP_FAILED) {
+        for (const Range& it : ranges) closed_pages(it.address, it.bytes);
+        return false;
+      }
   return true;
 }
 

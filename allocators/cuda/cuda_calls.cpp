@@ -69,6 +69,7 @@ CudaCalls::CudaCalls() {
   require(launch, "cuLaunchKernel", 4000);
   require(copy, "cuMemcpyAsync", 4000);
   require(write_word, "cuStreamWriteValue32", 11070);
+  require(wait_for_word, "cuStreamWaitValue32", 11070);
   require(error_name, "cuGetErrorName", 6000);
   require(error_string, "cuGetErrorString", 6000);
   if (!find(discard, "cuMemDiscardBatchAsync", 13000)) discard = nullptr;

@@ -55,6 +55,7 @@ struct CudaCalls {
   PFN_cuLaunchKernel_v4000 launch;
   PFN_cuMemcpyAsync_v4000 copy;
   PFN_cuStreamWriteValue32_v11070 write_word;
+  PFN_cuStreamWaitValue32_v11070 wait_for_word;
   PFN_cuGetErrorName_v6000 error_name;
   PFN_cuGetErrorString_v6000 error_string;
   // From CUDA 13 on; nullptr before.

@@ -1,6 +1,9 @@
 #include "cuda/cuda_virtual_memory.hpp"
 
+#include <algorithm>
+
 #include "cuda/fork.hpp"
+#include "cuda/host_copy_gate.hpp"
 #include "cuda/scopes.hpp"
 #include "cuda/succeeded.hpp"
 
@@ -92,24 +95,34 @@ void CudaVirtualMemory::release(HandleId handle) noexcept {
   if (!in_forked_child()) cuda_.release_memory(handle);
 }
 
-bool CudaVirtualMemory::map(int device, Range range, std::size_t handle_bytes,
+bool CudaVirtualMemory::map(int device, std::span<const Range> ranges, std::size_t handle_bytes,
                             std::span<const HandleId> handles) noexcept {
   if (in_forked_child()) return false;
   const Context context(device);
-  std::size_t mapped_bytes = 0;
-  for (const HandleId handle : handles.first(range.bytes / handle_bytes)) {
-    if (cuda_.map_memory(range.address + mapped_bytes, handle_bytes, 0, handle, 0) != CUDA_SUCCESS)
-      break;
-    mapped_bytes += handle_bytes;
-  }
-  if (mapped_bytes == range.bytes) {
-    const std::lock_guard lock(mutex_);
-    const std::vector<CUmemAccessDesc>& access = devices_[static_cast<std::size_t>(device)].access;
-    if (cuda_.set_access(range.address, range.bytes, access.data(), access.size()) == CUDA_SUCCESS)
-      return true;
-  }
-  if (mapped_bytes != 0) unmap({range.address, mapped_bytes}, handle_bytes);
+  auto handle = handles.begin();
+  const auto place = [&](const Range& range) {
+    for (std::size_t offset = 0; offset < range.bytes; offset += handle_bytes, ++handle)
+      if (cuda_.map_memory(range.address + offset, handle_bytes, 0, *handle, 0) != CUDA_SUCCESS)
+        return false;
+    return true;
+  };
+  if (std::ranges::all_of(ranges, place) && give_access(device, ranges)) return true;
+  auto mapped = handle - handles.begin();
+  for (const Range& range : ranges)
+    for (std::size_t offset = 0; offset < range.bytes && mapped != 0;
+         offset += handle_bytes, --mapped)
+      cuda_.unmap_memory(range.address + offset, handle_bytes);
   return false;
+}
+
+bool CudaVirtualMemory::give_access(int device, std::span<const Range> ranges) noexcept {
+  const CopyGate::Closed closed(host_copy_gate());
+  const std::lock_guard lock(mutex_);
+  const std::vector<CUmemAccessDesc>& access = devices_[static_cast<std::size_t>(device)].access;
+  return std::ranges::all_of(ranges, [&](const Range& range) {
+    return cuda_.set_access(range.address, range.bytes, access.data(), access.size()) ==
+           CUDA_SUCCESS;
+  });
 }
 
 // A call for each handle: the driver documents no range of several mappings.

@@ -49,10 +49,10 @@ _SETTLING_STEPS = 2
 """Steps until a plan is in force: the first one moves state."""
 
 _MOST_PLANS = 8
-"""Plans for a training. Each may have to wait twice as many steps as the one before."""
+"""Plans for a training."""
 
 _PATIENCE_STEPS = 4
-"""Steps before the second plan because of short memory."""
+"""Steps before the first plan because of short memory; before each later one, twice as many."""
 
 _SLACK_SHARES = (1.0, 0.5, 0.25)
 """Of the usual slack, in the order of trying: a plan with little to spare is faster than none."""
@@ -139,7 +139,7 @@ class StreamTuner:
         self._measured = MeasuredSteps()
         self._measures_again = False
         """Whether steps are to be measured once more, now that host memory is not in use."""
-        self._plans = self._steps = 0
+        self._plans = self._shortages = self._steps = 0
         self._slack = 1
         self._spilled_bytes = 0
         self._has_warned = self._has_given_up = False
@@ -297,7 +297,7 @@ class StreamTuner:
         """Measure and plan anew: optimizers, or what else is on the device, have changed."""
         self._is_stale, self._changes = False, self._shared.changes
         self._measured = MeasuredSteps()
-        self._plans = self._later_bytes = 0
+        self._plans = self._shortages = self._later_bytes = 0
         self._slack = 1
         self._has_given_up = False
         self._measure(Occasion.BEGIN, _MEASURED_STEPS)
@@ -315,7 +315,7 @@ class StreamTuner:
         if self._tracker is None or self._state == TuningState.OFF:
             return
         self._measured.move_into_backward()
-        self._plans = 0
+        self._plans = self._shortages = 0
         try:
             if self._state == TuningState.MEASURING:
                 self._measured.begin(Occasion.BEGIN, _MEASURED_STEPS)
@@ -363,7 +363,7 @@ class StreamTuner:
     @property
     def _patience(self) -> int:
         """Steps before memory that runs short leads to another plan."""
-        return int(_PATIENCE_STEPS * 2 ** (self._plans - 1))
+        return int(_PATIENCE_STEPS * 2**self._shortages)
 
     @property
     def late_fetches(self) -> int:
@@ -600,8 +600,8 @@ class StreamTuner:
         if self._ending is not None:
             self._ending.set_plan(self._optimizer_plan)
         self._room.trim()
-        if self.plan is not None:
-            self._log(self.plan)
+        if whole is not None:
+            self._log(whole)
 
     def _send_parameters_home(self) -> bool:
         """Make room by the parameters that no module holds, such as float32 copies of weights."""
@@ -686,11 +686,12 @@ class StreamTuner:
                 remedy,
             )
 
-    def _log(self, plan: StreamPlan) -> None:
+    def _log(self, whole: TrainingPlan) -> None:
+        plan = whole.stream
         with_state = [unit for unit in self._units if unit.state_bytes]
         resident = [unit for unit in with_state if unit.name in self._resident_names()]
-        peak_bytes = plan.peak_bytes
-        if self._weights is not None:
+        peak_bytes = whole.device_bytes
+        if self._weights is not None and whole.weights is None:  # they were not to be placed
             peak_bytes += self._weights.device_bytes
         _LOG.info(
             "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s and %d "
@@ -758,4 +759,5 @@ class StreamTuner:
             return
         if self.plan is not None:  # measured steps have no temporary slots
             peak_bytes -= self.plan.temporary_bytes()
+        self._shortages += 1
         self._measure(Occasion.SHORT, _MEASURED_STEPS, peak_bytes)

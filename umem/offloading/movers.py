@@ -474,7 +474,7 @@ class _CopyStreams:
                 end = run_on(self._pages, lambda: self._copy_managed(to, source, size_bytes, ready))
             if end is None:
                 end = self._link
-                self._queue_copies([(to, source, size_bytes)], end.cuda_stream, size_bytes, 0)
+                self._queue_copies([(to, source, size_bytes)], end.cuda_stream, self._to_host, 0)
         event = new_event()
         event.record(end)
         return event

@@ -249,9 +249,9 @@ class HintEngine:
         """False when a call did not end in time. The destructor then waits for it no more."""
 
 def queue_copies(
-    copies: Sequence[tuple[int, int, int]], stream: int, chunk_bytes: int, word: int
+    copies: Sequence[tuple[int, int, int]], stream: int, to_host: bool, word: int
 ) -> None:
-    """Queue copies, each of (to, source, bytes), in chunks.
+    """Queue copies, each of (to, source, bytes), in chunks; those to the host let mapping pass.
 
     Not in a build without CUDA. Unless `word` is 0, a write of 32 bits to that address of device
     memory follows each chunk. Raises RuntimeError where CUDA refuses one.

@@ -112,7 +112,7 @@ class CudaLoadingMemory(LoadingMemory):
         with torch.cuda.device(to.device):  # whose default stream has no handle of its own
             stream = torch.cuda.current_stream()
             copy = to.data_ptr(), source.data_ptr(), to.nbytes
-            native().queue_copies([copy], stream.cuda_stream, to.nbytes, 0)
+            native().queue_copies([copy], stream.cuda_stream, False, 0)
             wait: Callable[[], None] = stream.record_event().synchronize
         return wait
 

@@ -58,23 +58,27 @@ void FakeVirtualMemory::release(HandleId id) noexcept {
   handles_.erase(found);
 }
 
-bool FakeVirtualMemory::map(int device, Range range, std::size_t handle_bytes,
+bool FakeVirtualMemory::map(int device, std::span<const Range> ranges, std::size_t handle_bytes,
                             std::span<const HandleId> handles) noexcept {
   slow.enter("map");
   const std::lock_guard lock(mutex_);
   if (faults_->fails() || refuses_maps_) return false;
-  const auto home = std::prev(reserved_.upper_bound(range.address));
-  CHECK(range.address + range.bytes <= home->first + home->second.bytes);
-  CHECK_EQUAL(range.address % handle_bytes, 0U);
-  CHECK_EQUAL(range.bytes % handle_bytes, 0U);
-  for (std::size_t i = 0; i < range.bytes / handle_bytes; ++i) {
-    Handle& handle = handles_.at(handles[i]);
-    CHECK_EQUAL(handle.device, device);
-    CHECK_EQUAL(handle.bytes, handle_bytes);
-    ++handle.mappings;
-    const std::uintptr_t address = range.address + i * handle_bytes;
-    CHECK(mapped_.emplace(address, handles[i]).second);
-    accessible_[address] = peers_[device];
+  auto id = handles.begin();
+  for (const Range& range : ranges) {
+    const auto home = std::prev(reserved_.upper_bound(range.address));
+    CHECK(range.address + range.bytes <= home->first + home->second.bytes);
+    CHECK_EQUAL(range.address % handle_bytes, 0U);
+    CHECK_EQUAL(range.bytes % handle_bytes, 0U);
+    for (std::size_t offset = 0; offset < range.bytes; offset += handle_bytes, ++id) {
+      CHECK(id != handles.end());
+      Handle& handle = handles_.at(*id);
+      CHECK_EQUAL(handle.device, device);
+      CHECK_EQUAL(handle.bytes, handle_bytes);
+      ++handle.mappings;
+      const std::uintptr_t address = range.address + offset;
+      CHECK(mapped_.emplace(address, *id).second);
+      accessible_[address] = peers_[device];
+    }
   }
   ++maps_;
   return true;

@@ -29,7 +29,7 @@ class FakeVirtualMemory final : public VirtualMemory {
   void unreserve(Range range) noexcept override;
   HandleId create(int device, std::size_t bytes) noexcept override;
   void release(HandleId id) noexcept override;
-  bool map(int device, Range range, std::size_t handle_bytes,
+  bool map(int device, std::span<const Range> ranges, std::size_t handle_bytes,
            std::span<const HandleId> handles) noexcept override;
   void unmap(Range range, std::size_t handle_bytes) noexcept override;
   bool add_peer(int device, int peer, std::span<const Range> mapped) noexcept override;

@@ -32,10 +32,6 @@ class Lane(IntEnum):
     """Apart from the copies of state, all of which stand in their queue from `step()` on."""
 
 
-_CHUNK_BYTES = 64 << 20
-"""Of one call. Beside copies in the other direction, chunks of 32 MiB came to the device at
-50 GB/s, 256 MiB at 48, and 1.5 GiB at 44 (one H100, PCIe 5, driver 580.159, 2026-11-23)."""
-
 _LONG_LANES = (Lane.COPY_IN, Lane.COPY_OUT)
 """Lanes whose copies all stand in their queue from `step()` on. They give way after each chunk."""
 
@@ -217,9 +213,10 @@ class CudaLanes(Lanes):
         """
         stream = self._streams[lane]
         word = self._word.data_ptr() if lane in _LONG_LANES else 0
+        way = _DIRECTIONS[lane]
         all_bytes = sum(it.size_bytes for it in copies)
-        with copy_counts.counted(_DIRECTIONS[lane], tensor_class, all_bytes, stream):
-            self._queue_copies(copies, stream.cuda_stream, _CHUNK_BYTES, word)
+        with copy_counts.counted(way, tensor_class, all_bytes, stream):
+            self._queue_copies(copies, stream.cuda_stream, way == "to_host", word)
 
     def wait(self, moment: Moment) -> None:
         """Make the current stream wait; while it is captured into a graph, this thread.

@@ -1,0 +1,58 @@
+// Has queued copies wait for a moment: the host's side of it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+
+namespace umem {
+
+// A word that the device reads before each copy, which waits while it is not 0. It is so while at least one
+// thread is within Closed, but for no longer than a limit: such a thread may wait for a lock in the driver whose
+// holder waits for all of the device's work, and so for the copies.
+class CopyGate {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  CopyGate(std::uint32_t& word, Clock::duration limit)
+      : word_(word), limit_(limit), opener_([this] { open_at_limit(); }) {}
+  CopyGate(const CopyGate&) = delete;
+  CopyGate& operator=(const CopyGate&) = delete;
+  ~CopyGate();
+
+  // Closes a gate for its life; nothing for nullptr.
+  class Closed {
+   public:
+    explicit Closed(CopyGate* gate) : gate_(gate) {
+      if (gate_ != nullptr) gate_->enter();
+    }
+    Closed(const Closed&) = delete;
+    Closed& operator=(const Closed&) = delete;
+    ~Closed() {
+      if (gate_ != nullptr) gate_->leave();
+    }
+
+   private:
+    CopyGate* const gate_;
+  };
+
+ private:
+  void enter();
+  void leave();
+  void open_at_limit();
+  void set(std::uint32_t value) { std::atomic_ref(word_).store(value); }
+
+  std::uint32_t& word_;
+  const Clock::duration limit_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  unsigned inside_ = 0;     // threads
+  std::uint64_t times_ = 0;  // that it was closed
+  bool ends_ = false;
+  std::thread opener_;  // last: it uses the others
+};
+
+}  // namespace umem
