@@ -456,6 +456,12 @@ NB_MODULE(_native, module) {
           },
           "device"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
+          "add_own_stream",
+          [](Allocator& self, int device, std::uintptr_t stream) {
+            self.device(device).add_own_stream(stream);
+          },
+          "device"_a, "stream"_a)
+      .def(
           "take_peak_bytes",
           [](Allocator& self, int device) { return self.device(device).take_peak_bytes(); },
           "device"_a)

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -242,6 +243,9 @@ class DeviceAllocator {
   // Counts page-locked memory that somebody else has mapped on the device, by `bytes` more or less:
   // its page tables are in device memory, too.
   void count_page_locked(std::ptrdiff_t bytes);
+  // A stream of umem's own. What its work uses of other streams' memory is freed only once a stream
+  // of the program waits for that work: who waits for all of those need not wait for this one.
+  void add_own_stream(StreamId stream);
   // Gives spilled blocks that own their pages the advice of their classes, as if memory had been
   // free from the start, and returns them: their bytes are still on the host. Leaves out classes
   // that the policy places on the host.
@@ -412,7 +416,7 @@ class DeviceAllocator {
   Block* alias(Heap& heap, std::size_t bytes, const Range& growth);
   void end_alias(Block* block);
   void forget_finished_uses(Heap& heap);
-  EventId record_use(const Heap& heap);
+  EventId record_use(const std::set<StreamId>& owners);
   Block* end_aliases_for(Heap& heap, std::size_t bytes);
   void end_all_aliases();
   const Heap& user_of(const Block& block) const;
@@ -495,6 +499,7 @@ class DeviceAllocator {
   std::map<PoolId, std::unique_ptr<Pool>> pools_;
   std::vector<ActivePool> active_pools_;
 
+  std::set<StreamId> own_streams_;  // see add_own_stream()
   EventQueues pending_events_;
   std::vector<EventId> earlier_uses_;  // of aliases that have ended again since
   std::vector<Block*> deferred_;  // freed during a capture: their events must wait for its end

@@ -41,7 +41,7 @@ Block* DeviceAllocator::borrow(Heap& heap, std::size_t bytes) {
 // Has the later work of one heap's stream wait for what may still use free memory of another one.
 bool DeviceAllocator::put_behind(const Heap& later, const Heap& earlier) {
   if (driver_.capturing(later.stream)) return false;
-  const EventId event = record_use(earlier);
+  const EventId event = record_use({earlier.stream});
   return event != 0 && driver_.order(device_, later.stream, event);
 }
 

@@ -58,16 +58,25 @@ void DeviceAllocator::release_spares(std::vector<Spare> spares) {
   unlocked([&] { give_back(leaving); });
 }
 
-// An event behind all that may still use free memory of a heap; 0 where it cannot be waited for. That
-// is not only the heap's stream: a program may free a tensor that another stream reads, and have
-// the tensor's stream wait for that one before its next request. So FSDP2 frees gradients. Torch's
-// own allocator keeps that memory to its stream but for cudaFree, which waits for the device.
-EventId DeviceAllocator::record_use(const Heap& heap) {
-  if (driver_.capturing(heap.stream)) return 0;
+// An event behind all that may still use free memory of these streams; 0 where it cannot be waited
+// for. Not only they may: a program may free a tensor that another stream reads, and have the
+// tensor's stream wait for that one before its next request. So FSDP2 frees gradients. Torch's own
+// allocator keeps that memory to its stream but for cudaFree, which waits for the device. Streams of
+// umem's own are left out: they may have the updates of a whole step in their queues.
+EventId DeviceAllocator::record_use(const std::set<StreamId>& owners) {
+  if (std::ranges::any_of(owners, [&](StreamId it) { return driver_.capturing(it); })) return 0;
+  const bool is_programs =
+      std::ranges::none_of(owners, [&](StreamId it) { return own_streams_.contains(it); });
   std::vector<StreamId> streams;
   for (const auto& [stream, heaps] : heaps_)
-    if (!driver_.capturing(stream)) streams.push_back(stream);
+    if (!(is_programs && own_streams_.contains(stream)) && !driver_.capturing(stream))
+      streams.push_back(stream);
   return driver_.record_all(device_, streams);
+}
+
+void DeviceAllocator::add_own_stream(StreamId stream) {
+  const std::lock_guard lock(mutex_);
+  own_streams_.insert(stream);
 }
 
 // The driver's memory is freed behind the work of all streams. Unmapping handles and freeing the
@@ -75,16 +84,22 @@ EventId DeviceAllocator::record_use(const Heap& heap) {
 // leaves out what cannot be waited for. With `mutex_`: nobody may take the memory from the
 // cache behind the event that is recorded here, and what cannot be waited for stays there.
 EventId DeviceAllocator::record_work(std::vector<Spare>& spares) {
-  std::optional<EventId> event;
-  std::erase_if(spares, [&](const Spare& spare) {
+  const auto needs_event = [&](const Spare& spare) {
     const Segment& segment = *spare.block->segment;
-    const bool waits = profiles_[segment.heap->profile].kind != MemoryKind::system;
-    if (!segment.is_expandable && waits) return false;
-    if (driver_.capturing(segment.heap->stream)) return true;
-    if (!event) event = record_use(*segment.heap);
-    return *event == 0;
+    return segment.is_expandable ||
+           profiles_[segment.heap->profile].kind == MemoryKind::system;
+  };
+  const auto owner = [](const Spare& spare) { return spare.block->segment->heap->stream; };
+  std::erase_if(spares, [&](const Spare& spare) {
+    return needs_event(spare) && driver_.capturing(owner(spare));
   });
-  return event.value_or(0);
+  std::set<StreamId> owners;
+  for (const Spare& spare : spares)
+    if (needs_event(spare)) owners.insert(owner(spare));
+  if (owners.empty()) return 0;
+  const EventId event = record_use(owners);
+  if (event == 0) std::erase_if(spares, needs_event);
+  return event;
 }
 
 // A segment that is one cached block.

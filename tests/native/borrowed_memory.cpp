@@ -1,4 +1,6 @@
 // Free memory of one stream that serves another one behind its work.
+#include <map>
+
 #include "core/host.hpp"
 #include "steps.hpp"
 
@@ -70,6 +72,60 @@ void a_stream_waits_for_all_that_may_still_read_it() {
   CHECK_EQUAL(machine.allocate(40 * MiB, kSide + 1), address);
   CHECK(machine.driver.runs_behind({0, kSide + 1}, {0, kMain}, read));
   CHECK_EQUAL(machine.driver.done(kMain), 0U);
+}
+
+// Two own streams of umem's and one of the program have memory, and work in their queues.
+struct OwnStreams {
+  static constexpr StreamId kOwn = 8, kOther = 9, kLater = 10;
+  Machine machine{{.config = budget_config(kBudget), .virtual_memory = true}};
+  std::map<StreamId, std::uint64_t> work;
+
+  // All free memory is the owner's, in one block or in two.
+  explicit OwnStreams(StreamId owner, bool in_two = false) {
+    machine.device.add_own_stream(kOwn);
+    machine.device.add_own_stream(kOther);
+    for (const StreamId stream : {kSide, kOwn, kOther}) {
+      machine.allocate(4 * MiB, stream);
+      work[stream] = machine.driver.launch(stream);
+    }
+    const std::uintptr_t first = machine.allocate(24 * MiB, owner);
+    const std::uintptr_t between = machine.allocate(4 * MiB, owner);
+    const std::uintptr_t second = machine.allocate(24 * MiB, owner);
+    for (const std::uintptr_t free : {first, second}) machine.free(free);
+    if (!in_two) machine.free(between);
+  }
+
+  bool waits_for(StreamId stream) {
+    return machine.driver.runs_behind({0, kLater}, {0, stream}, work.at(stream));
+  }
+};
+
+void own_streams_are_not_waited_for() {
+  OwnStreams streams(kSide);
+  streams.machine.allocate(40 * MiB, OwnStreams::kLater);
+  CHECK_EQUAL(spilled_bytes(streams.machine), 0U);
+  CHECK(streams.waits_for(kSide));
+  CHECK(!streams.waits_for(OwnStreams::kOwn));
+  CHECK(!streams.waits_for(OwnStreams::kOther));
+}
+
+void own_streams_are_waited_for_where_memory_is_theirs() {
+  OwnStreams streams(OwnStreams::kOwn);
+  streams.machine.allocate(40 * MiB, OwnStreams::kLater);
+  CHECK_EQUAL(spilled_bytes(streams.machine), 0U);
+  for (const StreamId stream : {kSide, OwnStreams::kOwn, OwnStreams::kOther})
+    CHECK(streams.waits_for(stream));
+}
+
+// The host waits for a stream whose memory goes to another one, and not for own streams.
+void handles_leave_a_stream_without_own_streams() {
+  OwnStreams streams(kSide, true);
+  Machine& machine = streams.machine;
+  machine.allocate(40 * MiB, OwnStreams::kLater);
+  CHECK_EQUAL(spilled_bytes(machine), 0U);
+  CHECK_EQUAL(machine.driver.done(kSide), streams.work.at(kSide));
+  CHECK_EQUAL(machine.driver.done(OwnStreams::kOwn), 0U);
+  CHECK_EQUAL(machine.driver.done(OwnStreams::kOther), 0U);
 }
 
 // As long as its owner does not need it, nothing has to be waited for again.
@@ -243,6 +299,9 @@ int main() {
   RUN(a_stream_waits_for_another_and_the_host_does_not);
   RUN(the_smallest_block_that_is_enough_is_borrowed);
   RUN(a_stream_waits_for_all_that_may_still_read_it);
+  RUN(own_streams_are_not_waited_for);
+  RUN(own_streams_are_waited_for_where_memory_is_theirs);
+  RUN(handles_leave_a_stream_without_own_streams);
   RUN(the_borrower_uses_it_again);
   RUN(the_owner_takes_back_what_is_free);
   RUN(the_owner_does_not_take_what_is_live);

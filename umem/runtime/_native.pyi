@@ -126,6 +126,11 @@ class Allocator:
         """Count page-locked memory of others on this device, by `bytes` more or less.
 
         Its page tables are in device memory, which the budget counts."""
+    def add_own_stream(self, device: int, stream: int) -> None:
+        """Do not wait for a stream where memory of others serves another one.
+
+        What its work uses of their memory is freed only once a stream of the program waits for it.
+        """
     def unspill(self, device: int) -> list[tuple[int, int, int, int, int, str]]:
         """Advise what was spilled as its class is, and tell of it as `live_blocks` does.
 

@@ -10,6 +10,7 @@ import torch
 
 from umem.core.interrupts import exhaust
 from umem.cuda import bindings
+from umem.runtime.state import is_enabled, runtime
 
 __all__ = ["CurrentStream", "is_own_stream", "own_stream", "run_on"]
 
@@ -52,11 +53,16 @@ def own_stream(device: torch.device, purpose: str, *, priority: int = 0) -> torc
     torch makes a pool of 32 streams for each priority with the first one that a program asks for.
     On one H100 (driver 580.159, torch 2.11, 2026-11-23) they took 70 MiB of the card, which a
     training without streams of its own has for itself.
+
+    What its work uses of other streams' memory has to be freed behind the wait of a stream of the
+    program: the allocator counts on that.
     """
     create = functools.partial(bindings.create_stream, priority)
     handle = run_on(torch.cuda.current_stream(device), create)
     stream = torch.cuda.ExternalStream(handle, device)
     _handles.add(stream.cuda_stream)
+    if is_enabled():
+        runtime().allocator.add_own_stream(stream.device_index, stream.cuda_stream)
     return stream
 
 
