@@ -102,6 +102,9 @@ constexpr std::size_t step_bytes(Tier tier) {
 // Of Heap::patience: many steps of a training.
 inline constexpr std::uint32_t kLeastPatience = 1U << 16, kMostPatience = 1U << 30;
 
+// Whose free memory may serve another stream: those of the program, or umem's own, too.
+enum class Streams : std::uint8_t { programs, all };
+
 struct Pool;
 
 // The cached blocks of one stream that may serve the same requests. Blocks of 2 MiB or more own
@@ -421,10 +424,10 @@ class DeviceAllocator {
   void end_all_aliases();
   const Heap& user_of(const Block& block) const;
   Block* free_borrowed(const Heap& heap, std::size_t bytes) const;
-  Block* borrow(Heap& heap, std::size_t bytes);
+  Block* borrow(Heap& heap, std::size_t bytes, Streams from);
   bool put_behind(const Heap& later, const Heap& earlier);
-  void take_back(const Heap* owner);
-  Block* take_back_for(Heap& heap, std::size_t bytes);
+  bool take_back(const Heap* owner, Streams from);
+  Block* block_from(Streams streams, Heap& heap, std::size_t bytes);
   void gather_free_memory();
   Range growth_for(Heap& heap, std::size_t bytes);
   bool expand(Heap& heap, const Range& growth, Shortage& shortage);

@@ -20,11 +20,12 @@ Block* DeviceAllocator::free_borrowed(const Heap& heap, std::size_t bytes) const
 
 // A cached block of another stream's heap, for work behind all that may still use it.
 // nullptr where none is large enough, or where the streams cannot be put in order.
-Block* DeviceAllocator::borrow(Heap& heap, std::size_t bytes) {
+Block* DeviceAllocator::borrow(Heap& heap, std::size_t bytes, Streams from) {
   if (heap.tier == Tier::small || heap.expandable == nullptr) return nullptr;
   Block* best = nullptr;
   for (const auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& other : heaps) {
+      if (from == Streams::programs && own_streams_.contains(stream)) break;
       if (other == nullptr || other.get() == &heap || other->expandable == nullptr ||
           other->tier != heap.tier)
         continue;
@@ -47,10 +48,13 @@ bool DeviceAllocator::put_behind(const Heap& later, const Heap& earlier) {
 
 // Free borrowed blocks of `owner`, or of all heaps, are their owners' again, whose streams use them
 // behind what may still use them. Where streams cannot be put in order, blocks stay borrowed.
-void DeviceAllocator::take_back(const Heap* owner) {
+// Returns whether any are taken back.
+bool DeviceAllocator::take_back(const Heap* owner, Streams from) {
+  bool any = false;
   for (auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& heap : heaps) {
       if (heap == nullptr) continue;
+      if (from == Streams::programs && own_streams_.contains(stream)) break;
       std::map<const Heap*, bool> is_behind;
       std::erase_if(heap->free_borrowed, [&](Block* block) {
         const Heap* const its_owner = block->segment->heap;
@@ -60,21 +64,30 @@ void DeviceAllocator::take_back(const Heap* owner) {
         if (!entry->second) return false;
         block->borrower = nullptr;
         settle(block);
+        any = true;
         return true;
       });
     }
+  return any;
 }
 
-// A cached block, for which the heap takes back what others have borrowed and do not use.
-Block* DeviceAllocator::take_back_for(Heap& heap, std::size_t bytes) {
-  take_back(&heap);
-  return take_cached(heap, bytes);
+// A block from memory that some streams have free, without the host waiting for any of them: what
+// they have borrowed of this heap's, or the heap's own at other addresses, or what it borrows.
+Block* DeviceAllocator::block_from(Streams streams, Heap& heap, std::size_t bytes) {
+  const bool has_more = take_back(&heap, streams);
+  if (has_more || streams == Streams::programs) {
+    if (Block* block = take_cached(heap, bytes)) return block;
+    if (const Range growth = growth_for(heap, bytes); growth.bytes != 0)
+      if (Block* block = alias(heap, bytes, growth)) return block;
+    if (Block* block = end_aliases_for(heap, bytes)) return block;
+  }
+  return borrow(heap, bytes, streams);
 }
 
 // All free memory is where it belongs, and can be given back.
 void DeviceAllocator::gather_free_memory() {
   end_all_aliases();
-  take_back(nullptr);
+  take_back(nullptr, Streams::all);
 }
 
 }  // namespace umem

@@ -81,13 +81,14 @@ Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t b
 
   ++stats_.num_alloc_retries;
   synchronize_events();
-  block = take_back_for(heap, bytes);
+  take_back(&heap, Streams::all);
+  block = take_cached(heap, bytes);
   if (block != nullptr) return block;
   // A card that is full: free memory serves others, as under a budget that is spent.
   if (const Range growth = growth_for(heap, bytes);
       growth.bytes != 0 && shortage.limit == Shortage::Limit::source) {
     if (block = alias(heap, bytes, growth); block != nullptr) return block;
-    if (block = borrow(heap, bytes); block != nullptr) return block;
+    if (block = borrow(heap, bytes, Streams::all); block != nullptr) return block;
     if (make_room(heap, bytes, growth.bytes, growth) && expand(heap, growth, shortage))
       if (block = take_cached(heap, bytes); block != nullptr) return block;
   }
@@ -114,14 +115,11 @@ Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t 
   };
   bool room_was_made = false;
   if (over_budget(profile, more_bytes()) && active_pools_.empty()) {
-    if (Block* block = take_back_for(heap, bytes)) return block;
-    growth = growth_for(heap, bytes);
-    if (growth.bytes != 0)
-      if (Block* block = alias(heap, bytes, growth)) return block;
-    if (Block* block = end_aliases_for(heap, bytes)) return block;
-    if (Block* block = borrow(heap, bytes)) return block;
+    // The queues of umem's own streams are long: memory of theirs is waited for last.
+    for (const Streams streams : {Streams::programs, Streams::all})
+      if (Block* block = block_from(streams, heap, bytes)) return block;
     gather_free_memory();
-    if (Block* block = borrow(heap, bytes)) return block;
+    if (Block* block = borrow(heap, bytes, Streams::all)) return block;
     growth = growth_for(heap, bytes);
     if (waiting_helps(heap, bytes, more_bytes())) {
       synchronize_events();
@@ -266,7 +264,7 @@ bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t exces
     if (++heap.in_vain < kLeastPatience) return false;
     heap.in_vain = 0;
   }
-  std::array<std::vector<Spare>, 3> ranks;  // of this heap, smaller ones, others
+  std::array<std::vector<Spare>, 4> ranks;  // of this heap, smaller ones, others, own streams'
   std::set<Heap*> keeping;
   for (const Spare& spare : spares()) {
     const Block& block = *spare.block;
@@ -275,12 +273,13 @@ bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t exces
     if (is_used || !on_device(spare)) continue;
     Heap& owner = *block.segment->heap;
     const bool moves_handles = growth.bytes != 0 && block.segment->is_expandable;
-    if (block.bytes < bytes)
-      ranks[&owner == &heap ? 0 : 1].push_back(spare);
-    else if (moves_handles || owner.turned_away >= owner.patience)
-      ranks[2].push_back(spare);
-    else
+    const bool is_smaller = block.bytes < bytes;
+    if (!is_smaller && !moves_handles && owner.turned_away < owner.patience)
       keeping.insert(&owner);
+    else if (&owner == &heap)
+      ranks[0].push_back(spare);
+    else
+      ranks[own_streams_.contains(owner.stream) ? 3 : is_smaller ? 1 : 2].push_back(spare);
   }
   std::vector<Spare> given;
   std::size_t given_bytes = 0;

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 
-STEPS, SHARE = 14, 0.6
+STEPS, SHARE = 22, 0.6
 """A share of stock's memory that not all of the state has room in."""
 
 VALUES = ("losses", "seen", "weights", "state")

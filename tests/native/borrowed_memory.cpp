@@ -128,6 +128,43 @@ void handles_leave_a_stream_without_own_streams() {
   CHECK_EQUAL(machine.driver.done(OwnStreams::kOther), 0U);
 }
 
+void own_streams_lend_last() {
+  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+  machine.device.add_own_stream(OwnStreams::kOwn);
+  const std::uintptr_t programs = machine.allocate(40 * MiB, kSide);
+  const std::uintptr_t own = machine.allocate(24 * MiB, OwnStreams::kOwn);
+  machine.free(programs);
+  machine.free(own);
+  CHECK_EQUAL(machine.allocate(20 * MiB), programs);
+  CHECK_EQUAL(machine.allocate(24 * MiB, kSide + 1), own);
+  CHECK_EQUAL(spilled_bytes(machine), 0U);
+}
+
+// An update's temporary tensors may lie in the program's memory, which has other memory meanwhile.
+void what_own_streams_have_borrowed_is_taken_back_last() {
+  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+  machine.device.add_own_stream(OwnStreams::kOwn);
+  machine.allocate(4 * MiB, OwnStreams::kOwn);
+  const std::uintptr_t main = machine.allocate(24 * MiB);
+  const std::uintptr_t side = machine.allocate(16 * MiB, kSide);
+  machine.allocate(20 * MiB, kSide);
+  machine.free(side);
+  CHECK_EQUAL(machine.allocate(16 * MiB, OwnStreams::kOwn), side);
+  const std::uint64_t work = machine.driver.launch(OwnStreams::kOwn);
+  machine.free(side);
+  machine.free(main);
+  const auto waits = [&] {
+    return machine.driver.runs_behind({0, kSide}, {0, OwnStreams::kOwn}, work);
+  };
+  CHECK_EQUAL(machine.allocate(16 * MiB, kSide), main);
+  CHECK(!waits());
+  CHECK_EQUAL(machine.allocate(16 * MiB, kSide), side);
+  CHECK(waits());
+  CHECK_EQUAL(machine.driver.done(OwnStreams::kOwn), 0U);
+  CHECK_EQUAL(spilled_bytes(machine), 0U);
+  check_consistent(machine.device);
+}
+
 // As long as its owner does not need it, nothing has to be waited for again.
 void the_borrower_uses_it_again() {
   Spent spent;
@@ -302,6 +339,8 @@ int main() {
   RUN(own_streams_are_not_waited_for);
   RUN(own_streams_are_waited_for_where_memory_is_theirs);
   RUN(handles_leave_a_stream_without_own_streams);
+  RUN(own_streams_lend_last);
+  RUN(what_own_streams_have_borrowed_is_taken_back_last);
   RUN(the_borrower_uses_it_again);
   RUN(the_owner_takes_back_what_is_free);
   RUN(the_owner_does_not_take_what_is_live);
