@@ -10,9 +10,9 @@
 
 namespace umem {
 
-// A word that the device reads before each copy, which waits while it is not 0. It is so while at least one
-// thread is within Closed, but for no longer than a limit: such a thread may wait for a lock in the driver whose
-// holder waits for all of the device's work, and so for the copies.
+// A word that the device reads before each copy, which waits while it is not 0. It is so while a
+// thread is within Closed, but for no longer than a limit: that thread may wait for a lock in the
+// driver whose holder waits for all of the device's work, and so for the copies.
 class CopyGate {
  public:
   using Clock = std::chrono::steady_clock;
@@ -49,7 +49,7 @@ class CopyGate {
   const Clock::duration limit_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  unsigned inside_ = 0;     // threads
+  unsigned inside_ = 0;      // threads
   std::uint64_t times_ = 0;  // that it was closed
   bool ends_ = false;
   std::thread opener_;  // last: it uses the others
