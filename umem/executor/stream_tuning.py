@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
 
 from torch import nn
 
@@ -14,8 +13,9 @@ from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.executor.copied_activations import CopiedActivations
 from umem.executor.measured_steps import MeasuredSteps, Occasion
+from umem.executor.named_plan import FEWEST_SLOTS, by_names, everything_leaves
 from umem.executor.optimizer.copied_gradients import CopiedGradients
-from umem.executor.optimizer.temporary_slots import TemporaryPlan, TemporarySlots
+from umem.executor.optimizer.temporary_slots import TemporarySlots
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
 from umem.executor.shared_budget import BudgetPart, SharedBudget
 from umem.executor.tuned_optimizers import (
@@ -38,9 +38,6 @@ from umem.torch_compat import current_graph_task_id
 __all__ = ["StreamTuner"]
 
 _LOG = logging.getLogger("umem")
-
-_FEWEST_SLOTS = 2
-"""With one, nothing is copied in while anything is copied out."""
 
 _MEASURED_STEPS = 2
 """Steps to measure for a plan: one may be interrupted by a copy, or be shorter than the next."""
@@ -460,7 +457,7 @@ class StreamTuner:
     def least_bytes(self) -> int:
         """The fewest slots, and weights that cannot leave, with their buffers."""
         pieces = [it for pieces in self._optimizers.state_sizes().values() for it in pieces]
-        state_bytes = min(sum(pieces), _FEWEST_SLOTS * max(pieces, default=0))
+        state_bytes = min(sum(pieces), FEWEST_SLOTS * max(pieces, default=0))
         return state_bytes + (0 if self._weights is None else self._weights.least_bytes)
 
     @property
@@ -548,55 +545,23 @@ class StreamTuner:
             self._warn(error)
             self._state = TuningState.OVERFULL
             self.plan, self._units = None, units
-            self._copied = {
-                it.name: behind.name for it, behind in pairwise(units) if it.saved_bytes
-            }
-            self._fetch_ahead = 1
-            gradients = frozenset(it.name for it in units if it.gradient_bytes)
-            returning: dict[str, str] = {}
-            slots, temporary = _FEWEST_SLOTS, TemporaryPlan()
+            named = everything_leaves(units, figures.batches)
             weight_plan, extra = None, None
             if self._weights is not None:
                 weight_plan = plan_weights(list(self._weights.units.values()), 0, WEIGHT_SLOTS)
         else:
             self._state = TuningState.PLANNED
-            plan, weight_plan, extra = whole.stream, whole.weights, whole.extra
-            self.plan, self._units = plan, whole.units
-            self._copied = {
-                units[number].name: units[behind].name if behind < len(units) else None
-                for number, behind in plan.left_before.items()
-            }
-            self._fetch_ahead = plan.fetch_ahead
-            gradients = frozenset(units[number].name for number in plan.copied_gradients)
-            returning = {
-                units[number].name: units[behind].name
-                for number, behind in plan.returning_gradients.items()
-            }
-            slots = plan.slots
-            temporary = TemporaryPlan(
-                tuple(units[it.made_in].name for it in plan.temporary),
-                tuple(
-                    units[it.freed_before].name if it.freed_before < len(units) else None
-                    for it in plan.temporary
-                ),
-                figures.batches,
-            )
+            self.plan, self._units = whole.stream, whole.units
+            named = by_names(whole.stream, whole.units, figures.batches)
+            weight_plan, extra = whole.weights, whole.extra
+        self._copied, self._fetch_ahead = named.copied, named.fetch_ahead
         if self._weights is not None and weight_plan is not None and self._weights.may_place:
             # Updates that are under way read and write weights where they are now.
             self._optimizers.join()
             self._weights.apply(weight_plan, budget_bytes - weight_plan.device_bytes, extra)
             self._spilled_bytes = self._weights.spilled_bytes
         self._set_activations()
-        self._optimizer_plan = OptimizerPlan(
-            resident=self._resident_names(),
-            slots=slots,
-            stages_operands=self.plan is not None and self.plan.stages_operands,
-            temporary=temporary,
-            copied_gradients=gradients,
-            returning=returning,
-            batches=figures.batches,
-            order=tuple(unit.name for unit in units),
-        )
+        self._optimizer_plan = named.optimizers
         if self._ending is not None:
             self._ending.set_plan(self._optimizer_plan)
         self._room.trim()
