@@ -680,6 +680,7 @@ def test_memory_that_stays_short_ends_in_a_bounded_number_of_plans(
     between = [after - before for before, after in pairwise(plans)]
     assert len(plans) == 8
     assert between == sorted(between)
+    assert between[1] < 10, "steps that were slow when they were measured make nobody wait"
     assert between[-1] >= 100
     assert len([it for it in caplog.messages if "after 8 plans" in it]) == 1
 
