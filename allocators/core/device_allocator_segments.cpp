@@ -255,8 +255,8 @@ bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes,
 
 // Gives back `excess` bytes of cached memory on the device for a request of `heap`; none if there
 // is less. First the heap's own: it is all too small for the request, and what it served is served
-// by the new memory. Blocks beside `growth` stay, because the request will use them. False if
-// none are given back.
+// by the new memory. Last that of umem's own streams, whose queues are long. Blocks beside `growth`
+// stay, because the request will use them. False if none are given back.
 bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t excess,
                                 const Range& growth) {
   if (excess > idle_device_bytes()) return false;

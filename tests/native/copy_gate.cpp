@@ -53,7 +53,7 @@ void opens_at_its_limit() {
 
 void no_gate() { const CopyGate::Closed closed(nullptr); }
 
-void ends_while_closed_is_over() {
+void is_open_behind_its_end() {
   std::uint32_t word = 1;
   { const CopyGate gate(word, 1h); }
   CHECK_EQUAL(read(word), 0U);
@@ -86,6 +86,6 @@ int main() {
   RUN(closed_until_the_last_one_leaves);
   RUN(opens_at_its_limit);
   RUN(no_gate);
-  RUN(ends_while_closed_is_over);
+  RUN(is_open_behind_its_end);
   RUN(many_threads);
 }
