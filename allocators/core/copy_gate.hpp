@@ -15,13 +15,13 @@ namespace umem {
 // driver whose holder waits for all of the device's work, and so for the copies.
 class CopyGate {
  public:
-  using Clock = std::chrono::steady_clock;
-
-  CopyGate(std::uint32_t& word, Clock::duration limit)
+  CopyGate(std::uint32_t& word, std::chrono::milliseconds limit)
       : word_(word), limit_(limit), opener_([this] { open_at_limit(); }) {}
   CopyGate(const CopyGate&) = delete;
   CopyGate& operator=(const CopyGate&) = delete;
   ~CopyGate();
+
+  const std::uint32_t* word() const { return &word_; }
 
   // Closes a gate for its life; nothing for nullptr.
   class Closed {
@@ -46,7 +46,7 @@ class CopyGate {
   void set(std::uint32_t value) { std::atomic_ref(word_).store(value); }
 
   std::uint32_t& word_;
-  const Clock::duration limit_;
+  const std::chrono::milliseconds limit_;
   std::mutex mutex_;
   std::condition_variable changed_;
   unsigned inside_ = 0;      // threads

@@ -75,7 +75,7 @@ bool DeviceAllocator::take_back(const Heap* owner, Streams from) {
 // they have borrowed of this heap's, or the heap's own at other addresses, or what it borrows.
 Block* DeviceAllocator::block_from(Streams streams, Heap& heap, std::size_t bytes) {
   const bool has_more = take_back(&heap, streams);
-  if (has_more || streams == Streams::programs) {
+  if (has_more || streams == Streams::programs) {  // else its own was looked at before
     if (Block* block = take_cached(heap, bytes)) return block;
     if (const Range growth = growth_for(heap, bytes); growth.bytes != 0)
       if (Block* block = alias(heap, bytes, growth)) return block;

@@ -14,16 +14,11 @@ namespace {
 // Several times what it takes to map 2 GiB in handles of 8 MiB.
 constexpr auto kLimit = std::chrono::milliseconds(50);
 
-struct Gate {
-  explicit Gate(std::uint32_t* on_host) : word(on_host), gate(*on_host, kLimit) {}
-  std::uint32_t* const word;
-  CopyGate gate;
-};
-
-std::atomic<Gate*> made = nullptr;  // for the life of the process: queued copies may wait for it
+// For the life of the process: queued copies may wait for it.
+std::atomic<CopyGate*> made = nullptr;
 
 // nullptr where there is no memory for it, and copies do without.
-Gate* made_once() noexcept {
+CopyGate* made_once() noexcept {
   static std::once_flag asked;
   std::call_once(asked, [] {
     void* word = nullptr;
@@ -32,7 +27,7 @@ Gate* made_once() noexcept {
       return;
     auto* const open = static_cast<std::uint32_t*>(word);
     *open = 0;
-    made = new Gate(open);
+    made = new CopyGate(*open, kLimit);
   });
   return made;
 }
@@ -40,15 +35,12 @@ Gate* made_once() noexcept {
 }  // namespace
 
 CUresult queue_gate(const CudaCalls& cuda, CUstream stream) noexcept {
-  Gate* const gate = made_once();
+  const CopyGate* const gate = made_once();
   if (gate == nullptr) return CUDA_SUCCESS;
-  return cuda.wait_for_word(stream, reinterpret_cast<CUdeviceptr>(gate->word), 0,
+  return cuda.wait_for_word(stream, reinterpret_cast<CUdeviceptr>(gate->word()), 0,
                             CU_STREAM_WAIT_VALUE_EQ);
 }
 
-CopyGate* host_copy_gate() noexcept {
-  Gate* const gate = made;
-  return gate == nullptr ? nullptr : &gate->gate;
-}
+CopyGate* host_copy_gate() noexcept { return made; }
 
 }  // namespace umem

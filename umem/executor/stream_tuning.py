@@ -473,8 +473,8 @@ class StreamTuner:
         return 0 if figures is None else figures.need_bytes()
 
     def _resident_bytes(self) -> int:
-        sizes = self._optimizers.state_sizes()
-        return sum(sum(sizes.get(name, ())) for name in self._resident_names())
+        plan, sizes = self._optimizer_plan, self._optimizers.state_sizes()
+        return 0 if plan is None else sum(sum(sizes.get(name, ())) for name in plan.resident)
 
     def _copied_bytes(self) -> int:
         return sum(unit.saved_bytes for unit in self._units if unit.name in self._copied)
@@ -493,11 +493,6 @@ class StreamTuner:
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
         return 0 if self._activations is None else self._activations.away_bytes()
-
-    def _resident_names(self) -> frozenset[str]:
-        if self.plan is None:
-            return frozenset()
-        return frozenset(self._units[number].name for number in self.plan.resident)
 
     def _look_at(self, figures: StepFigures | None) -> None:
         """A step was measured, or could not be."""
@@ -654,7 +649,7 @@ class StreamTuner:
     def _log(self, whole: TrainingPlan) -> None:
         plan = whole.stream
         with_state = [unit for unit in self._units if unit.state_bytes]
-        resident = [unit for unit in with_state if unit.name in self._resident_names()]
+        resident = [it for it in plan.resident if whole.units[it].state_bytes]
         peak_bytes = whole.device_bytes
         if self._weights is not None and whole.weights is None:  # they were not to be placed
             peak_bytes += self._weights.device_bytes
