@@ -40,10 +40,10 @@ def test_deferred_steps_have_stocks_bits(ranks: int, start: Callable[..., Job]) 
     found: Any = start("sharding.py", str(STEPS), launcher=launcher, **variables).facts()
     assert len(found) == len(stock) == ranks
     for alone, run in zip(stock, found, strict=True):
-        print(budget_bytes, run["streaming"])
+        print(budget_bytes, run["deferred"], run["streaming"])
         assert {it: run[it] for it in VALUES} == {it: alone[it] for it in VALUES}
         (streaming,) = run["streaming"]
         assert streaming["streamed"] >= STEPS - 1
         assert streaming["in_line"] == 0
-        assert streaming["waited"] == 0, "the last steps are deferred"
+        assert run["deferred"] >= STEPS // 2, "all but those that are measured for plans"
         assert streaming["early"] > 0, "the program has used weights meanwhile"

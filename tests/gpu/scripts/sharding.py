@@ -18,8 +18,6 @@ import umem
 from umem.executor.streamed_training import streamed_trainings
 
 BATCHES, ROWS = 2, 512
-LAST = 4
-"""Steps at the end that are not measured for a plan any more."""
 
 
 def wrapped(device: torch.device) -> Any:
@@ -34,14 +32,18 @@ def wrapped(device: torch.device) -> Any:
     return fully_shard(model, mp_policy=policy)
 
 
+def _waited() -> int:
+    """How many updates the program's stream has waited for within ``step()``."""
+    return sum(it.counts.waited for it in streamed_trainings())
+
+
 def train(steps: int) -> dict[str, Any]:
     rank, device = distributed.get_rank(), torch.device("cuda", torch.cuda.current_device())
     model = wrapped(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    losses, seen, waited = [], [], 0
+    losses, seen, deferred = [], [], 0
     for step in range(steps):
-        if step == steps - LAST:
-            waited = sum(it.counts.waited for it in streamed_trainings())
+        waited = _waited()
         for batch in range(BATCHES):
             torch.manual_seed(100 + rank + 10 * (BATCHES * step + batch))
             loss = model(torch.randn(ROWS, HIDDEN, device=device)).float().square().mean()
@@ -50,6 +52,7 @@ def train(steps: int) -> dict[str, Any]:
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
+        deferred += _waited() == waited
         seen.append(norm.full_tensor())
         if step % 4 == 1:  # a use of weights while they are updated
             seen.append(model[LAYERS // 2].up.weight.full_tensor().sum())
@@ -60,11 +63,11 @@ def train(steps: int) -> dict[str, Any]:
         "weights": [crc(it.to_local()) for it in model.parameters()],
         "state": [crc(it.to_local() if hasattr(it, "to_local") else it) for it in state],
         "peak_bytes": torch.cuda.max_memory_allocated(),
+        "deferred": deferred,
         "streaming": [
             {
                 "streamed": it.counts.streamed,
                 "in_line": it.counts.in_line,
-                "waited": it.counts.waited - waited,
                 "early": it.counts.early,
                 "state_bytes": it.status().state_bytes,
                 "slots_bytes": it.status().slots_bytes,
