@@ -6,15 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from umem.executor.begin_streaming import stream_state
     from umem.executor.manager import Manager
     from umem.executor.managers import current_statistics, ideal_step_s, manage, residency
     from umem.executor.status import ManagerState, ManagerStatus
-    from umem.executor.streamed_training import (
-        StreamedStatus,
-        StreamedTraining,
-        join,
-        stream_state,
-    )
+    from umem.executor.streamed_training import StreamedStatus, StreamedTraining, join
     from umem.executor.weights.managed_models import manage_weights
     from umem.executor.weights.model_weights import ModelWeights, WeightStatus
 
@@ -36,10 +32,11 @@ __all__ = [
 ]
 
 _MODULES = {
+    "begin_streaming": ("stream_state",),
     "manager": ("Manager",),
     "managers": ("current_statistics", "ideal_step_s", "manage", "residency"),
     "status": ("ManagerState", "ManagerStatus"),
-    "streamed_training": ("StreamedStatus", "StreamedTraining", "join", "stream_state"),
+    "streamed_training": ("StreamedStatus", "StreamedTraining", "join"),
     "weights.managed_models": ("manage_weights",),
     "weights.model_weights": ("ModelWeights", "WeightStatus"),
 }

@@ -14,10 +14,11 @@ from torch.optim.optimizer import Optimizer
 from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
+from umem.executor.begin_streaming import stream_state
 from umem.executor.machine import Machine, cuda_machine
 from umem.executor.manager import Manager
 from umem.executor.status import ManagerState
-from umem.executor.streamed_training import StreamedTraining, stream_state
+from umem.executor.streamed_training import StreamedTraining
 from umem.executor.weights.managed_models import manage_weights
 from umem.executor.weights.model_weights import ModelWeights
 from umem.io.problems import did_you_mean

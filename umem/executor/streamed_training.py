@@ -17,35 +17,31 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
 from umem.capture.live import find_blocks
-from umem.capture.live.timing import CudaClock
-from umem.core.classes import TensorClass
 from umem.core.errors import PlanError, TraceError
 from umem.executor.copied_activations import is_compiled
 from umem.executor.optimizer.backward_updates import BackwardUpdates
 from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.executor.optimizer.collectives import is_distributed, order_collectives
 from umem.executor.optimizer.copied_gradients import CopiedGradients
-from umem.executor.optimizer.lanes import Lanes, cuda_lanes
+from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.separable import refusal, whole_step_reason
 from umem.executor.optimizer.sharded_parameters import GatheredParameters
 from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.state_staging import StateMemory
+from umem.executor.optimizer.step_hooks import (
+    LastBeforeStep,
+    add_first_after_step,
+    named_arguments,
+)
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
 from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.temporary_slots import TemporarySlots
 from umem.executor.optimizer.unit_names import UnitNames
-from umem.executor.shared_budget import shared_budget
-from umem.executor.state_memory import CudaRoom, CudaStateMemory
 from umem.executor.stream_tuning import StreamTuner
 from umem.executor.tuning_status import TuningStatus
-from umem.executor.weights.managed_models import stream_weights, weights_of
 from umem.executor.weights.model_weights import ModelWeights
-from umem.hardware import detect_hardware
-from umem.offloading import ActivationStore
-from umem.planning.stream_timing import staged_bytes
 from umem.runtime.managed_runs import new_run
-from umem.runtime.model_parts import gpu_of, optimizer_parameters
-from umem.runtime.state import runtime
+from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import (
     InferenceMode,
@@ -55,7 +51,7 @@ from umem.torch_compat import (
     function_transform_level,
 )
 
-__all__ = ["StreamedStatus", "StreamedTraining", "join", "stream_state", "streamed_trainings"]
+__all__ = ["StreamedStatus", "StreamedTraining", "join", "streamed_trainings"]
 
 _LOG = logging.getLogger("umem")
 
@@ -94,73 +90,6 @@ def join() -> None:
     """
     for training in streamed_trainings():
         training.join()
-
-
-def stream_state(
-    model: nn.Module, optimizer: Optimizer, *, step_in_backward: bool = False
-) -> StreamedTraining:
-    """Stream the optimizer state of a training on a GPU, under the policy of this process.
-
-    State that cannot be streamed stays in host memory, and is used there in place, with a warning.
-
-    Parameters
-    ----------
-    model, optimizer
-        The model and its optimizer.
-    step_in_backward
-        Update parameters in the backward pass; also for a training that is streamed already.
-
-    Raises
-    ------
-    EnableError
-        If umem is not enabled, or the model is not on one GPU.
-    PlanError
-        For `step_in_backward` if state cannot be streamed, and where ``torch.distributed`` is
-        initialised.
-    """
-    for training in streamed_trainings():
-        if training.optimizer is optimizer:
-            if step_in_backward:
-                training.move_into_backward()
-            return training
-    state = runtime()
-    policy, device = state.resolved, gpu_of(model)
-    index = device.index or 0
-    budget_bytes = state.device_budgets[index] or detect_hardware(index).device_bytes
-    rule = policy.rules[TensorClass.OPTIMIZER_STATE.number]
-    streams_state = policy.streams_state
-    reason = refusal(optimizer) if streams_state and not step_in_backward else ""
-    if reason:
-        streams_state = False
-        _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
-    weights = weights_of(model)
-    if weights is None and policy.streams_weights:
-        # Ahead of the model's first call: the plan for the state is to decide on them, too.
-        weights = stream_weights(model)
-    # The optimizers of a model have one plan, and take turns with the slots.
-    others = [it for it in streamed_trainings() if it.model is model and it.tuner is not None]
-    tuner = others[0].tuner if others else None
-    if tuner is None:
-        tuner = StreamTuner(
-            detect_hardware(index),
-            CudaClock(device),
-            CudaRoom(state.allocator, index, budget_bytes, policy.homes),
-            ActivationStore(device) if policy.copies_activations else None,
-            state_share=rule.fraction,
-            shared=shared_budget(index),
-        )
-    return StreamedTraining(
-        model,
-        optimizer,
-        cuda_lanes(device),
-        CudaStateMemory(device, state.allocator, rule.min_bytes, staged_bytes(budget_bytes)),
-        tuner,
-        streams_state=streams_state,
-        copies_gradients=streams_state and policy.copies_gradients,
-        step_in_backward=step_in_backward,
-        weights=weights,
-        pool=others[0].step.units.pool if others else None,
-    )
 
 
 @dataclass(frozen=True)
@@ -311,13 +240,9 @@ class StreamedTraining:
         begins = Hook(self._before_model)
         self._undo.append(model.register_forward_pre_hook(begins, prepend=True).remove)
         self._undo.append(model.register_forward_hook(Hook(self._after_model)).remove)
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
-        self._undo.append(self._handle.remove)
-        ended = optimizer.register_step_post_hook(lambda *_: self._step.step_ended())
-        # Before hooks of the program, which may raise.
-        hooks: Any = ended.hooks_dict_ref()
-        hooks.move_to_end(ended.id, last=False)
-        self._undo.append(ended.remove)
+        self._step_hook = LastBeforeStep(optimizer, self._before_step)
+        self._undo.append(self._step_hook.remove)
+        self._undo.append(add_first_after_step(optimizer, lambda *_: self._step.step_ended()))
         self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
         self._undo.append(
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._step.join()).remove
@@ -496,7 +421,7 @@ class StreamedTraining:
         if self._rest is not None:
             return
         self._gradients.settle()
-        self._move_last()
+        self._step_hook.move_last()
         if _computes_anew():
             if self._tuner is not None:
                 self._tuner.forward_begins()
@@ -523,9 +448,9 @@ class StreamedTraining:
             if self._rest.holds(optimizer) and self._tuner is not None and self._tuner.rests:
                 return None
             self._rest = None
-        named = _arguments(args, kwargs)
+        named = named_arguments(args, kwargs)
         may_call = named.keys() == {"closure"} and self._streams_state and self._backward is None
-        if not may_call or not self._comes_last():
+        if not may_call or not self._step_hook.is_last:
             return self._begin_step(optimizer, named)
         closure = named.pop("closure")
         # Known optimizers call it once, before they use a gradient.
@@ -551,7 +476,7 @@ class StreamedTraining:
         if may_divide:
             self._hook_blocks()
         obstacle = self._obstacle(optimizer, arguments, may_divide=may_divide)
-        is_last = self._comes_last()
+        is_last = self._step_hook.is_last
         self._is_in_line = bool(obstacle) or not is_last
         if self._backward is not None:
             self._backward.step_begins(optimizer, obstacle, is_last=is_last)
@@ -689,20 +614,6 @@ class StreamedTraining:
         if self._whole_steps[reason] == _STEPS_BEFORE_WARNING:
             _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
 
-    def _comes_last(self) -> bool:
-        """Whether no later hook of the program can change gradients before the step."""
-        return next(reversed(self._hooks()), None) == self._handle.id
-
-    def _move_last(self) -> None:
-        """Not from a hook of the optimizer, which iterates over the dictionary."""
-        hooks = self._hooks()
-        if not self._comes_last() and self._handle.id in hooks:
-            hooks[self._handle.id] = hooks.pop(self._handle.id)
-
-    def _hooks(self) -> dict[int, Any]:
-        """The optimizer's hooks before a step, in their order."""
-        return self._handle.hooks_dict_ref() or {}
-
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
@@ -728,14 +639,6 @@ class _Rest:
 
 def _parameter_count(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``step()`` was called with, by name, but None: Accelerate calls ``step(None)``."""
-    if len(args) == 1 and not kwargs:
-        return {}
-    named = {**dict(zip(("closure",), args[1:], strict=False)), **kwargs}
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def _check(optimizer: Optimizer) -> None:
