@@ -23,7 +23,6 @@ optimizer is loaded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -46,13 +45,13 @@ from umem.executor.optimizer.access_guard import (
 )
 from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
+from umem.executor.optimizer.piece_updates import PieceUpdates, are_staged, work_on_dtensors
 from umem.executor.optimizer.sharded_parameters import (
     GatheredParameters,
     ShardedStep,
     ShardedUnit,
     order_gathering,
 )
-from umem.executor.optimizer.staged_operands import StagedOperands
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
 from umem.executor.optimizer.streamed_unit import (
     PendingUpdate,
@@ -84,19 +83,6 @@ class StepCounts:
     """Units that something used before their block's forward pass."""
     ahead: int = 0
     """Units that were updated in the backward pass, before ``step()``."""
-
-
-@dataclass(slots=True)
-class _PieceUpdate:
-    """An update that is about to be queued."""
-
-    piece: StreamedUnit
-    part: ParameterGroups
-    """The parameters that are updated."""
-    is_last: bool
-    """Whether it counts the step of a parameter that is divided."""
-    operands: StagedOperands | None = None
-    """Weights and gradients that are staged for it."""
 
 
 class _Changing(AbstractContextManager[None]):
@@ -148,12 +134,9 @@ class StreamedStep:
         self.lock = units.lock
         self._lanes = lanes
         self._clipped = clipped
+        self._updates = PieceUpdates(units, lanes, clipped)
         self._called: dict[str, None] = {}
         """Units in the order of their first call since the last step."""
-        self._last: Moment = None
-        """The moment after the update that was queued last."""
-        self._leaving: list[tuple[StreamedUnit, StreamedUnit]] = []
-        """Units, each with a piece that is updated in a temporary slot, and not on its way home."""
         self._is_begun = False
         """Whether updates of a step are queued, and its others are not known to have run."""
         self._failure = ""
@@ -206,15 +189,15 @@ class StreamedStep:
         with self.changing():
             self._is_begun = True
             self.waits = not self.may_defer
-            self._leaving.clear()
+            self._updates.step_begins()
             sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
             updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
-            self._send_temporary_home()
+            self._updates.send_temporary_home()
             for moment in filter(None, updates):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
             if any(unit.pending is not None for unit in self.units):
-                self._lanes.count_behind(call.ready, self._last)
+                self._lanes.count_behind(call.ready, self._updates.last)
         self.counts.streamed += 1
         return shadow
 
@@ -361,18 +344,18 @@ class StreamedStep:
         is_shared = state.is_shared or (
             sharded is None and (not is_plain or has_alias(updated) or has_alias(gradients))
         )
-        pieces = self._pieces(unit, part)
+        pieces = self._updates.of(unit, part)
         if is_plain:
-            self._stage_operands(pieces)
+            self._updates.stage_operands(pieces)
         ready = call.ready
-        if held and not _are_staged(held, pieces):
+        if held and not are_staged(held, pieces):
             for it in held:
                 self._clipped.use(it.grad)
             for piece in pieces:
                 piece.operands = None
             held, free, ready = [], gradients, self._lanes.mark()
-        self._launch(unit, call, pieces, ready)
-        if sharded is not None and _works_on_dtensors(pieces):
+        self._updates.launch(unit, call, pieces, ready)
+        if sharded is not None and work_on_dtensors(pieces):
             sharded, is_shared = None, True
         if sharded is not None:  # also for a step that is measured: the gathering tells the order
             self._shard_guards(unit).flats.hold(sharded.flats)
@@ -393,17 +376,6 @@ class StreamedStep:
         guards.gradients.hold(free)
         guards.parameters.take_gradients(updated, gradients)
         return None
-
-    def _send_temporary_home(self) -> None:
-        """Copy state out of temporary slots: behind all weights, and what makes room in slots."""
-        for unit, piece in self._leaving:
-            state, slot = piece.state, piece.slot
-            assert state is not None
-            assert slot is not None
-            leave = functools.partial(state.copy_out, self._lanes, state.binding)
-            slot.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated])
-            piece.returned = unit.returned = slot.free
-        self._leaving.clear()
 
     def _guard_sharded(self, unit: StreamedUnit, sharded: ShardedUnit, ready: Moment) -> None:
         """Guard the tensors of a unit that has DTensors.
@@ -454,92 +426,6 @@ class StreamedStep:
             )
         return unit.guards
 
-    def _pieces(self, unit: StreamedUnit, part: ParameterGroups | None) -> list[_PieceUpdate]:
-        """What is updated of a unit, one behind the other: `part`, or all that is queued."""
-        if not unit.divided:
-            return [_PieceUpdate(unit, unit.queued if part is None else part, is_last=True)]
-        pieces = unit.pieces[::-1] if self.units.runs_backward else unit.pieces
-        last = {it.state.divided: it for it in pieces if it.state is not None}
-        updates = []
-        for piece in pieces:
-            some = piece.queued if part is None else _of_piece(part, piece)
-            if some:
-                updates.append(_PieceUpdate(piece, some, is_last=piece in last.values()))
-        return updates
-
-    def _stage_operands(self, pieces: list[_PieceUpdate]) -> None:
-        """Stage weights and gradients at home beside the state, where slots have room for them."""
-        if not self.units.stages_operands:
-            return
-        by_slot: dict[int, list[_PieceUpdate]] = {}
-        for it in pieces:
-            state, slot = it.piece.state, it.piece.slot
-            if state is not None and slot is not None:
-                some = parameters_of(it.part)
-                operands = self.units.operands(some, state.span, self._clipped.factors)
-                if operands.size_bytes:
-                    it.operands = operands
-                    by_slot.setdefault(id(slot), []).append(it)
-        for some_pieces in by_slot.values():
-            largest = max(some_pieces, key=_operand_bytes)
-            state, slot = largest.piece.state, largest.piece.slot
-            assert state is not None
-            assert slot is not None
-            # Pieces have about as much beside as much state, and the same slot serves many.
-            share = slot.memory.nbytes / max(1, state.size_bytes)
-            buffer = self.units.operand_buffer(slot, _operand_bytes(largest), share)
-            for it in some_pieces:
-                if buffer is None:
-                    it.operands = None
-                elif it.operands is not None:
-                    it.operands.bind(buffer)
-
-    def _launch(
-        self, unit: StreamedUnit, call: StepCall, pieces: list[_PieceUpdate], ready: Moment
-    ) -> None:
-        """Queue the copies and the updates of pieces, whose gradients are `ready`."""
-        have_weights = False
-        for it in pieces:
-            self._launch_piece(it, call, ready)
-            have_weights |= it.operands is not None and it.operands.has_weights
-            if it.piece.slot is not None and it.piece.slot.made is not None:
-                self._leaving.append((unit, it.piece))
-            unit.returned, unit.updated = it.piece.returned, it.piece.updated
-        if have_weights:
-            # Weights are updated when all of them are back.
-            unit.updated = self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
-        unit.fetched, self._last = None, unit.updated
-
-    def _launch_piece(self, updated: _PieceUpdate, call: StepCall, ready: Moment) -> None:
-        piece, operands = updated.piece, updated.operands
-        state, slot = piece.state, piece.slot
-        assert state is not None
-        state.bind(slot)
-        update = call.update(state, updated.part, operands, is_last=updated.is_last)
-        lanes = self._lanes
-        if slot is None:
-            done = last = lanes.run(Lane.UPDATE, update, [ready])
-        else:
-            if piece.fetched is None:
-                self.units.fetch(piece, ready)
-            arrived = piece.fetched
-            if operands is not None:
-                come = functools.partial(operands.copy_in, lanes)
-                free = [] if slot.free is None else [slot.free]
-                arrived = lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
-            binding = None if slot.made is not None else state.binding
-
-            def leave() -> None:
-                if binding is not None:
-                    state.copy_out(lanes, binding)
-                if operands is not None:
-                    operands.copy_out(lanes)
-
-            done = lanes.run(Lane.UPDATE, update, [ready, arrived])
-            last = lanes.run(Lane.COPY_OUT, leave, [done])
-            slot.free = last
-        piece.fetched, piece.returned, piece.updated = None, last, done
-
     def update_ahead(
         self, unit: StreamedUnit, call: StepCall, freed: Callable[[Any], torch.Tensor]
     ) -> None:
@@ -565,8 +451,8 @@ class StreamedStep:
         part = _with_gradients(unit.queued)
         updated = parameters_of(part)
         ready = self._lanes.mark()
-        self._launch(unit, call, self._pieces(unit, part), ready)
-        self._send_temporary_home()
+        self._updates.launch(unit, call, self._updates.of(unit, part), ready)
+        self._updates.send_temporary_home()
         # Fused kernels do not count: a graph that has saved a parameter must notice.
         torch.autograd.graph.increment_version(updated)
         gradients = [parameter.grad for parameter in updated]
@@ -659,38 +545,10 @@ class StreamedStep:
             self.units.pool.leave(self.units, is_over=True)
 
 
-def _operand_bytes(update: _PieceUpdate) -> int:
-    return 0 if update.operands is None else update.operands.size_bytes
-
-
-def _works_on_dtensors(pieces: list[_PieceUpdate]) -> bool:
-    """Whether an update does not take this rank's parts, and so is a use of DTensors."""
-    states = [it.piece.state for it in pieces]
-    return any(it is not None and it.is_wrapped for it in states)
-
-
-def _are_staged(parameters: list[Any], pieces: list[_PieceUpdate]) -> bool:
-    """Whether each piece has copies of the gradients of these parameters."""
-    keys = set(map(id, parameters))
-    return all(
-        it.operands is not None and it.operands.has_gradient_of(parameter)
-        for it in pieces
-        for parameter in parameters_of(it.part)
-        if id(parameter) in keys
-    )
-
-
 def _without(groups: ParameterGroups, left_out: frozenset[Any]) -> ParameterGroups:
     if not left_out:
         return groups
     return [(number, [p for p in some if p not in left_out]) for number, some in groups]
-
-
-def _of_piece(groups: ParameterGroups, piece: StreamedUnit) -> ParameterGroups:
-    state = piece.state
-    assert state is not None
-    owned = ((number, [p for p in some if state.has(p)]) for number, some in groups)
-    return [(number, some) for number, some in owned if some]
 
 
 def _with_gradients(groups: ParameterGroups) -> ParameterGroups:

@@ -1,0 +1,195 @@
+"""Updates of a unit's pieces: each is copied into a slot, updated there, and copied back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from umem.executor.optimizer.clipped_gradients import ClippedGradients
+from umem.executor.optimizer.lanes import Lane, Lanes, Moment
+from umem.executor.optimizer.staged_operands import StagedOperands
+from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
+from umem.executor.optimizer.streamed_unit import StreamedUnit
+from umem.executor.optimizer.streamed_units import StreamedUnits
+
+__all__ = ["PieceUpdate", "PieceUpdates", "are_staged", "work_on_dtensors"]
+
+
+@dataclass(slots=True)
+class PieceUpdate:
+    """An update that is about to be queued."""
+
+    piece: StreamedUnit
+    part: ParameterGroups
+    """The parameters that are updated."""
+    is_last: bool
+    """Whether it counts the step of a parameter that is divided."""
+    operands: StagedOperands | None = None
+    """Weights and gradients that are staged for it."""
+
+    @property
+    def operand_bytes(self) -> int:
+        """Size of these."""
+        return 0 if self.operands is None else self.operands.size_bytes
+
+
+class PieceUpdates:
+    """Queues the copies and updates of pieces.
+
+    Parameters
+    ----------
+    units
+        The optimizer's units.
+    lanes
+        Where the work runs.
+    clipped
+        Holds gradients that are on the host.
+    """
+
+    def __init__(self, units: StreamedUnits, lanes: Lanes, clipped: ClippedGradients) -> None:
+        self.last: Moment = None
+        """The moment after the update that was queued last."""
+        self._units = units
+        self._lanes = lanes
+        self._clipped = clipped
+        self._leaving: list[tuple[StreamedUnit, StreamedUnit]] = []
+        """Units, each with a piece that is updated in a temporary slot, and not on its way home."""
+
+    def step_begins(self) -> None:
+        """Forget what an earlier step has left in temporary slots."""
+        self._leaving.clear()
+
+    def of(self, unit: StreamedUnit, part: ParameterGroups | None) -> list[PieceUpdate]:
+        """What is updated of a unit, one behind the other: `part`, or all that is queued."""
+        if not unit.divided:
+            return [PieceUpdate(unit, unit.queued if part is None else part, is_last=True)]
+        pieces = unit.pieces[::-1] if self._units.runs_backward else unit.pieces
+        last = {it.state.divided: it for it in pieces if it.state is not None}
+        updates = []
+        for piece in pieces:
+            some = piece.queued if part is None else _of_piece(part, piece)
+            if some:
+                updates.append(PieceUpdate(piece, some, is_last=piece in last.values()))
+        return updates
+
+    def stage_operands(self, updates: Sequence[PieceUpdate]) -> None:
+        """Stage weights and gradients at home beside the state, where slots have room for them."""
+        if not self._units.stages_operands:
+            return
+        by_slot: dict[int, list[PieceUpdate]] = {}
+        for it in updates:
+            state, slot = it.piece.state, it.piece.slot
+            if state is not None and slot is not None:
+                some = parameters_of(it.part)
+                operands = self._units.operands(some, state.span, self._clipped.factors)
+                if operands.size_bytes:
+                    it.operands = operands
+                    by_slot.setdefault(id(slot), []).append(it)
+        for some_updates in by_slot.values():
+            largest = max(some_updates, key=lambda it: it.operand_bytes)
+            state, slot = largest.piece.state, largest.piece.slot
+            assert state is not None
+            assert slot is not None
+            # Pieces have about as much beside as much state, and the same slot serves many.
+            share = slot.memory.nbytes / max(1, state.size_bytes)
+            buffer = self._units.operand_buffer(slot, largest.operand_bytes, share)
+            for it in some_updates:
+                if buffer is None:
+                    it.operands = None
+                elif it.operands is not None:
+                    it.operands.bind(buffer)
+
+    def launch(
+        self, unit: StreamedUnit, call: StepCall, updates: Sequence[PieceUpdate], ready: Moment
+    ) -> None:
+        """Queue copies and updates.
+
+        Parameters
+        ----------
+        unit
+            The unit of all pieces.
+        call
+            The hyperparameters.
+        updates
+            In their order.
+        ready
+            The moment behind which gradients may be used.
+        """
+        have_weights = False
+        for it in updates:
+            self._launch_piece(it, call, ready)
+            have_weights |= it.operands is not None and it.operands.has_weights
+            if it.piece.slot is not None and it.piece.slot.made is not None:
+                self._leaving.append((unit, it.piece))
+            unit.returned, unit.updated = it.piece.returned, it.piece.updated
+        if have_weights:
+            # Weights are updated when all of them are back.
+            unit.updated = self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
+        unit.fetched, self.last = None, unit.updated
+
+    def _launch_piece(self, updated: PieceUpdate, call: StepCall, ready: Moment) -> None:
+        piece, operands = updated.piece, updated.operands
+        state, slot = piece.state, piece.slot
+        assert state is not None
+        state.bind(slot)
+        update = call.update(state, updated.part, operands, is_last=updated.is_last)
+        lanes = self._lanes
+        if slot is None:
+            done = last = lanes.run(Lane.UPDATE, update, [ready])
+        else:
+            if piece.fetched is None:
+                self._units.fetch(piece, ready)
+            arrived = piece.fetched
+            if operands is not None:
+                come = functools.partial(operands.copy_in, lanes)
+                free = [] if slot.free is None else [slot.free]
+                arrived = lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
+            binding = None if slot.made is not None else state.binding
+
+            def leave() -> None:
+                if binding is not None:
+                    state.copy_out(lanes, binding)
+                if operands is not None:
+                    operands.copy_out(lanes)
+
+            done = lanes.run(Lane.UPDATE, update, [ready, arrived])
+            last = lanes.run(Lane.COPY_OUT, leave, [done])
+            slot.free = last
+        piece.fetched, piece.returned, piece.updated = None, last, done
+
+    def send_temporary_home(self) -> None:
+        """Copy state out of temporary slots: behind all weights, and what makes room in slots."""
+        for unit, piece in self._leaving:
+            state, slot = piece.state, piece.slot
+            assert state is not None
+            assert slot is not None
+            leave = functools.partial(state.copy_out, self._lanes, state.binding)
+            slot.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated])
+            piece.returned = unit.returned = slot.free
+        self._leaving.clear()
+
+
+def work_on_dtensors(updates: Sequence[PieceUpdate]) -> bool:
+    """Whether an update does not take this rank's parts, and so is a use of DTensors."""
+    states = [it.piece.state for it in updates]
+    return any(it is not None and it.is_wrapped for it in states)
+
+
+def are_staged(parameters: Sequence[Any], updates: Sequence[PieceUpdate]) -> bool:
+    """Whether each update has copies of the gradients of these parameters."""
+    keys = set(map(id, parameters))
+    return all(
+        it.operands is not None and it.operands.has_gradient_of(parameter)
+        for it in updates
+        for parameter in parameters_of(it.part)
+        if id(parameter) in keys
+    )
+
+
+def _of_piece(groups: ParameterGroups, piece: StreamedUnit) -> ParameterGroups:
+    state = piece.state
+    assert state is not None
+    owned = ((number, [p for p in some if state.has(p)]) for number, some in groups)
+    return [(number, some) for number, some in owned if some]
