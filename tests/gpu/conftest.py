@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,22 @@ FORK_WARNING = "ignore:This process:DeprecationWarning"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def umem_enabled() -> None:
+def only_run() -> Iterator[None]:
+    """Programs of a module run side by side and take most of the card: two runs would overfill it.
+
+    So GPU tests have no several workers either.
+    """
+    path = Path(tempfile.gettempdir(), f"umem-gpu-tests-{os.getuid()}.lock")
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pytest.exit(f"another run of GPU tests holds {path}: wait for its end", returncode=1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def umem_enabled(only_run: None) -> None:
     """The swap, before anything in this process uses the GPU. A process has only one."""
     with pytest.MonkeyPatch.context() as environment:
         if "UMEM_MANAGED_LIMIT" not in os.environ:
