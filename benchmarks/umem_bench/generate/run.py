@@ -31,6 +31,7 @@ from umem_bench.rows import (
     why_no_time,
 )
 from umem_bench.scale.run import growth
+from umem_bench.shapes import CODE_LLAMA_34B, LLAMA_2_7B, LLAMA_2_13B, QWEN3_30B_A3B
 
 __all__ = [
     "BUDGETS_BYTES",
@@ -47,36 +48,13 @@ _PROCESS_LIMIT_S = 480.0
 
 _GIB = 1 << 30
 
+_ONE_TEXT = {"batch": 1, "tokens": 64}
+
 CASES: dict[GenerateCase, LlamaShape] = {
-    # Shapes of the published configurations.
-    "llama-2-7b": LlamaShape(
-        hidden=4096, intermediate=11_008, layers=32, heads=32, batch=1, tokens=64
-    ),
-    "llama-2-13b": LlamaShape(
-        hidden=5120, intermediate=13_824, layers=40, heads=40, batch=1, tokens=64
-    ),
-    "code-llama-34b": LlamaShape(
-        hidden=8192,
-        intermediate=22_016,
-        layers=48,
-        heads=64,
-        key_value_heads=8,
-        batch=1,
-        tokens=64,
-    ),
-    "qwen3-30b-a3b": LlamaShape(
-        hidden=2048,
-        intermediate=768,
-        layers=48,
-        heads=32,
-        key_value_heads=4,
-        head_dim=128,
-        vocabulary=151_936,
-        experts=128,
-        experts_per_token=8,
-        batch=1,
-        tokens=64,
-    ),
+    "llama-2-7b": LLAMA_2_7B.model_copy(update=_ONE_TEXT),
+    "llama-2-13b": LLAMA_2_13B.model_copy(update=_ONE_TEXT),
+    "code-llama-34b": CODE_LLAMA_34B.model_copy(update=_ONE_TEXT),
+    "qwen3-30b-a3b": QWEN3_30B_A3B.model_copy(update=_ONE_TEXT),
     # For tests, on the CPU too.
     "tiny": LlamaShape(
         hidden=64,

@@ -34,6 +34,7 @@ from umem_bench.rows import (
     why_no_time,
 )
 from umem_bench.scale.measure import ScaleJob, measure
+from umem_bench.shapes import CODE_LLAMA_34B, LLAMA_2_7B, LLAMA_2_13B, TINYLLAMA_1B
 
 __all__ = [
     "BUDGETS_BYTES",
@@ -59,43 +60,20 @@ _MAX_GROWTH = 2.0
 _KEPT_BY_LOSS = 4
 """Tensors as large as a layer's input that the last norm and the head keep, at most."""
 
-_LLAMA_2_7B = LlamaShape(
-    hidden=4096, intermediate=11_008, layers=32, heads=32, batch=4, tokens=2048
-)
-_LLAMA_2_7B_FP32 = _LLAMA_2_7B.model_copy(update={"weights": "float32"})
-_LLAMA_2_13B = LlamaShape(
-    hidden=5120, intermediate=13_824, layers=40, heads=40, batch=4, tokens=2048
-)
+_FULL = {"batch": 4, "tokens": 2048}
 _LONG = {"batch": 1, "tokens": 4096}
+_FP32 = {"weights": "float32", **_FULL}
 
 CASES: dict[ScaleCase, LlamaShape] = {
-    # Shapes of the published configurations.
-    "llama-2-7b-fp32": _LLAMA_2_7B_FP32,
-    "llama-2-7b-fp32-40gib": _LLAMA_2_7B_FP32,
+    "llama-2-7b-fp32": LLAMA_2_7B.model_copy(update=_FP32),
+    "llama-2-7b-fp32-40gib": LLAMA_2_7B.model_copy(update=_FP32),
     # As far beyond its budget, and small enough for hosts that hold all of it twice.
-    "tinyllama-1b-fp32-8gib": LlamaShape(
-        hidden=2048,
-        intermediate=5632,
-        layers=22,
-        heads=32,
-        key_value_heads=4,
-        weights="float32",
-        batch=4,
-        tokens=2048,
-    ),
-    "llama-2-13b-bf16": _LLAMA_2_13B,
-    "llama-2-7b-bf16": _LLAMA_2_7B,
-    "llama-2-7b-lora": _LLAMA_2_7B.model_copy(update=_LONG),
-    "llama-2-13b-lora": _LLAMA_2_13B.model_copy(update=_LONG),
-    "code-llama-34b-lora": LlamaShape(
-        hidden=8192,
-        intermediate=22_016,
-        layers=48,
-        heads=64,
-        key_value_heads=8,
-        batch=1,
-        tokens=4096,
-    ),
+    "tinyllama-1b-fp32-8gib": TINYLLAMA_1B.model_copy(update=_FP32),
+    "llama-2-13b-bf16": LLAMA_2_13B.model_copy(update=_FULL),
+    "llama-2-7b-bf16": LLAMA_2_7B.model_copy(update=_FULL),
+    "llama-2-7b-lora": LLAMA_2_7B.model_copy(update=_LONG),
+    "llama-2-13b-lora": LLAMA_2_13B.model_copy(update=_LONG),
+    "code-llama-34b-lora": CODE_LLAMA_34B.model_copy(update=_LONG),
     # For tests, on the CPU too.
     "tiny": LlamaShape(
         hidden=64,

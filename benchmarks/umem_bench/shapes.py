@@ -1,0 +1,29 @@
+"""Shapes of published configurations. Batches are the benchmarks' own."""
+
+from __future__ import annotations
+
+from umem_bench.results import LlamaShape
+
+__all__ = ["CODE_LLAMA_34B", "LLAMA_2_7B", "LLAMA_2_13B", "QWEN3_30B_A3B", "TINYLLAMA_1B"]
+
+LLAMA_2_7B = LlamaShape(hidden=4096, intermediate=11_008, layers=32, heads=32)
+
+LLAMA_2_13B = LlamaShape(hidden=5120, intermediate=13_824, layers=40, heads=40)
+
+CODE_LLAMA_34B = LlamaShape(
+    hidden=8192, intermediate=22_016, layers=48, heads=64, key_value_heads=8
+)
+
+TINYLLAMA_1B = LlamaShape(hidden=2048, intermediate=5632, layers=22, heads=32, key_value_heads=4)
+
+QWEN3_30B_A3B = LlamaShape(
+    hidden=2048,
+    intermediate=768,
+    layers=48,
+    heads=32,
+    key_value_heads=4,
+    head_dim=128,
+    vocabulary=151_936,
+    experts=128,
+    experts_per_token=8,
+)
