@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -269,6 +270,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found["deepspeed"] = config["zero_optimization"]
         return SimpleNamespace(module=model), None, None, None
 
+    # transformers looks for DeepSpeed when it is loaded: without this module's.
+    importlib.import_module("transformers.integrations.deepspeed")
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "another's")
