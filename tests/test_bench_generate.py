@@ -270,7 +270,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found["deepspeed"] = config["zero_optimization"]
         return SimpleNamespace(module=model), None, None, None
 
-    # transformers looks for DeepSpeed when it is loaded: without this module's.
+    # transformers looks for DeepSpeed when it is loaded, and must not find the stand-in.
     importlib.import_module("transformers.integrations.deepspeed")
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
