@@ -1,4 +1,8 @@
-"""Shapes of published configurations. Batches are the benchmarks' own."""
+"""Shapes of published models, by their `config.json`. Batches are the benchmarks' own.
+
+`meta-llama/Llama-2-{7b,13b}-hf`, `codellama/CodeLlama-34b-hf`, `TinyLlama/TinyLlama-1.1B` and
+`Qwen/Qwen3-30B-A3B`.
+"""
 
 from __future__ import annotations
 
