@@ -10,7 +10,7 @@ from typing import Any
 import managed_training
 import pytest
 import torch
-from faults import Interrupt, Signal
+from faults import Interrupt, Signal, mend_torch_modes
 from managed_training import (
     BEFORE_PLANNED,
     MIB,
@@ -535,7 +535,7 @@ def test_an_interrupt_at_any_moment_costs_one_step_of_the_plan(
                 managed.forward(rows).backward()
         except KeyboardInterrupt:
             met += 1
-            torch.set_grad_enabled(True)  # the interrupt may have come in a block of torch's own
+            mend_torch_modes()
         else:
             moments = max(moments, fault.moments)
         managed.optimizer.zero_grad()

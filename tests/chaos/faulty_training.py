@@ -7,8 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import torch
-from faults import Fault, Interrupt, OutOfMemory, Signal, came_in_update
+from faults import Fault, Interrupt, OutOfMemory, Signal, came_in_update, mend_torch_modes
 from random_training import Pair, RandomProgram, Step, values
 
 from umem.core.errors import PlanError
@@ -79,7 +78,7 @@ def _load_with(pair: Pair, fault: Fault) -> str:
         with fault:
             _load(pair.streamed, state)
     except fault.error:
-        _mend_grad_mode()
+        mend_torch_modes()
         _load(pair.streamed, state)
         return "load"
     return ""
@@ -94,7 +93,7 @@ def _step_with(pair: Pair, fault: Fault) -> str:
         with fault:
             streamed.step()
     except fault.error as error:
-        _mend_grad_mode()
+        mend_torch_modes()
         in_update = came_in_update(error)
     else:
         stock.step()
@@ -125,11 +124,6 @@ def _whole_steps(program: RandomProgram) -> int:
     assert program.training is not None
     counts = program.training.counts
     return counts.resident + counts.in_line
-
-
-def _mend_grad_mode() -> None:
-    """As without umem: a signal may have come within the begin or end of a block of torch's own."""
-    torch.set_grad_enabled(True)
 
 
 def _whole(step: Step) -> Step:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from faults import Interrupt, Signal
+from faults import Interrupt, Signal, mend_torch_modes
 from lazy_lanes import HostStateMemory, LazyLanes
 from random_training import MODELS
 from streamed_programs import WIDTH, NoRoom, bits
@@ -94,8 +94,7 @@ def interrupt_streamed_weights(seed: int, interrupts: int) -> None:
                 act(streamed, number)
         except KeyboardInterrupt:
             met += 1
-            # As without umem: a signal may have come within the begin of torch's own block.
-            torch.set_grad_enabled(True)
+            mend_torch_modes()
             assert streamed.values() == stock.values()
         else:
             moments = max(moments, fault.moments)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import umem
 
-__all__ = ["Fault", "Interrupt", "OutOfMemory", "Signal", "came_in_update"]
+__all__ = ["Fault", "Interrupt", "OutOfMemory", "Signal", "came_in_update", "mend_torch_modes"]
 
 _UMEM = str(Path(umem.__file__).parent)
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
@@ -31,6 +31,19 @@ def came_in_update(error: BaseException) -> bool:
     """
     codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(it.co_name == "step" and it.co_filename.startswith(_OPTIMIZERS) for it in codes)
+
+
+def mend_torch_modes() -> None:
+    """Leave grad mode and autocast as they are outside of all blocks.
+
+    As without umem: a signal may have come within the begin or end of a block of torch's own, which
+    then stays entered, for the tests behind this one too.
+    """
+    torch.set_grad_enabled(True)
+    for _ in range(torch.autocast_increment_nesting()):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_enabled("cpu", False)
 
 
 class Fault(ABC):
