@@ -120,8 +120,11 @@ class Zero3:
                 it.register_post_accumulate_grad_hook(self._take_gradient)
             self._free(layer)
         self.losses: list[torch.Tensor] = []
+        self.steps = 0
         self.fragments: list[torch.Tensor] | None = None
         """Views of the state, as DeepSpeed has one of each parameter's part; None without."""
+        self.uses_fragments_every = 1
+        """Steps from one use of them to the next."""
 
     def _gather(self, layer: nn.Module) -> None:
         for it in layer.parameters():
@@ -140,6 +143,7 @@ class Zero3:
     def train(self, steps: int = STEPS) -> None:
         """Some steps."""
         for _ in range(steps):
+            self.steps += 1
             seed = torch.Generator().manual_seed(len(self.losses))
             batch = torch.randn(8, WIDTH, generator=seed).bfloat16().requires_grad_()
             loss = self.model(batch).float().square().mean()
@@ -161,9 +165,10 @@ class Zero3:
         if not self.fragments:
             moments = [self.optimizer.state[it]["exp_avg"] for it in self.masters]
             self.fragments = [it[:WIDTH] for it in moments] + [it[WIDTH:] for it in moments]
-        self.losses += [it.sum() for it in self.fragments]
-        if len(self.losses) % 4 == 0:
-            self.fragments[0].mul_(0.5)
+        if self.steps % self.uses_fragments_every == 0:
+            self.losses += [it.sum() for it in self.fragments]
+            if len(self.losses) % 4 == 0:
+                self.fragments[0].mul_(0.5)
 
     def found(self) -> Any:
         """All that can be compared with another run."""
@@ -241,6 +246,31 @@ def test_state_that_something_else_sees_is_streamed_where_it_is(
     assert status.counts.streamed >= len(run.masters) * (STEPS - 3)
     assert status.counts.waited > 0
     assert status.slots_bytes > 0
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_state_with_known_views_is_fetched_ahead(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are guarded as the state itself: a use in some step finds what it would find there."""
+    stock, run = PROGRAMS[name](), PROGRAMS[name]()
+    for it in (stock, run):
+        it.fragments, it.uses_fragments_every = [], 5
+    stock.train(12)
+    monkeypatch.setattr(unit_names, "_PART_BYTES", LAYER)
+    streams = Streams(-1, also=run.masters)
+    with streaming(streams, monkeypatch):
+        run.train(7)
+        (training,) = streams.trainings
+        units = training.step.units
+        layouts = units.layouts
+        run.train(2)
+        assert units.layouts == layouts
+        assert units.may_have_temporary
+        run.model(torch.ones(1, WIDTH, dtype=torch.bfloat16).requires_grad_())
+        assert any(piece.fetched is not None for unit in units for piece in unit.pieces)
+        run.train(3)
+    assert run.found() == stock.found()
 
 
 def streamed(model: nn.Module, optimizer: torch.optim.Optimizer, also: Any) -> StreamedTraining:

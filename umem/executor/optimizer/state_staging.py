@@ -14,6 +14,7 @@ import torch
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import can_guard, can_guard_dtensor, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
+from umem.executor.optimizer.state_views import StateViews
 from umem.runtime.model_parts import layout_of, local_part, local_parts, wrapper_of
 from umem.runtime.unfilled_memory import unfilled_like
 from umem.torch_compat import DisableTorchFunctionSubclass
@@ -235,6 +236,8 @@ class StagedState:
         first to before the second. None for all.
     whole
         All state of the unit, of which this is a part; None for all of it.
+    views
+        Finds views of it; None for a part.
     on_parts
         Whether the optimizer may update this rank's parts of DTensors as plain tensors: it looks at
         each element by itself, and replaces no state.
@@ -247,6 +250,7 @@ class StagedState:
         span: tuple[int, int] | None = None,
         whole: StagedState | None = None,
         *,
+        views: StateViews | None = None,
         on_parts: bool = False,
     ) -> None:
         self._whole = whole or self
@@ -286,9 +290,13 @@ class StagedState:
         self._may_unwrap = bool(self.dtensors) and on_parts and all(map(self._is_alike, state))
         self.is_wrapped = bool(self.dtensors) and not self._may_unwrap
         """Whether the optimizer's views are DTensors, and not this rank's parts of them."""
-        self.is_shared = self._have_alias()
+        self.views: list[torch.Tensor] = []
+        """Others on the memory of homes, if all are known."""
+        self.is_shared: bool = (whole is None or whole.is_shared) and self._have_alias()
         """Whether something may use the tensors that a guard would not see: an alias, or a tensor
         of another class. Later aliases come by a use, which the guard sees."""
+        if self.is_shared and views is not None:
+            self._find_views(views)
 
     def _is_alike(self, parameter: torch.Tensor) -> bool:
         """Whether ranks have parts of a parameter and of its state in the same way."""
@@ -365,12 +373,20 @@ class StagedState:
     @property
     def guarded(self) -> list[torch.Tensor]:
         """The tensors whose uses are seen, from the layout to the next one, but `dtensors`."""
-        return self.homes if self.is_shared else [*self.homes, *self.others]
+        return self.homes if self.is_shared else [*self.homes, *self.others, *self.views]
 
     def _have_alias(self) -> bool:
+        return not self._can_guard_all() or has_alias((*self.homes, *self.others))
+
+    def _can_guard_all(self) -> bool:
         every = (*self.homes, *self.others)
-        can_guard_all = all(map(can_guard, every)) and all(map(can_guard_dtensor, self.dtensors))
-        return not can_guard_all or has_alias(every)
+        return all(map(can_guard, every)) and all(map(can_guard_dtensor, self.dtensors))
+
+    def _find_views(self, views: StateViews) -> None:
+        found = None
+        if self._can_guard_all() and not has_alias(self.others):
+            found = views.of(self.homes)
+        self.views, self.is_shared = found or [], found is None
 
     def is_current(self, state: OptimizerState) -> bool:
         """Whether an optimizer still has these very values as the state of these parameters.

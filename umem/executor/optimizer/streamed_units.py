@@ -24,6 +24,7 @@ from umem.executor.optimizer.state_staging import (
     StagedState,
     StateMemory,
 )
+from umem.executor.optimizer.state_views import StateViews
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
 from umem.executor.optimizer.streamed_unit import StreamedUnit
 from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
@@ -291,7 +292,10 @@ class StreamedUnits:
             piece_bytes = self._piece_bytes if in_pieces else None
             on_parts = in_pieces and not replaces_state(optimizer)
             for unit in changed:
-                self._lay_out_unit(unit, state, piece_bytes, on_parts=on_parts)
+                self._drop_state(unit)  # with all views of umem's own
+            views = StateViews(_tensors_of(state))
+            for unit in changed:
+                self._lay_out_unit(unit, state, piece_bytes, views, on_parts=on_parts)
             self.layouts += 1
             self._seen = (state, len(state))
             self._values = None if replaces_state(optimizer) else self._all_values()
@@ -345,10 +349,10 @@ class StreamedUnits:
         unit: StreamedUnit,
         state: OptimizerState,
         piece_bytes: int | None,
+        views: StateViews,
         *,
         on_parts: bool,
     ) -> None:
-        self._drop_state(unit)
         every = {p: state.get(p) or {} for p in parameters_of(unit.groups)}
         placement = StatePlacement(every, self._memory)
         is_resident = None if self._resident is None else unit.name in self._resident
@@ -364,7 +368,7 @@ class StreamedUnits:
         }
         unit.queue(queued)
         if queued:
-            unit.state = StagedState(queued, self._memory, on_parts=on_parts)
+            unit.state = StagedState(queued, self._memory, views=views, on_parts=on_parts)
             if not all(map(self._memory.is_movable, unit.state.homes)):
                 unit.fixed_bytes = sum(it.nbytes for it in unit.state.homes)
             for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
@@ -600,5 +604,9 @@ class StreamedUnits:
 
 
 def _has_common(state: OptimizerState) -> bool:
-    tensors = [it for values in state.values() for it in values.values() if torch.is_tensor(it)]
+    tensors = _tensors_of(state)
     return len(set(map(id, tensors))) < len(tensors)
+
+
+def _tensors_of(state: OptimizerState) -> list[torch.Tensor]:
+    return [it for values in state.values() for it in values.values() if torch.is_tensor(it)]
