@@ -765,16 +765,12 @@ class WithUnheldParameters(Net):
         return super().forward(x * torch.stack(self.unheld).mean())
 
 
-@pytest.mark.parametrize(("more_bytes", "must_leave"), [(9 * LAYER_STATE, True), (10**9, False)])
-def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
-    more_bytes: int, must_leave: bool
-) -> None:
+def with_unheld_parameters(more_bytes: int) -> Training:
     run = Training(Machine(more_bytes), make_model=WithUnheldParameters)
     for it in (*run.model.parameters(), *run.model.unheld):
         run.memory.place(it, on_device=True)
-    unheld_bytes = sum(it.nbytes for it in run.model.unheld)
-    run.machine.live += unheld_bytes
     machine, activations_away, placed = run.machine, run.machine.away, run.machine.placed
+    machine.live += sum(it.nbytes for it in run.model.unheld)
 
     def at_home() -> int:
         return sum(it.nbytes for it in run.model.unheld if run.memory.is_home(it))
@@ -783,6 +779,15 @@ def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
     machine.away = lambda: activations_away() + at_home()
     machine.placed = lambda: placed() + at_home()
     machine.at_home = at_home
+    return run
+
+
+@pytest.mark.parametrize(("more_bytes", "must_leave"), [(9 * LAYER_STATE, True), (10**9, False)])
+def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
+    more_bytes: int, must_leave: bool
+) -> None:
+    run = with_unheld_parameters(more_bytes)
+    unheld_bytes = sum(it.nbytes for it in run.model.unheld)
     assert run.run(12) == Training(make_model=WithUnheldParameters).run(12)
     status = run.training.status().tuning
     assert status is not None
@@ -791,6 +796,20 @@ def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
     weights = sum(it.trained_weight_bytes for it in run.tuner._units)
     assert weights == unheld_bytes * must_leave
     assert run.machine.spilled == 0
+
+
+@pytest.mark.parametrize(("lacking", "leave"), [(SLACK, False), (SLACK + 1, True)])
+def test_they_stay_where_little_memory_is_lacking(lacking: int, leave: bool) -> None:
+    """A plan with twice the slack would have room without them only."""
+    run = with_unheld_parameters(10**8)
+    run.run(8)
+    run.machine.spilled += lacking
+    run.run(8)
+    status = run.training.status().tuning
+    assert status is not None
+    assert status.state == TuningState.PLANNED
+    assert status.plans == (1 if leave else 2)  # counted anew when they have left
+    assert [run.memory.is_home(it) for it in run.model.unheld] == [leave] * 3
 
 
 def test_a_training_that_is_closed_is_stock() -> None:

@@ -139,6 +139,9 @@ class StreamTuner:
         self._plans = self._shortages = self._steps = 0
         self._slack = 1
         self._spilled_bytes = 0
+        """Host memory that the budget had given when the plan was in force."""
+        self._lacking_bytes = 0
+        """What came to that when memory ran short."""
         self._has_warned = self._has_given_up = False
 
     # ------------------------------------------------------------------ for the training
@@ -509,15 +512,14 @@ class StreamTuner:
             return
         assert self._tracker is not None
         self._tracker.stop()
-        if measured.occasion == Occasion.SHORT and not measured.has_grown:
-            self._slack *= 2
+        is_short = measured.occasion == Occasion.SHORT and not measured.has_grown
         # What is used in host memory is slow: under a plan that has room for it, measure again.
         self._measures_again = measured.is_slow and measured.occasion == Occasion.BEGIN
-        self._make_plan()
+        self._make_plan(with_more_slack=is_short)
 
     # ------------------------------------------------------------------ planning
 
-    def _make_plan(self) -> None:
+    def _make_plan(self, *, with_more_slack: bool = False) -> None:
         figures = self._measured.figures
         assert figures is not None
         self._plans += 1
@@ -532,7 +534,13 @@ class StreamTuner:
             self._hardware.memory_bytes_per_s,
         )
         budget_bytes = self._room.budget_bytes
+        slack = self._slack
+        self._slack *= 1 + with_more_slack
         whole, error = self._plan_with_slack(units, figures)
+        if whole is None and with_more_slack and self._lacking_bytes <= self._least_slack_bytes():
+            # To use so little in host memory takes less time than to copy all that could leave.
+            self._slack = slack
+            whole, error = self._plan_with_slack(units, figures)
         if whole is None and self._send_parameters_home():
             self._start_over()
             return
@@ -606,6 +614,9 @@ class StreamTuner:
             except PlanError as error:
                 errors.append(str(error))
         return None, errors[0]
+
+    def _least_slack_bytes(self) -> int:
+        return int(_SLACK_SHARES[-1] * least_slack_bytes(self._room.budget_bytes))
 
     def _plan_training(
         self, units: Sequence[StreamUnit], figures: StepFigures, budget_bytes: int
@@ -720,4 +731,5 @@ class StreamTuner:
         if self.plan is not None:  # measured steps have no temporary slots
             peak_bytes -= self.plan.temporary_bytes()
         self._shortages += 1
+        self._lacking_bytes = spilled_bytes - self._spilled_bytes
         self._measure(Occasion.SHORT, _MEASURED_STEPS, peak_bytes)
