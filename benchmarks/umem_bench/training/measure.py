@@ -102,7 +102,12 @@ def card_figures(card: Card | None, name: str) -> dict[str, int]:
 
 
 def outside_figures(card: Card | None) -> dict[str, int]:
-    """What is in use on the card beside the memory that torch's allocator has reserved."""
+    """What is in use on the card beside the memory that torch's own allocator has reserved.
+
+    Nothing with another allocator, whose count has host memory too.
+    """
+    if card is None or torch.cuda.get_allocator_backend() != "native":
+        return {}
     used = card_figures(card, "outside_bytes")
     return {name: size - torch.cuda.memory_reserved() for name, size in used.items()}
 
@@ -126,8 +131,7 @@ def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if timed.after is not None:
         found["predicted_step_s"] = predicted_step_s(timed.after)
-    if allocator == "torch":
-        found |= outside_figures(job.card)
+    found |= outside_figures(job.card)
     if job.variant == "stock":  # others train for longer before they are timed
         losses += [training.step() for _ in range(KEPT_LOSSES - len(losses))]
     return found | {
