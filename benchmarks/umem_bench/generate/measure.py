@@ -130,7 +130,7 @@ def _measure(job: GenerateJob, end_s: float) -> dict[str, Any]:
         notes.append(f"no time was left for more than {len(rounds_s)} of {job.rounds} rounds")
     if not logits.isfinite().all():
         notes.append("its logits are not finite, so that equal bits say little")
-    found |= outside_figures(job.card) | host_figures()
+    found |= outside_figures(job.card, job.variant) | host_figures()
     if after is not None:
         found |= {
             "streamed_bytes": after.streamed_bytes,

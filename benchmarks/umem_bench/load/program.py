@@ -89,7 +89,7 @@ def _figures(
 
         status = manage_weights(model).status()
         found |= {"streamed_bytes": status.streamed_bytes, "resident_bytes": status.resident_bytes}
-    return found | host_figures() | outside_figures(card)
+    return found | host_figures() | outside_figures(card, job["variant"])
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def _train(job: ScaleJob, training: Training, began_s: float) -> dict[str, Any]:
         notes.append("its step was not done in the backward pass")
     if timed.after is not None:
         notes += status_notes(timed.after)
-    found |= outside_figures(job.card)
+    found |= outside_figures(job.card, job.variant)
     return (
         found
         | host_figures()

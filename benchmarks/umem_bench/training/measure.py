@@ -101,12 +101,12 @@ def card_figures(card: Card | None, name: str) -> dict[str, int]:
     return {name: card.used_bytes()}
 
 
-def outside_figures(card: Card | None) -> dict[str, int]:
+def outside_figures(card: Card | None, variant: str) -> dict[str, int]:
     """What is in use on the card beside the memory that torch's own allocator has reserved.
 
-    Nothing with another allocator, whose count has host memory too.
+    Nothing for a variant with another allocator, whose count has host memory too.
     """
-    if card is None or torch.cuda.get_allocator_backend() != "native":
+    if variant.startswith(("umem", "rmm")):
         return {}
     used = card_figures(card, "outside_bytes")
     return {name: size - torch.cuda.memory_reserved() for name, size in used.items()}
@@ -131,7 +131,7 @@ def _measure(job: TrainingJob, training: Training) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if timed.after is not None:
         found["predicted_step_s"] = predicted_step_s(timed.after)
-    found |= outside_figures(job.card)
+    found |= outside_figures(job.card, job.variant)
     if job.variant == "stock":  # others train for longer before they are timed
         losses += [training.step() for _ in range(KEPT_LOSSES - len(losses))]
     return found | {
