@@ -537,7 +537,8 @@ class StreamTuner:
         slack = self._slack
         self._slack *= 1 + with_more_slack
         whole, error = self._plan_with_slack(units, figures)
-        if whole is None and with_more_slack and self._lacking_bytes <= self._least_slack_bytes():
+        little_bytes = int(_SLACK_SHARES[-1] * least_slack_bytes(budget_bytes))
+        if whole is None and with_more_slack and self._lacking_bytes <= little_bytes:
             # To use so little in host memory takes less time than to copy all that could leave.
             self._slack = slack
             whole, error = self._plan_with_slack(units, figures)
@@ -614,9 +615,6 @@ class StreamTuner:
             except PlanError as error:
                 errors.append(str(error))
         return None, errors[0]
-
-    def _least_slack_bytes(self) -> int:
-        return int(_SLACK_SHARES[-1] * least_slack_bytes(self._room.budget_bytes))
 
     def _plan_training(
         self, units: Sequence[StreamUnit], figures: StepFigures, budget_bytes: int
