@@ -535,7 +535,8 @@ class StreamTuner:
         )
         budget_bytes = self._room.budget_bytes
         slack = self._slack
-        self._slack *= 1 + with_more_slack
+        if with_more_slack:
+            self._slack *= 2
         whole, error = self._plan_with_slack(units, figures)
         little_bytes = int(_SLACK_SHARES[-1] * least_slack_bytes(budget_bytes))
         if whole is None and with_more_slack and self._lacking_bytes <= little_bytes:

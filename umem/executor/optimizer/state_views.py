@@ -31,7 +31,7 @@ class StateViews:
     """
 
     def __init__(self, state: Iterable[torch.Tensor]) -> None:
-        self._state = state
+        self._state = frozenset(map(id, state))
         self._tensors: dict[int, list[torch.Tensor]] | None = None
         """All of them, by address of their memory."""
 
@@ -41,17 +41,14 @@ class StateViews:
         None where something may use the memory that a guard of these would not see.
         """
         views: list[torch.Tensor] = []
-        state: set[int] = set()
         for tensor in tensors:
             if not has_alias((tensor,)):
                 continue
-            state = state or set(map(id, self._state))
             every = self._on_memory_of(tensor)
             others = [it for it in every if it is not tensor]
-            is_known = len(others) < len(every) and are_all_on_memory(every)
-            if not is_known or any(
-                type(it) is not torch.Tensor or id(it) in state for it in others
-            ):
+            if len(others) == len(every) or not are_all_on_memory(every):
+                return None
+            if any(type(it) is not torch.Tensor or id(it) in self._state for it in others):
                 return None
             views += others
         return views
