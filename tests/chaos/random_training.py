@@ -101,11 +101,11 @@ def random_step(chance: random.Random) -> Step:
 def _temporary_slots(chance: random.Random) -> TemporaryPlan:
     """Up to five, in half of the plans, made and freed anywhere."""
     count = chance.randint(0, 5) if chance.random() < 0.5 else 0
-    made_in = sorted(chance.choices(range(-1, 4), k=count), reverse=True)
+    made_in = sorted(chance.choices(range(4), k=count), reverse=True)
     ends = sorted(chance.choices(range(-1, 5), k=count))
     names = {-1: "", 4: None} | {number: f"layers.{number}" for number in range(4)}
     return TemporaryPlan(
-        tuple(f"layers.{number}" if number >= 0 else None for number in made_in),
+        tuple(f"layers.{number}" for number in made_in),
         tuple(names[number] for number in ends),
         batches=chance.randint(1, 2),
     )

@@ -640,7 +640,6 @@ class StreamTuner:
             state_share=min(self._state_share, self._optimizers.movable_share),
             other_s=figures.other_s,
             step_peak_bytes=figures.step_peak_bytes,
-            update_peak_bytes=figures.update_peak_bytes,
             is_deferred=not self._optimizers.waits(),
             in_backward=self._optimizers.in_backward,
             batches=figures.batches,

@@ -195,7 +195,6 @@ class StreamedTraining:
             model, blocks, units, self._may_make_slots, self._temporary_failed
         )
         self._undo.append(self._temporary.close)
-        self._step.laid_out = self._temporary.make_rest
         if weights is not None:
             updates, update_of = weights.streamed.updates, self._step.update_of
             updates.append(update_of)

@@ -29,9 +29,7 @@ class StepMemory:
     units
         In forward order.
     step_peak_bytes
-        At any moment between the passes.
-    update_peak_bytes
-        While the optimizer steps.
+        When the step begins.
     copied_gradients
         Number of units whose gradients are copied out, the last ones.
     batches
@@ -44,13 +42,12 @@ class StepMemory:
         self,
         units: Sequence[StreamUnit],
         step_peak_bytes: int,
-        update_peak_bytes: int,
         copied_gradients: int,
         batches: int,
         holds_gradients: bool,
     ) -> None:
         self.count = len(units)
-        self.step_bytes, self.update_bytes = step_peak_bytes, update_peak_bytes
+        self.step_bytes = step_peak_bytes
         self.gradient_bytes = [0] * self.count
         """Those that are copied out."""
         self._updated_bytes = np.zeros(self.count, np.int64)
@@ -76,13 +73,11 @@ class StepMemory:
                 forward -= copied_bytes
                 self._updated_bytes = (every - copied).cumsum() - (every - copied)
                 backward -= np.minimum(copied_bytes, every.cumsum() + left)
-                gone_bytes = copied_bytes
+                self.step_bytes -= copied_bytes
             else:
                 forward -= behind[: self.count] if holds_gradients else 0
                 backward -= left
-                gone_bytes = int(behind[UNITS_WITH_GRADIENTS])
-            self.step_bytes -= gone_bytes
-            self.update_bytes -= gone_bytes
+                self.step_bytes -= int(behind[UNITS_WITH_GRADIENTS])
         self.peak_bytes = np.concatenate((forward, backward[::-1]))
         # The last unit's backward pass comes at once.
         self.can_leave = [i for i, unit in enumerate(units[:-1]) if unit.saved_bytes]
@@ -176,14 +171,8 @@ class StepMemory:
         for number, unit in returning.items():
             used[2 * self.count - 1 - unit :] += size_bytes[number]
             first[: number + 1] += size_bytes[number]
-        back_bytes = sum(size_bytes[number] for number in returning)
-        return PlannedBytes(
-            forward=used[: self.count],
-            backward=used[self.count :][::-1],
-            step=self.step_bytes + back_bytes,
-            update=self.update_bytes + back_bytes,
-            first_forward=first,
-        )
+        step_bytes = self.step_bytes + sum(size_bytes[number] for number in returning)
+        return PlannedBytes(used[: self.count], used[self.count :][::-1], step_bytes, first)
 
 
 @dataclass(frozen=True)
@@ -195,9 +184,7 @@ class PlannedBytes:
     backward: ByteCounts
     """In its backward pass, int64[N]."""
     step: int
-    """At any moment between the passes."""
-    update: int
-    """While the optimizer steps."""
+    """When the step begins."""
     first_forward: ByteCounts
     """In the forward pass of the first batch, while updates free gradients, int64[N]."""
 
@@ -227,11 +214,10 @@ class PlannedBytes:
         )
         # What is outside of blocks comes first: nothing tells when the backward pass is there.
         counts = np.minimum(in_backward, (room_bytes - self.step) // slot_bytes)[1:]
-        # More of them where what the program makes before its step, such as by clipping, is gone.
-        most = min(most, (room_bytes - self.update) // slot_bytes)
+        most = min(most, int(counts.max(initial=0)))
         return [
             TemporarySlot(
-                made_in=int(np.max(np.flatnonzero(counts > number) + 1, initial=-1)),
+                made_in=1 + int(np.flatnonzero(counts > number)[-1]),
                 # Of the slots that the next forward pass begins with, the first are home first.
                 freed_before=int(np.searchsorted(-in_forward, number - most, side="right")),
             )
@@ -244,7 +230,7 @@ class PlannedBytes:
         for it in slots:
             backward[: it.made_in + 1] += slot_bytes
             forward[: it.freed_before] += slot_bytes
-        step_bytes = self.step + sum(it.made_in >= 0 for it in slots) * slot_bytes
-        update_bytes = self.update + len(slots) * slot_bytes
-        passes = (int(it.max(initial=0)) for it in (forward, backward))
-        return max(self.most_bytes, step_bytes, update_bytes, *passes)
+        step_bytes = self.step + len(slots) * slot_bytes
+        return max(
+            self.most_bytes, step_bytes, *(int(it.max(initial=0)) for it in (forward, backward))
+        )

@@ -49,9 +49,9 @@ _COPIED_COUNTS = 6
 _FETCH_AHEAD = (1, 4)
 """Blocks by which activations come back early, for which room is left beside the state."""
 
-_HALVINGS = 3
-"""Numbers of temporary slots to try: the most, each time half as many, and those that the backward
-pass has room for. Where fewer are made, they are freed later."""
+_TEMPORARY_COUNTS = 3
+"""Numbers of temporary slots to try: the most, and each time half as many. Where fewer are made,
+they are freed later."""
 
 _MOST_TASKS = 40_000
 """Tasks to simulate in all, so that plans for thousands of units take less than a second."""
@@ -107,7 +107,7 @@ class StreamPlan:
     """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming
 
-    def temporary_bytes(self, *, forward: int = -1, backward: int = -1) -> int:
+    def temporary_bytes(self, *, forward: int = -1, backward: int = 0) -> int:
         """Bytes of temporary slots in a unit's forward or backward pass; by default in the step."""
         return self.slot_bytes * sum(
             it.freed_before > forward and it.made_in >= backward for it in self.temporary
@@ -121,7 +121,6 @@ def plan_stream(
     hardware: Hardware,
     other_s: float = 0.0,
     step_peak_bytes: int = 0,
-    update_peak_bytes: int | None = None,
     is_deferred: bool = True,
     in_backward: bool = False,
     batches: int = 1,
@@ -154,10 +153,8 @@ def plan_stream(
     other_s
         Computation between the last backward pass and the step, such as gradient clipping.
     step_peak_bytes
-        Device memory of everything but streamed state and slots between the passes, such as weights
-        and gradients. It does not count with `in_backward`.
-    update_peak_bytes
-        The same while the optimizer steps; by default as much.
+        Device memory of everything but streamed state and slots when the step begins, such as
+        weights and gradients. It does not count with `in_backward`.
     is_deferred, in_backward, batches
         As in :func:`umem.planning.stream_timing.simulate_stream`.
     holds_gradients
@@ -193,12 +190,7 @@ def plan_stream(
             staged=np.array(staged, np.int64),
             stages_operands=stages_operands,
             memory=StepMemory(
-                units,
-                0 if in_backward else step_peak_bytes,
-                step_peak_bytes if update_peak_bytes is None else update_peak_bytes,
-                count,
-                batches,
-                holds_gradients,
+                units, 0 if in_backward else step_peak_bytes, count, batches, holds_gradients
             ),
             budget_bytes=budget_bytes,
             hardware=hardware,
@@ -280,7 +272,7 @@ def _fastest(problem: _Problem) -> StreamPlan:
     units = problem.units
     pieces = sum(len(unit.pieces) for unit in units)
     per_plan = 3 * (3 * pieces + 2 * problem.batches * len(units))
-    per_plan *= 1 + (1 + _HALVINGS) * problem.may_have_temporary
+    per_plan *= 1 + _TEMPORARY_COUNTS * problem.may_have_temporary
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
             break
@@ -513,13 +505,12 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
     """The plan of a choice, with temporary slots if they gain time."""
     best = _simulated_with(problem, choice, ())
     longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
-    every = _temporary(problem, choice)
-    before_step = sum(it.made_in >= 0 for it in every)
-    counts = {before_step, *(len(every) >> halvings for halvings in range(_HALVINGS))}
-    for count in sorted(counts - {0}, reverse=True):
-        plan = _simulated_with(problem, choice, _temporary(problem, choice, count))
-        if plan.predicted.step_s < longest_s:
-            best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
+    most = len(_temporary(problem, choice))
+    for count in [most >> halvings for halvings in range(_TEMPORARY_COUNTS)]:
+        if count:
+            plan = _simulated_with(problem, choice, _temporary(problem, choice, count))
+            if plan.predicted.step_s < longest_s:
+                best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
     return best
 
 
@@ -582,25 +573,19 @@ def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
         compute_s + 2.0 * all_bytes * slowdown,
         all_bytes / min(in_rate, out_rate, both_rate / 2.0),
     ]
-    temporary = _temporary(problem, choice)
-    slots = choice.slots + len(temporary)
-    made_in_step = sum(it.made_in < 0 for it in temporary)
-    if slots - made_in_step < len(size) and not problem.in_backward:
-        ahead_bytes = size[: slots - made_in_step].sum()
+    slots = choice.slots + len(_temporary(problem, choice))
+    if slots < len(size) and not problem.in_backward:
+        ahead_bytes = size[:slots].sum()
         # The last units to use each slot may still be on their way home.
         behind_bytes = size[-choice.slots :].sum() + size[choice.slots : slots].sum()
-        copies_s = max(
-            (size.sum() - ahead_bytes) / in_rate,
+        # Nothing leaves before the first update of a streamed unit, and nothing comes before that
+        # has left.
+        first = units[streamed[0]]
+        copies_s = first.update_s * size[0] / first.state_bytes + max(
+            (size.sum() - ahead_bytes) / in_rate + size[0] / out_rate,
             (size.sum() - behind_bytes) / out_rate,
             (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,
         )
-        if not made_in_step:
-            # Nothing leaves before the first update of a streamed unit, and nothing comes before
-            # that has left.
-            first = units[streamed[0]]
-            copies_s = first.update_s * size[0] / first.state_bytes + max(
-                (size.sum() - ahead_bytes) / in_rate + size[0] / out_rate, copies_s
-            )
         before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
         if not problem.is_deferred:
             before_s = 0.0

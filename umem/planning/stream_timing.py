@@ -89,8 +89,7 @@ class TemporarySlot:
     """A slot for one piece of a step, while activations leave room for it."""
 
     made_in: int
-    """The unit with whose backward pass, of the last batch, it begins to exist, and to be filled;
-    -1 for the step.
+    """The unit with whose backward pass, of the last batch, it begins to exist, and to be filled.
     """
     freed_before: int
     """The unit before whose next forward pass the program waits until the piece is home, and frees
@@ -213,8 +212,8 @@ def simulate_stream(
     * The pieces of streamed units use the slots in turn, from the first slot on in each step. A
       copy to the device waits until the piece before it in its slot is back in its home. The first
       pieces, one for each slot, are fetched from the end of the first forward pass on. Behind these
-      come those with a temporary slot, fetched in the backward pass or when the step begins. They
-      go home behind all weights, which the next forward pass may wait for.
+      come those with a temporary slot, fetched in the backward pass. They go home behind all
+      weights, which the next forward pass may wait for.
     * The forward pass of each unit waits for the unit's update.
     * Activations leave after their unit's forward pass, and come back before its backward pass, in
       queues of their own. Copies of the same direction share it equally.
@@ -531,8 +530,7 @@ class _Step:
         for place, it in enumerate(staged):
             if place in own:
                 behind = temporary[place - first].made_in + 1
-                made = backward[behind] if 0 < behind < len(backward) else ahead
-                tasks.wait(fetched[place], made if behind else self._clipped)
+                tasks.wait(fetched[place], backward[behind] if behind < len(backward) else ahead)
             else:
                 slot = (place if place < first else place - len(own)) % slots
                 if place < first:

@@ -208,13 +208,9 @@ def _plan_beside(
     extra: dict[str, tuple[int, int]] = {}
     peak_bytes = 0
     if most_state_bytes is None:
-        step_bytes = options.get("step_peak_bytes", 0)
-        update_bytes = options.get("update_peak_bytes", step_bytes)
-        between_bytes = max(
-            step_bytes + stream.temporary_bytes(backward=0),
-            update_bytes + stream.temporary_bytes(),
+        extra, peak_bytes = _extra_slots(
+            units, stream, placed, other_bytes, options.get("step_peak_bytes", 0)
         )
-        extra, peak_bytes = _extra_slots(units, stream, placed, other_bytes, between_bytes)
     device_bytes = fixed_bytes + placed.device_bytes + max(stream.peak_bytes, peak_bytes)
     plan = TrainingPlan(tuple(units), stream, placed, extra, device_bytes)
     return _with_extra(plan, hardware, options) if extra else plan
@@ -253,7 +249,7 @@ def _extra_slots(
     stream: StreamPlan,
     weights: WeightPlan,
     room_bytes: int,
-    between_bytes: int,
+    step_peak_bytes: int,
 ) -> tuple[dict[str, tuple[int, int]], int]:
     """Buffers for which the passes leave room, such as all but the one of the loss.
 
@@ -266,9 +262,8 @@ def _extra_slots(
         The plan without them.
     room_bytes
         Device memory for all but weights and the usual buffers.
-    between_bytes
-        Device memory of everything but weights, resident state and the usual slots between the
-        passes.
+    step_peak_bytes
+        Device memory of everything but state and weights when the step begins.
 
     Returns
     -------
@@ -299,7 +294,7 @@ def _extra_slots(
         state_bytes + max(backward_bytes[begin : end + 1])
         for begin, end in zip(begins, staged, strict=True)
     ]
-    between = [between_bytes, *forward_bytes[: staged[0]]]
+    between = [step_peak_bytes + stream.temporary_bytes(), *forward_bytes[: staged[0]]]
     in_backward[0] = max(in_backward[0], state_bytes + max(between))
     forward, backward = (
         [max(0, room_bytes - it) // weights.slot_bytes for it in its]

@@ -126,8 +126,6 @@ class StreamedStep:
         """Called when the program uses a gradient behind its step."""
         self.loaded: Callable[[], None] | None = None
         """Called when the state of model and optimizer was loaded as a whole."""
-        self.laid_out: Callable[[], None] | None = None
-        """Called when a step has slots, before it queues anything."""
         self.settled: Callable[[str, bool], None] | None = None
         """Called with the name of a unit behind its update, and whether a use came early."""
         self.find_gathered: Callable[[], GatheredParameters] = GatheredParameters
@@ -191,8 +189,6 @@ class StreamedStep:
         with self.changing():
             self._is_begun = True
             self.waits = not self.may_defer
-            if self.laid_out is not None:
-                self.laid_out()
             sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
             updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
             for moment in filter(None, updates):

@@ -1,9 +1,9 @@
 """Slots that exist from the backward pass to the next forward pass, while activations are gone.
 
 When the backward pass comes to a block that the plan names, buffers are made for pieces of state,
-from the memory that activations have left, and are filled beside the rest of the pass; others when
-``step()`` begins, which updates the pieces there. They go home when the model is called next,
-beside its forward pass, which frees each buffer before a block that needs the memory.
+from the memory that activations have left, and are filled beside the rest of the pass. ``step()``
+updates the pieces there. They go home when the model is called next, beside its forward pass, which
+frees each buffer before a block that needs the memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ __all__ = ["TemporaryPlan", "TemporarySlots"]
 class TemporaryPlan:
     """When slots are made and freed."""
 
-    made_in: tuple[str | None, ...] = ()
-    """For each slot the block in whose backward pass it is made, in the order of these; None for
-    ``step()``."""
+    made_in: tuple[str, ...] = ()
+    """For each slot the block in whose backward pass it is made, in the order of these."""
     freed_before: tuple[str | None, ...] = ()
     """For each slot the block before whose forward pass it is freed, in the order of these; None
     for the pass's end."""
@@ -97,11 +96,6 @@ class TemporarySlots:
         """The optimizer steps: batches are counted anew."""
         self._passes = 0
 
-    def make_rest(self) -> None:
-        """Within a step, behind its layout: make the slots that there are from then on."""
-        if None in self.plan.made_in and self._may_make():
-            self._guard(partial(self._units.make_temporary, len(self.plan.made_in)))()
-
     def close(self) -> None:
         """Remove the hooks."""
         self.set_plan(TemporaryPlan())
@@ -147,5 +141,5 @@ class TemporarySlots:
         if self._passes < self.plan.batches or not self._may_make():
             return
         place = self._places[name]
-        made_in = [-1 if it is None else self._places.get(it, -1) for it in self.plan.made_in]
+        made_in = [self._places.get(it, -1) for it in self.plan.made_in]
         self._units.make_temporary(sum(it >= place for it in made_in))
