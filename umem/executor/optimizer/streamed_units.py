@@ -81,8 +81,6 @@ class StreamedUnits:
         """The slots that units have now; None if they were taken back."""
         self._first = 0
         """Place of the first piece among those of all optimizers that share the slots."""
-        self.leaving: list[tuple[StreamedUnit, StreamedUnit]] = []
-        """Units, each with a piece that is updated in a temporary slot, and not on its way home."""
         self._temporary = 0
         """Number of pieces that may have temporary slots."""
         self._makes_temporary = True
@@ -254,7 +252,6 @@ class StreamedUnits:
         optimizer, called
             As for :meth:`find_state`.
         """
-        self.send_temporary_home()  # the model was not called since the last step
         self.find_state(optimizer, called)
         if not self.pool.is_current:
             self.pool.make()
@@ -397,7 +394,6 @@ class StreamedUnits:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
         with self.lock:
             unit.check_not_ahead()
-            self.send_temporary_home()
             for piece in unit.pieces:
                 self._drop_fetched(piece)
                 piece.is_touched = True
@@ -409,7 +405,6 @@ class StreamedUnits:
 
     def leave_slots(self) -> None:
         """Wait for all copies from and to slots, and use state at home until slots are taken."""
-        self.send_temporary_home()
         every = self._pieces()
         self._taken = None  # first: an interrupt leaves them to be taken anew
         for unit in every:
@@ -535,29 +530,12 @@ class StreamedUnits:
                 self.pool.temporary.append(piece.slot)
                 self.fetch(piece, now)
 
-    def send_temporary_home(self) -> None:
-        """Copy state out of temporary slots, behind all that a step has queued.
-
-        That is when the model is called next, and not within ``step()``: some libraries wait for
-        the whole device behind it, as DeepSpeed does to measure its throughput.
-        """
-        with self.lock:
-            for unit, piece in self.leaving:
-                state, slot = piece.state, piece.slot
-                assert state is not None
-                assert slot is not None
-                leave = functools.partial(state.copy_out, self._lanes, state.binding)
-                slot.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated])
-                piece.returned = unit.returned = slot.free
-            self.leaving.clear()  # not before: what an interrupt cuts short is done again
-
     def free_temporary(self, count: int | None = None) -> None:
         """Free the first temporary slots, so many in all, when their state is home; None for all.
 
         The program's stream waits for that.
         """
         with self.lock:
-            self.send_temporary_home()
             for piece in self._with_temporary(count):
                 slot = piece.slot
                 if slot is None or slot.made is None:
@@ -595,7 +573,6 @@ class StreamedUnits:
             unit.fetched = None
 
     def _drop_state(self, unit: StreamedUnit) -> None:
-        self.send_temporary_home()
         for piece in unit.pieces:
             self._drop_fetched(piece)
             if piece.state is not None:
@@ -609,7 +586,6 @@ class StreamedUnits:
 
     def clear(self) -> None:
         """Wait for the last copies, and give the optimizer's tensors free."""
-        self.send_temporary_home()
         for unit in self._units.values():
             for piece in unit.pieces:
                 self._drop_fetched(piece)  # and with it what was fetched into its slot before

@@ -2,8 +2,8 @@
 
 When the backward pass comes to a block that the plan names, buffers are made for pieces of state,
 from the memory that activations have left, and are filled beside the rest of the pass. ``step()``
-updates the pieces there. They go home when the model is called next, beside its forward pass, which
-frees each buffer before a block that needs the memory.
+updates the pieces there. They go home beside the next forward pass, which frees each buffer before
+a block that needs the memory.
 """
 
 from __future__ import annotations
@@ -106,8 +106,6 @@ class TemporarySlots:
         """The model is called."""
         if torch.is_grad_enabled() and not in_backward_or_compiler():
             self._passes += 1
-        if not in_backward_or_compiler():
-            self._units.send_temporary_home()
         self._free(lambda name: name is not None and name not in self._places)
 
     def _enter(self, name: str, _args: object, _kwargs: object) -> None:
