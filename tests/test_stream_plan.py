@@ -560,7 +560,7 @@ def test_memory_that_gains_nothing_is_left_free(two_way: Hardware) -> None:
 
 @pytest.mark.parametrize(
     ("budget_mib", "staged_mib"),
-    [(76 << 10, 256), (8 << 10, 128), (3 << 10, 64), (1 << 10, 32), (100, 16)],
+    [(76 << 10, 256), (8 << 10, 128), (3 << 10, 48), (2 << 10, 40), (1 << 10, 32), (100, 16)],
 )
 def test_what_is_staged_is_a_small_part_of_a_small_budget(budget_mib: int, staged_mib: int) -> None:
     assert staged_bytes(budget_mib * MIB) == staged_mib * MIB

@@ -38,10 +38,11 @@ _LEAST_STAGED_BYTES = 16 << 20
 _STAGED_SHARE = 64
 """A few slots are a small part of a budget."""
 
-_SMALL_STAGED_SHARE, _SMALL_STAGED_BYTES = 32, 64 << 20
+_SMALL_STAGED_SHARE, _SMALL_STAGED_BYTES = 32, 40 << 20
 """A larger part of a small budget, up to so many bytes. The processor takes about 0.4 ms for each
 piece with weights and gradients at home, in which the link moves 20 MB. Within 1.55 GiB, steps of
-0.56 billion parameters took 329 ms with at most 25 MiB staged at a time, and 287 ms with 50 MiB
+0.56 billion parameters took 329 ms with at most 25 MiB staged at a time, 294 ms with 40 MiB, and
+287 ms with 50 MiB. With 64 MiB, 0.36 billion in float32 did not have a plan within 2.1 GiB any more
 (one H100, 2026-11-28)."""
 
 UNITS_WITH_GRADIENTS = 2
