@@ -266,13 +266,24 @@ def has_alias(tensors: Collection[torch.Tensor]) -> bool:
     try:
         if _ONE.issuperset(map(storage_use_count, map(storage_address, tensors))):
             return False
-        # Python's object of a storage counts too, also one that nothing refers to any more.
-        some = [it for it in tensors if storage_use_count(storage_address(it)) > 1]
-        with DisableTorchFunctionSubclass():
-            storages = [it.untyped_storage() for it in some]
-        return any(storage_use_count(storage_key(it)) > 2 for it in storages)
+        return any(map(_is_seen_by_others, tensors))
     except (NotImplementedError, RuntimeError):  # there is no storage
         return True
+
+
+def _is_seen_by_others(tensor: torch.Tensor) -> bool:
+    address = storage_address(tensor)
+    count = storage_use_count(address)
+    if count != 2:
+        return count > 2
+    # Python's object of a storage counts too, also one that nothing refers to any more. If there
+    # is none yet, it is made here.
+    if id(type(tensor)) in _PLAIN:
+        tensor.untyped_storage()
+    else:
+        with DisableTorchFunctionSubclass():
+            tensor.untyped_storage()
+    return storage_use_count(address) > 2
 
 
 def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:

@@ -214,7 +214,7 @@ class CopiedGradients:
                     self._arriving = _Arriving(name)
                     self._unit_begins(name)
                 gradient = parameter.grad
-                if name in self._copied and gradient is not None and self._can_leave(gradient):
+                if name in self._copied and gradient is not None:
                     self._arriving.gradients[id(gradient)] = gradient
             except Exception as error:
                 self._on_error(error)

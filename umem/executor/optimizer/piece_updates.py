@@ -74,8 +74,16 @@ class PieceUpdates:
                 updates.append(PieceUpdate(piece, some, is_last=piece in last.values()))
         return updates
 
-    def stage_operands(self, updates: Sequence[PieceUpdate]) -> None:
-        """Stage weights and gradients at home beside the state, where slots have room for them."""
+    def stage_operands(self, updates: Sequence[PieceUpdate], *, are_alone: bool) -> None:
+        """Stage weights and gradients at home beside the state, where slots have room for them.
+
+        Parameters
+        ----------
+        updates
+            They get their operands.
+        are_alone
+            Whether weights and gradients are known to have no alias.
+        """
         if not self._units.stages_operands:
             return
         by_slot: dict[int, list[PieceUpdate]] = {}
@@ -83,7 +91,9 @@ class PieceUpdates:
             state, slot = it.piece.state, it.piece.slot
             if state is not None and slot is not None:
                 some = parameters_of(it.part)
-                operands = self._units.operands(some, state.span, self._clipped.factors)
+                operands = self._units.operands(
+                    some, state.span, self._clipped.factors, are_alone=are_alone
+                )
                 if operands.size_bytes:
                     it.operands = operands
                     by_slot.setdefault(id(slot), []).append(it)

@@ -55,6 +55,8 @@ class StagedOperands:
         Tells homes.
     factors
         Returns by what a gradient is still to be multiplied, one after the other.
+    are_alone
+        Whether parameters and gradients are known to have no alias.
     """
 
     def __init__(
@@ -63,10 +65,13 @@ class StagedOperands:
         span: tuple[int, int] | None,
         memory: StateMemory,
         factors: Callable[[torch.Tensor], tuple[Any, ...]],
+        *,
+        are_alone: bool,
     ) -> None:
         self.size_bytes = 0
         """Of a buffer for them."""
         self._span, self._memory = span, memory
+        self._may_stage = memory.may_stage if are_alone else memory.is_movable
         self._weights: dict[int, _Operand] = {}
         """By ``id`` of the parameter, as the next."""
         self._gradients: dict[int, _Operand] = {}
@@ -85,7 +90,7 @@ class StagedOperands:
         tensor: torch.Tensor,
         factors: tuple[Any, ...] = (),
     ) -> None:
-        if not self._memory.is_movable(tensor) or not self._memory.is_home(tensor):
+        if not self._may_stage(tensor) or not self._memory.is_home(tensor):
             return
         begin, end = self._span or (0, tensor.numel())
         if self._span is not None and not tensor.is_contiguous():

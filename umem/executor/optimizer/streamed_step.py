@@ -346,7 +346,7 @@ class StreamedStep:
         )
         pieces = self._updates.of(unit, part)
         if is_plain:
-            self._updates.stage_operands(pieces)
+            self._updates.stage_operands(pieces, are_alone=sharded is None and not is_shared)
         ready = call.ready
         if held and not are_staged(held, pieces):
             for it in held:

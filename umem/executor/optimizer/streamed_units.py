@@ -450,9 +450,11 @@ class StreamedUnits:
         parameters: Iterable[torch.Tensor],
         span: tuple[int, int] | None,
         factors: Callable[[torch.Tensor], tuple[Any, ...]],
+        *,
+        are_alone: bool,
     ) -> StagedOperands:
         """The weights and gradients of these parameters, or of a span of one, that are at home."""
-        return StagedOperands(parameters, span, self._memory, factors)
+        return StagedOperands(parameters, span, self._memory, factors, are_alone=are_alone)
 
     def operand_buffer(self, slot: Slot, size_bytes: int, share: float) -> torch.Tensor | None:
         """A slot's buffer for operands; None where the device has no room for it.
