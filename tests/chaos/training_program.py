@@ -1,7 +1,7 @@
 """A training that writes files: ``training_program.py STEPS TRACE FOLDER``, ended at any time.
 
 On the CPU it streams state and weights on :class:`HostLanes` and offloads activations, on a GPU as
-``umem run`` does. The last line is a checksum.
+``umem run`` does. The first line says that it has begun, the last one is a checksum.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class TrainedProgram(Program):
 
 
 def main(steps: int, trace_file: str, folder: str) -> None:
+    print("begun", flush=True)
     is_stock = "STOCK" in os.environ
     lanes: Any = None if is_stock else lambda _: HostLanes()
     program = TrainedProgram(lanes, streams_weights=True)
