@@ -276,14 +276,10 @@ def _is_seen_by_others(tensor: torch.Tensor) -> bool:
     count = storage_use_count(address)
     if count != 2:
         return count > 2
-    # Python's object of a storage counts too, also one that nothing refers to any more. If there
-    # is none yet, it is made here.
-    if id(type(tensor)) in _PLAIN:
-        tensor.untyped_storage()
-    else:
-        with DisableTorchFunctionSubclass():
-            tensor.untyped_storage()
-    return storage_use_count(address) > 2
+    # Python's object of a storage counts too, also one that nothing refers to any more.
+    with DisableTorchFunctionSubclass():
+        storage = tensor.untyped_storage()
+    return storage_use_count(storage_key(storage)) > 2
 
 
 def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
