@@ -266,20 +266,9 @@ def has_alias(tensors: Collection[torch.Tensor]) -> bool:
     try:
         if _ONE.issuperset(map(storage_use_count, map(storage_address, tensors))):
             return False
-        return any(map(_is_seen_by_others, tensors))
+        return not all(are_all_on_memory((it,)) for it in tensors)
     except (NotImplementedError, RuntimeError):  # there is no storage
         return True
-
-
-def _is_seen_by_others(tensor: torch.Tensor) -> bool:
-    address = storage_address(tensor)
-    count = storage_use_count(address)
-    if count != 2:
-        return count > 2
-    # Python's object of a storage counts too, also one that nothing refers to any more.
-    with DisableTorchFunctionSubclass():
-        storage = tensor.untyped_storage()
-    return storage_use_count(storage_key(storage)) > 2
 
 
 def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
@@ -288,8 +277,9 @@ def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
     address = storage_address(first)
     if storage_use_count(address) == len(tensors):
         return True
+    # Python's object of a storage counts too, also one that nothing refers to any more.
     with DisableTorchFunctionSubclass():
-        storage = first.untyped_storage()  # Python's object of it counts too, as above
+        storage = first.untyped_storage()
     return storage_use_count(storage_key(storage)) == len(tensors) + 1
 
 

@@ -219,9 +219,6 @@ class CopiedGradients:
             except Exception as error:
                 self._on_error(error)
 
-    def _can_leave(self, gradient: torch.Tensor) -> bool:
-        return self._can_move(gradient) and not self._memory.is_home(gradient)
-
     def _can_move(self, gradient: torch.Tensor) -> bool:
         return (
             are_plain((gradient,))
@@ -248,7 +245,8 @@ class CopiedGradients:
         if not arrived.name and not arrived.gradients:
             return  # nothing has arrived since the last call
         self._arriving = _Arriving("")
-        leaving = [it for it in arrived.gradients.values() if self._can_leave(it)]
+        every = arrived.gradients.values()
+        leaving = [it for it in every if self._can_move(it) and not self._memory.is_home(it)]
         homes = []
         for it in leaving:
             home = self._memory.home_like(it, TensorClass.GRADIENTS)
