@@ -14,17 +14,17 @@ struct PlaceRun {
   std::size_t first, count;
 };
 
-// Places of which `holds`, adjacent ones as one run.
-std::vector<PlaceRun> runs_of(const std::vector<bool>& holds) {
-  std::vector<PlaceRun> runs;
-  for (std::size_t i = 0; i < holds.size(); ++i) {
-    if (!holds[i]) continue;
-    if (i != 0 && holds[i - 1])
+// Adds the places from `first` to `end` of which `holds`, adjacent ones as one run.
+void add_runs(const std::vector<bool>& holds, std::size_t first, std::size_t end,
+              std::vector<PlaceRun>& runs) {
+  bool goes_on = false;
+  for (std::size_t i = first; i < end; ++i) {
+    if (holds[i] && goes_on)
       ++runs.back().count;
-    else
+    else if (holds[i])
       runs.push_back({i, 1});
+    goes_on = holds[i];
   }
-  return runs;
 }
 
 // `count` places of those in `runs`: of the smallest run that is enough, or else of the largest.
@@ -104,7 +104,12 @@ std::optional<AliasPlan> ExpandableSegment::plan_alias(
       missing.push_back(i);
     }
   }
-  const std::vector<std::size_t> others = take_places(runs_of(is_free), missing.size());
+  if (missing.empty()) return plan;
+  // Of `free` only: a card has ten thousands of places.
+  std::vector<PlaceRun> runs;
+  for (const Range& range : free)
+    add_runs(is_free, number_of(range.address), number_of(range.address + range.bytes), runs);
+  const std::vector<std::size_t> others = take_places(std::move(runs), missing.size());
   for (std::size_t i = 0; i < missing.size(); ++i) plan->sources[missing[i]] = others[i];
   return plan;
 }
