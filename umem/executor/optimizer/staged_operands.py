@@ -76,6 +76,8 @@ class StagedOperands:
         """By ``id`` of the parameter, as the next."""
         self._gradients: dict[int, _Operand] = {}
         self._buffer: torch.Tensor | None = None
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        """The buffer as elements of a type."""
         with DisableTorchFunctionSubclass():
             for parameter in parameters:
                 self._find(self._weights, parameter, parameter)
@@ -111,7 +113,7 @@ class StagedOperands:
 
     def bind(self, buffer: torch.Tensor) -> None:
         """Use a buffer of `size_bytes` or more."""
-        self._buffer = buffer
+        self._buffer, self._typed = buffer[: self.size_bytes], {}
 
     def copy_in(self, lanes: Lanes) -> None:
         """Copy the homes into the buffer, from within work of a lane."""
@@ -156,15 +158,24 @@ class StagedOperands:
     def _copy_of(self, operand: _Operand | None, tensor: torch.Tensor) -> torch.Tensor:
         if operand is None:
             return tensor if self._span is None else tensor.reshape(-1)[slice(*self._span)]
-        copy = self._place(operand)
-        return copy if self._span is not None else copy.as_strided(tensor.size(), tensor.stride())
+        if self._span is not None:
+            return self._place(operand)
+        typed, first = self._elements(operand)
+        return typed.as_strided(tensor.size(), tensor.stride(), typed.storage_offset() + first)
 
     def _place(self, operand: _Operand) -> torch.Tensor:
         """An operand's part of the buffer."""
+        typed, first = self._elements(operand)
+        return typed[first : first + operand.size_bytes // typed.itemsize]
+
+    def _elements(self, operand: _Operand) -> tuple[torch.Tensor, int]:
+        """The buffer as elements of the operand's type, and the first one of its part."""
         assert self._buffer is not None
-        place = self._buffer[operand.offset : operand.offset + operand.size_bytes]
-        part: torch.Tensor = place.view(operand.tensor.dtype)
-        return part
+        dtype = operand.tensor.dtype
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = self._buffer.view(dtype)
+        return typed, operand.offset // typed.itemsize
 
     def _address(self) -> int:
         assert self._buffer is not None
