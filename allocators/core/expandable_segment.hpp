@@ -19,10 +19,9 @@ struct MovingHandles {
   std::vector<HandleId> handles;
 };
 
-// What takes about as long as another: mapping a handle, unmapping one, and waiting for work. A
-// program that queues work far ahead loses its lead: 15 to 44 ms at the logits of a training, and
-// the device ran dry behind (0.56 billion parameters, one H200, 2026-11-28). Else it is 3 ms.
-inline constexpr std::size_t kMapCost = 2, kUnmapCost = 1, kWaitCost = 512;
+// What takes about as long as another: mapping a handle, unmapping one, and the time in which the
+// device runs dry because work was waited for.
+inline constexpr std::size_t kMapCost = 2, kUnmapCost = 1, kWaitCost = 128;
 
 // Handles of free memory that are to lie side by side at other addresses.
 struct AliasPlan {

@@ -101,16 +101,16 @@ void steps_that_repeat_call_nothing() {
 
 // Few other handles are mapped where an alias was: behind its last use, not behind all work.
 void only_the_last_use_is_waited_for() {
-  Holes holes(7, 280 * MiB);
+  Holes holes(7, 160 * MiB);
   Machine& machine = holes.machine;
-  const std::uintptr_t large = machine.allocate(560 * MiB);
+  const std::uintptr_t large = machine.allocate(320 * MiB);
   const std::uint64_t used = machine.driver.launch(kMain);
   machine.free(large);
   machine.allocate(4 * MiB);  // ends it
   machine.free(holes.blocks[4]);
   machine.driver.launch(kMain);
   CHECK_EQUAL(machine.driver.done(kMain), 0U);
-  CHECK_EQUAL(machine.allocate(560 * MiB), large);
+  CHECK_EQUAL(machine.allocate(320 * MiB), large);
   CHECK_EQUAL(mapped(machine).unmaps(), 2U);
   CHECK_EQUAL(machine.driver.done(kMain), used);
   check_apart(machine);
