@@ -53,8 +53,10 @@ def result_file(folder: Path, rank: int) -> Path:
 
 def run_ranks(main: Callable[[int, Path], None], folder: Path, count: int) -> list[Any]:
     """Run a function in a process for each rank, with the rank and `folder`; return the results."""
-    spawning = multiprocessing.get_context("spawn")
-    processes = [spawning.Process(target=main, args=(rank, folder)) for rank in range(count)]
+    # Importing torch takes a process seconds: ranks are forked from one that has it, and no more.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint"])
+    processes = [context.Process(target=main, args=(rank, folder)) for rank in range(count)]
     for process in processes:
         process.start()
     for process in processes:
