@@ -49,6 +49,14 @@ def the_log_is_as_before() -> Iterator[None]:
     log.handlers[:], log.filters[:] = handlers, filters
 
 
+@pytest.fixture
+def fork_server() -> None:
+    """For tests of workers, whose own call comes too late to say what the server imports."""
+    from fork_server import start_fork_server  # most tests start no process
+
+    start_fork_server()
+
+
 _MANY_MODULES = 100
 _known_modules = 0
 

@@ -191,6 +191,7 @@ def hang(_: Any) -> Iterator[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 def test_a_worker_answers_one_request_after_the_other() -> None:
     with Worker(echo, TINY, preload=[]) as worker:
         assert worker.ask(60) == TINY.tokens
@@ -199,6 +200,7 @@ def test_a_worker_answers_one_request_after_the_other() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 def test_a_worker_that_ends_leaves_its_last_words() -> None:
     with (
         Worker(die, TINY, preload=[]) as worker,
@@ -208,6 +210,7 @@ def test_a_worker_that_ends_leaves_its_last_words() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 def test_a_worker_that_hangs_leaves_its_words_and_where_it_was() -> None:
     with Worker(hang, TINY, preload=[]) as worker:
         assert worker.ask(60) == "ready"
@@ -221,6 +224,7 @@ def test_a_worker_that_hangs_leaves_its_words_and_where_it_was() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 def test_a_worker_that_crashes_once_its_time_is_over_gave_no_answer() -> None:
     with Worker(end_late, TINY, preload=[]) as worker:
         assert worker.ask(60) == "ready"

@@ -347,6 +347,7 @@ def test_what_speaks_against_a_row_is_noted(seen: dict[str, Any]) -> None:
 
 @needs_no_gpu
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 def test_a_process_generates_text_and_its_file_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -499,6 +499,7 @@ def test_what_is_no_fair_comparison_is_noted() -> None:
 
 @needs_no_gpu
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 def test_processes_train_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "scale.jsonl"
     words = ["scale", "--rows", "tiny:stock,tiny:floor,tiny:torchao,tiny:umem", "--steps", "2"]

@@ -568,6 +568,7 @@ def test_stock_comes_first_and_once_more_at_the_end() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 def test_processes_train_the_same_model_and_say_what_they_cannot_do(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     said: list[str] = []
@@ -602,6 +603,7 @@ def test_processes_train_the_same_model_and_say_what_they_cannot_do(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("name", ["short", "trainer"])
 def test_processes_train_float32_weights_by_either_loop(name: str) -> None:
     batches = 2 if name == "trainer" else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import start_fork_server
 from once import made_once
 from torch import distributed
 
@@ -53,9 +54,8 @@ def result_file(folder: Path, rank: int) -> Path:
 
 def run_ranks(main: Callable[[int, Path], None], folder: Path, count: int) -> list[Any]:
     """Run a function in a process for each rank, with the rank and `folder`; return the results."""
-    # Importing torch takes a process seconds: ranks are forked from one that has it, and no more.
+    start_fork_server()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint"])
     processes = [context.Process(target=main, args=(rank, folder)) for rank in range(count)]
     for process in processes:
         process.start()
