@@ -235,13 +235,17 @@ def test_a_worker_that_crashes_once_its_time_is_over_gave_no_answer() -> None:
 
 
 _ENDLESS = """
-import sys
+import sys, time
 sys.path[:0] = {paths!r}
-import test_bench
+from training_runs import TINY
 from umem_bench.workers import Worker
 
+def hang(_):
+    yield "ready"
+    time.sleep(600)
+
 if __name__ == "__main__":
-    with Worker(test_bench.hang, test_bench.TINY, preload=[]) as worker:
+    with Worker(hang, TINY, preload=[]) as worker:
         worker.ask(600)
         worker.request()
         print("begun", flush=True)
@@ -255,7 +259,7 @@ def test_a_worker_ends_with_the_program_that_started_it(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     script = tmp_path / "endless.py"
-    paths = [str(ROOT / it) for it in ("tests", "tests/support", "benchmarks")]
+    paths = [str(ROOT / it) for it in ("tests/support", "benchmarks")]
     script.write_text(_ENDLESS.format(paths=paths))
     run = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True
