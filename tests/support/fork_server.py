@@ -2,50 +2,35 @@
 
 Importing torch and transformers takes a process several seconds. There is one server for each
 process of pytest, and what it imports is what its first user asks for: all of them call
-`start_fork_server` before. This module is also what the server imports.
+`start_fork_server` before.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
 import multiprocessing
 import os
 import sys
-from contextlib import suppress
 from multiprocessing import forkserver
 
 import pytest
 
 __all__ = ["start_fork_server"]
 
-_SHARED = (
+_SHARED = [
     # First: it hides packages from others that would start CUDA with them.
     "umem_bench.training.shared_imports",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "managed_training",
-)
-
-_SERVER = "UMEM_TESTS_FORK_SERVER"
-"""Set in the server's environment until it has the imports."""
+]
 
 
 def start_fork_server() -> None:
     """Start it, if it does not run; its imports go on while the caller does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(_SERVER, "1")
         # The server of some versions of Python imports from nowhere else.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         # To ask for GPUs starts no CUDA, behind which a process cannot be forked.
         patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        multiprocessing.set_forkserver_preload([__name__])
+        multiprocessing.set_forkserver_preload(_SHARED)
         forkserver.ensure_running()
-
-
-if os.environ.pop(_SERVER, None):
-    del os.environ["PYTHONPATH"]
-    for _name in _SHARED:
-        with suppress(Exception):  # a process that needs the module reports what is wrong
-            importlib.import_module(_name)
-    gc.freeze()  # collections of each process leave out what the imports have made
