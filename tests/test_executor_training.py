@@ -511,7 +511,7 @@ def test_an_error_of_the_executor_does_not_end_the_training() -> None:
 @pytest.mark.parametrize("kind", [Interrupt, Signal])
 @pytest.mark.parametrize(
     ("planner", "model", "rows", "budget_bytes", "interrupts"),
-    [("planned", Net, 2, TIGHT, 16), ("fault", Deep, 4, 56 * MIB, 5)],
+    [("planned", Net, 2, TIGHT, 30), ("fault", Deep, 4, 56 * MIB, 8)],
 )
 def test_an_interrupt_at_any_moment_costs_one_step_of_the_plan(
     planner: str,
