@@ -105,7 +105,7 @@ std::optional<AliasPlan> ExpandableSegment::plan_alias(
     }
   }
   if (missing.empty()) return plan;
-  // Of `free` only: a card has ten thousands of places.
+  // Of `free` only: a card has tens of thousands of places.
   std::vector<PlaceRun> runs;
   for (const Range& range : free)
     add_runs(is_free, number_of(range.address), number_of(range.address + range.bytes), runs);
