@@ -9,10 +9,10 @@ namespace {
 
 // Handles are the unit in which memory passes between heaps, and a hole between two tensors keeps
 // less than two of them. The driver takes its time for each, whatever its size (about 40 µs to map
-// one). By kHandlesPerBudget, what the holes of a training keep is about the same share of budgets.
+// one). Fewer handles to a budget, or larger ones, leave no room for tensors that a plan counts on.
 constexpr std::size_t kLeastHandleBytes = kPageBytes;
 constexpr std::size_t kMostHandleBytes = 4 * kPageBytes;
-constexpr std::size_t kHandlesPerBudget = 768;
+constexpr std::size_t kHandlesPerBudget = 192;
 
 // Addresses cost nothing, and holes in them must never be what a heap lacks.
 constexpr std::size_t kGrowthPerByte = 2, kAliasPerByte = 1;

@@ -24,9 +24,9 @@ void check_apart(const Machine& machine) {
       if (!segment.is_expandable || block.state == BlockState::cached) continue;
       const std::uintptr_t first = block.address / kSmallHandle * kSmallHandle;
       for (std::uintptr_t at = first; at < block.address + block.bytes; at += kSmallHandle) {
-        const HandleId handle = mapped(machine).handle_at(at);
+        const auto [handle, address] = mapped(machine).mapping_at(at);
         CHECK(handle != 0);
-        CHECK_EQUAL(used.emplace(handle, at).first->second, at);
+        CHECK_EQUAL(used.emplace(handle, address).first->second, address);
       }
     }
 }
@@ -106,7 +106,7 @@ void only_the_last_use_is_waited_for() {
   const std::uintptr_t large = machine.allocate(320 * MiB);
   const std::uint64_t used = machine.driver.launch(kMain);
   machine.free(large);
-  machine.allocate(4 * MiB);  // ends it
+  machine.allocate(8 * MiB);  // ends it: two handles
   machine.free(holes.blocks[4]);
   machine.driver.launch(kMain);
   CHECK_EQUAL(machine.driver.done(kMain), 0U);

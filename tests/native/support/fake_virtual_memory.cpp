@@ -156,12 +156,12 @@ std::size_t FakeVirtualMemory::unmaps() const {
   return unmaps_;
 }
 
-HandleId FakeVirtualMemory::handle_at(std::uintptr_t address) const {
+FakeVirtualMemory::Mapping FakeVirtualMemory::mapping_at(std::uintptr_t address) const {
   const std::lock_guard lock(mutex_);
   const auto after = mapped_.upper_bound(address);
-  if (after == mapped_.begin()) return 0;
+  if (after == mapped_.begin()) return {};
   const auto& [start, id] = *std::prev(after);
-  return address < start + handles_.at(id).bytes ? id : 0;
+  return address < start + handles_.at(id).bytes ? Mapping{id, start} : Mapping{};
 }
 
 bool FakeVirtualMemory::holds(std::uintptr_t address, std::size_t bytes,

@@ -44,8 +44,12 @@ class FakeVirtualMemory final : public VirtualMemory {
   std::size_t created() const;
   std::size_t maps() const;
   std::size_t unmaps() const;
-  bool is_mapped(std::uintptr_t address) const { return handle_at(address) != 0; }
-  HandleId handle_at(std::uintptr_t address) const;  // 0: none
+  struct Mapping {
+    HandleId handle = 0;  // 0: none
+    std::uintptr_t address = 0;  // of its first byte
+  };
+  Mapping mapping_at(std::uintptr_t address) const;
+  bool is_mapped(std::uintptr_t address) const { return mapping_at(address).handle != 0; }
   // Whether each byte is mapped, for the GPU itself and for `peers`.
   bool holds(std::uintptr_t address, std::size_t bytes, const std::set<int>& peers = {}) const;
 
