@@ -2,6 +2,7 @@
 
 A process that has started CUDA cannot be forked. The packages of some variants start it when they
 are imported, and PEFT imports them where it finds them: here they look as if not installed.
+The Trainer's module belongs here too: it takes from accelerate what that has only beside DeepSpeed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _SHARED = (
     "umem.capture.live",
     "umem.telemetry",
     "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
     "peft",
 )
 
