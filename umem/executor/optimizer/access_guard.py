@@ -60,8 +60,9 @@ __all__ = [
 _PLAIN = frozenset(map(id, (torch.Tensor, nn.Parameter)))
 """Classes, by ``id``, of tensors that nothing guards, and that can be guarded."""
 
-_ONE = frozenset((1,))
-"""References to a storage that one tensor has for itself."""
+_ONE, _TWO = frozenset((1,)), frozenset((2,))
+"""References to a storage that one tensor has for itself: without an object in Python, and with."""
+_storage = torch.Tensor.untyped_storage
 
 
 def _harmless() -> frozenset[Any]:
@@ -266,7 +267,10 @@ def has_alias(tensors: Collection[torch.Tensor]) -> bool:
     try:
         if _ONE.issuperset(map(storage_use_count, map(storage_address, tensors))):
             return False
-        return not all(are_all_on_memory((it,)) for it in tensors)
+        # Python's object of a storage counts too, also one that nothing refers to any more.
+        with DisableTorchFunctionSubclass():
+            storages = list(map(_storage, tensors))
+        return not _TWO.issuperset(map(storage_use_count, map(storage_key, storages)))
     except (NotImplementedError, RuntimeError):  # there is no storage
         return True
 
