@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.function_attributes import let_go_of_lent
@@ -48,6 +49,32 @@ def test_lent_memory_is_found_when_it_is_needed() -> None:
     second.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [30.0 * 2 * 6] * 2
+
+    third = product(x, weight)
+    assert asked == [1, 1], "without another look at the graph"
+    third.sum().backward()
+    assert x.grad.tolist() == [30.0 * 2 * 6 + 30] * 2
+    end()
+    keeping: Any = product(x, weight)
+    assert keeping.grad_fn.tensors[0].tolist() == [1, 2, 3]
+    assert asked == [1, 1]
+
+
+def test_what_a_checkpoint_computes_again_keeps_it() -> None:
+    weight, x = torch.arange(4.0), torch.ones(2, requires_grad=True)
+    asked = []
+
+    def find(view: torch.Tensor) -> Any:
+        asked.append(view.storage_offset())
+        return view.clone
+
+    end = lend(weight.untyped_storage(), find)
+    let_go_of_lent(nodes_of([product(x, weight)]), ())  # if no other test has done so
+    asked.clear()
+    checkpoint(product, x, weight, use_reentrant=False).sum().backward()
+    assert asked == [1]
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0, 6.0]
     end()
 
 

@@ -204,6 +204,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
+        "finds the function of a node that keeps a quantised weight past the saved tensors",
+        "the functions of each block would have to be looked for in its graph",
+        {"forward_class": "torch.autograd:Function._backward_cls._forward_cls"},
+    ),
+    **_names(
         "keeps grad mode and inference mode for a block that changes them: an interrupt in the "
         "begin or end of torch.no_grad, which is Python, leaves the program without gradients",
         "weights and optimizer state could not be streamed",
@@ -430,6 +435,8 @@ version_counter: Callable[[torch.Tensor], int] = attrgetter("_version")
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """The address of the C++ storage: nothing else has it until the storage's weak references died."""
+forward_class: Callable[[Any], type[torch.autograd.Function]] = attrgetter("_forward_cls")
+"""The function whose backward pass a node is."""
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter("_compiled_call_impl")
 
 

@@ -108,10 +108,10 @@ class StagingBuffer:
         """Leave the memory to whoever has a view of it."""
         self._end_loan()
 
-    def has_users(self) -> bool:
-        """Whether a view of it is alive, so that it must not get other contents."""
+    def has_users(self, bound: int = 0) -> bool:
+        """Whether a view of it is alive beside `bound` weights, so that its contents must stay."""
         # `memory`, and the storage's own object, have it too.
-        own = 2 + len(self._typed) + len(self._places)
+        own = 2 + len(self._typed) + len(self._places) + bound
         return storage_use_count(storage_key(self._storage)) > own
 
 
@@ -467,6 +467,10 @@ class StagedWeights:
                         tensor.data = home
         self._homes = {}
         self._is_bound = False
+
+    def have_views(self) -> bool:
+        """Whether anything but the weights themselves has memory of the buffer."""
+        return self.buffer is not None and self.buffer.has_users(len(self._homes))
 
     def find(self, view: torch.Tensor) -> Callable[[], torch.Tensor]:
         """How to find the contents of a view of the buffer again, wherever they are then."""

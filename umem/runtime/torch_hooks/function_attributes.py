@@ -2,11 +2,15 @@
 
 torch's hooks on saved tensors see what a function saves with ``save_for_backward``. bitsandbytes'
 product with weights of 4 bits keeps them past it, as ``ctx.tensors = (None, weight)``, until its
-backward pass.
+backward pass. A walk through a graph finds such functions, each of which is watched from then on:
+a block's graph has a hundred nodes or more, and to make Python's objects of them takes longer than
+all else that is done for the block.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from umem.runtime.torch_hooks.saved_tensors import find_lent
+from umem.torch_compat import current_graph_task_id, forward_class
 
 __all__ = ["let_go_of_lent"]
 
@@ -43,8 +48,13 @@ def _found(value: Any) -> Any:
     return value.find() if isinstance(value, _Lent) else value
 
 
+_watched: weakref.WeakSet[type[torch.autograd.Function]] = weakref.WeakSet()
+
+
 def let_go_of_lent(outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
     """Have functions find views of lent memory when they need them, in place of keeping them.
+
+    From then on their classes do so by themselves, for the rest of the process.
 
     Parameters
     ----------
@@ -62,17 +72,38 @@ def let_go_of_lent(outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
             continue
         seen.add(id(node))
         kept.append(node)
-        if isinstance(node, BackwardCFunction):
-            for name, value in list(vars(node).items()):
-                if isinstance(value, tuple | list) and any(map(_is_lent, value)):
-                    setattr(node, name, _Found(map(_without_memory, value)))
+        if isinstance(node, BackwardCFunction) and _let_go(node):
+            _watch(forward_class(node))
         waiting += (function for function, _ in node.next_functions)
 
 
-def _is_lent(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and find_lent(value) is not None
+def _let_go(node: Any) -> bool:
+    """Replace a node's attributes; returns whether one had lent memory."""
+    has_lent = False
+    for name, values in list(vars(node).items()):
+        if not isinstance(values, tuple | list):
+            continue
+        finds = [find_lent(it) if isinstance(it, torch.Tensor) else None for it in values]
+        if any(finds):
+            both = zip(values, finds, strict=True)
+            found = _Found(it if find is None else _Lent(find(it)) for it, find in both)
+            setattr(node, name, found)
+            has_lent = True
+    return has_lent
 
 
-def _without_memory(value: Any) -> Any:
-    find = find_lent(value) if isinstance(value, torch.Tensor) else None
-    return value if find is None else _Lent(find(value))
+def _watch(function: type[torch.autograd.Function]) -> None:
+    if function in _watched or function.setup_context is not torch.autograd.Function.setup_context:
+        return
+    _watched.add(function)
+    original = function.forward
+
+    @functools.wraps(original)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(ctx, *args, **kwargs)
+        # What a checkpoint computes again is needed at once.
+        if not torch.compiler.is_compiling() and current_graph_task_id() == -1:
+            _let_go(ctx)
+        return result
+
+    function.forward = staticmethod(forward)  # type: ignore[method-assign]
