@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -11,28 +13,35 @@ from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.function_attributes import let_go_of_lent
 from umem.runtime.torch_hooks.saved_tensors import lend
 
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.tensors = [weight[1:], weight.size(0), x]
-        return x * weight[1:].sum()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        part, rows, x = ctx.tensors
-        assert rows == ctx.tensors[1]
-        assert torch.equal(ctx.tensors[:1][0], part)
-        assert x is ctx.tensors[2]
-        return gradients[0] * part.sum(), None
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = Product.apply(x, weight)  # type: ignore[no-untyped-call]
-    return y
+@pytest.fixture
+def product() -> Product:
+    """A function of a class that no other test has seen: classes are watched for good."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.tensors = [weight[1:], weight.size(0), x]
+            return x * weight[1:].sum()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            part, rows, x = ctx.tensors
+            assert rows == ctx.tensors[1]
+            assert torch.equal(ctx.tensors[:1][0], part)
+            assert x is ctx.tensors[2]
+            return gradients[0] * part.sum(), None
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Function.apply(x, weight)  # type: ignore[no-untyped-call]
+        return y
+
+    return product
 
 
-def test_lent_memory_is_found_when_it_is_needed() -> None:
+def test_lent_memory_is_found_when_it_is_needed(product: Product) -> None:
     weight, x = torch.arange(4.0), torch.ones(2, requires_grad=True)
     asked = []
 
@@ -60,7 +69,7 @@ def test_lent_memory_is_found_when_it_is_needed() -> None:
     assert asked == [1, 1]
 
 
-def test_what_a_checkpoint_computes_again_keeps_it() -> None:
+def test_what_a_checkpoint_computes_again_keeps_it(product: Product) -> None:
     weight, x = torch.arange(4.0), torch.ones(2, requires_grad=True)
     asked = []
 
@@ -69,7 +78,7 @@ def test_what_a_checkpoint_computes_again_keeps_it() -> None:
         return view.clone
 
     end = lend(weight.untyped_storage(), find)
-    let_go_of_lent(nodes_of([product(x, weight)]), ())  # if no other test has done so
+    let_go_of_lent(nodes_of([product(x, weight)]), ())
     asked.clear()
     checkpoint(product, x, weight, use_reentrant=False).sum().backward()
     assert asked == [1]
@@ -78,7 +87,7 @@ def test_what_a_checkpoint_computes_again_keeps_it() -> None:
     end()
 
 
-def test_other_tensors_stay_attributes() -> None:
+def test_other_tensors_stay_attributes(product: Product) -> None:
     weight, x = torch.arange(4.0), torch.ones(2, requires_grad=True)
     y: Any = product(x, weight)
     kept = y.grad_fn.tensors

@@ -415,7 +415,7 @@ class StreamedWeights:
         call = self._running.calls[-1]
         nodes = nodes_of(tensors_in(output)) if call.makes_graph and not failed else []
         try:
-            if staged.has_subclasses and staged.have_views():
+            if nodes and staged.has_subclasses and staged.have_views():
                 let_go_of_lent(nodes, call.inputs)
         finally:
             self._end_call(call)
