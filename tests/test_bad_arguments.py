@@ -72,6 +72,7 @@ def test_a_fallback_that_is_neither_true_nor_false() -> None:
         umem.enable("sft", fallback="yes")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_window_beyond_the_step_is_the_step(make_trace: Any, machine: Any) -> None:
     """Planning takes time in proportion to the window."""
     phases: list[Any] = [(1e-3, [name], []) for name in "abcab"]
@@ -90,6 +91,7 @@ def test_steps_of_a_profile_that_are_no_number() -> None:
         umem.profile(steps="a")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_offload_is_a_function_wherever_its_package_was_imported_first() -> None:
     code = "import umem.executor, umem; umem.offload(2)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -57,6 +57,7 @@ def write(path: Path, text: str) -> Path:
 # ------------------------------------------------------------------------ paths and outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -77,6 +78,7 @@ def test_a_folder_that_may_not_be_entered(words: tuple[str, ...], tmp_path: Path
     assert "permission denied" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -153,6 +155,7 @@ def test_a_current_folder_that_is_gone(
     assert errors == "umem: the current folder is gone: change to one that exists\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["--version", "policy list", "policy schema"])
 def test_standard_output_on_a_full_disk(words: str) -> None:
     with open("/dev/full", "w") as full:
@@ -163,6 +166,7 @@ def test_standard_output_on_a_full_disk(words: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_pipe_that_nobody_reads() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -171,6 +175,7 @@ def test_a_pipe_that_nobody_reads() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.slow
 def test_letters_that_the_encoding_lacks(tmp_path: Path) -> None:
     """Printed as escapes."""
     path = write(tmp_path / "mine.yaml", "extends: sft\ndescription: h\u00e9llo \u2192\n")
@@ -184,6 +189,7 @@ def test_letters_that_the_encoding_lacks(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -214,6 +220,7 @@ main()
     assert install_command("cuda13") in line
 
 
+@pytest.mark.slow
 def test_a_part_of_umem_that_is_missing_is_a_fault_of_its_own(tmp_path: Path) -> None:
     """It keeps its traceback."""
     code = (
@@ -264,6 +271,7 @@ def python_handles_sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("python_handles_sigint")
 def test_ctrl_c_while_torch_records_a_model() -> None:
     """The process ends at once: an exception could meet C++ code that aborts."""
@@ -388,6 +396,7 @@ def test_a_number_of_400_digits(run: Run, tmp_path: Path, change: dict[str, Any]
     assert len(line) < len(str(path)) + 200
 
 
+@pytest.mark.slow
 def test_many_problems(run: Run, tmp_path: Path) -> None:
     """Ten are shown, and the others are counted."""
     keys = "".join(f"key_{number}: 1\n" for number in range(1012))
@@ -421,6 +430,7 @@ def nsys_export(path: Path, strings: list[tuple[int, str]], ranges: int) -> Path
     return path
 
 
+@pytest.mark.slow
 def test_an_nsys_export_whose_rows_share_a_long_string(tmp_path: Path) -> None:
     """It is cut: 2 GB otherwise."""
     path = nsys_export(tmp_path / "run.sqlite", [(7, "umem phase " + "x" * 65_000)], 15_000)
@@ -429,6 +439,7 @@ def test_an_nsys_export_whose_rows_share_a_long_string(tmp_path: Path) -> None:
     assert len(phases[0].name) < 2_000
 
 
+@pytest.mark.slow
 def test_an_nsys_export_with_many_strings_of_one_id(tmp_path: Path) -> None:
     """Time is in proportion to the rows of both tables together, and not to their product.
 

@@ -83,6 +83,7 @@ def results(tmp_path: Path) -> Path:
 # ---- what is measured ----
 
 
+@pytest.mark.slow
 def test_core_measures_and_writes_provenance_first(tmp_path: Path) -> None:
     path = tmp_path / "new" / "core.jsonl"
 
@@ -396,6 +397,7 @@ def test_the_heading_names_machine_versions_and_settings() -> None:
         assert part in text
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_report_ends_with_one_line(tmp_path: Path) -> None:
     systems = tmp_path / "systems.jsonl"
     header = made_up_header("scale", {}).model_copy(update={"benchmark": "systems"})

@@ -292,6 +292,7 @@ def generated(variant: str, **changes: Any) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 def test_all_variants_generate_by_the_same_script(seen: dict[str, Any]) -> None:
     stock = generated("stock")
     assert "UMEM_DEVICE_BUDGET" not in os.environ
@@ -322,6 +323,7 @@ def test_all_variants_generate_by_the_same_script(seen: dict[str, Any]) -> None:
     assert more["logits_hash"] != stock["logits_hash"]
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_tells_how_many_were_cached(seen: dict[str, Any]) -> None:
     seen["statuses"] = [
         status(cached_experts=(5, 5), cache_bytes=10),
@@ -332,6 +334,7 @@ def test_a_mixture_of_experts_tells_how_many_were_cached(seen: dict[str, Any]) -
     assert (umem["cache_bytes"], umem["cached_share"]) == (10, 3 / 4)
 
 
+@pytest.mark.slow
 def test_what_speaks_against_a_row_is_noted(seen: dict[str, Any]) -> None:
     seen["statuses"] = [status(plans=2), status(plans=3, streamed_bytes=0)]
 

@@ -76,6 +76,7 @@ def made_up_run(*results: LoadResult, **changes: Any) -> Run:
 # ---- files ----
 
 
+@pytest.mark.slow
 def test_files_are_those_of_a_model_and_no_two_matrices_are_equal(tmp_path: Path) -> None:
     write_model(CASES["tiny"], tmp_path)
     write_model(CASES["tiny"], tmp_path / "again")

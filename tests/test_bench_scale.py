@@ -191,6 +191,7 @@ def test_every_process_is_within_the_same_limit(jobs: list[Any]) -> None:
     assert jobs[-1].limit_bytes == 5 * GIB
 
 
+@pytest.mark.slow
 def test_a_case_may_have_its_own_budget_and_lora_its_policy(jobs: list[Any]) -> None:
     rows = "llama-2-7b-lora:umem,llama-2-7b-lora:floor,llama-2-7b-fp32-40gib:umem"
     found = run(rows, settings(policy="managed")).scales
@@ -320,6 +321,7 @@ def test_a_short_peak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["process_bytes"] == 2 * GIB
 
 
+@pytest.mark.slow
 def test_memory_of_an_ended_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     used_bytes = [9 * GIB, 5 * GIB]
     card = Card(pci_address="0000:01:00.0", idle_bytes=GIB, free_bytes=79 * GIB)

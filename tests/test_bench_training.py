@@ -160,6 +160,7 @@ def test_checkpoints_keep_each_layers_input_only() -> None:
 # ---- the variants ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_in_the_backward_pass_do_the_arithmetic_of_stock(method: Method) -> None:
     stock, ours = make_training(job("stock", method)), make_training(job("backward-step", method))

@@ -104,6 +104,7 @@ def test_the_plan_is_the_best_of_all_schedules(plain: Hardware, updated_weights:
     assert fluid_bound_s(updated_weights, plain, BUDGET) == pytest.approx(4.8 * MS, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_without_write_backs_the_way_out_is_waited_for(
     plain: Hardware, updated_weights: Trace
 ) -> None:

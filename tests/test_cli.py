@@ -29,6 +29,7 @@ def test_help_has_a_line_for_every_command(run: Run) -> None:
         assert f"{name:<8}  {summary}" in lines  # whole, not cut off to fit
 
 
+@pytest.mark.slow
 def test_help_imports_no_library_that_takes_long() -> None:
     code = """
 import json, sys

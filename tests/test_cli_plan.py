@@ -82,6 +82,7 @@ def test_the_summary_is_of_the_written_plan(run: Run, layers: str, tmp_path: Pat
     assert sum(row["bytes"] for row in rows) == LAYERS * LAYER_BYTES
 
 
+@pytest.mark.slow
 def test_a_stored_plan_is_found_again(run: Run, layers: str, tmp_path: Path) -> None:
     arguments = ("--trace", layers, "--budget", "256MiB", "--store", "store")
     first = planned(run, *arguments)
@@ -122,6 +123,7 @@ def test_tables(run: Run, layers: str) -> None:
     assert re.search(r"^found in store as [0-9a-f]{64}$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_plan_says_why_a_tensor_was_evicted(run: Run, layers: str) -> None:
     arguments = ("--trace", layers, *PAGES, "--explain", "tensor 0")
     data = planned(run, *arguments)
@@ -161,6 +163,7 @@ def test_a_plan_says_why_a_tensor_was_evicted(run: Run, layers: str) -> None:
     assert "--explain" in errors
 
 
+@pytest.mark.slow
 def test_what_is_used_in_place_stays_on_the_host(run: Run, layers: str) -> None:
     Path("mapped.yaml").write_text(
         "extends: managed\nclasses: {weights: {mechanism: map, placement: host}}\n"
@@ -169,6 +172,7 @@ def test_what_is_used_in_place_stays_on_the_host(run: Run, layers: str) -> None:
     assert {it["reason"] for it in data["decisions"]} == {"in_place"}
 
 
+@pytest.mark.slow
 def test_the_reasons_of_a_large_class_are_summed_up(run: Run) -> None:
     words = ("--model", "llama-tiny", "--seq", "64", "--explain")
     decisions = planned(run, *words, "weights")["decisions"]
@@ -180,6 +184,7 @@ def test_the_reasons_of_a_large_class_are_summed_up(run: Run) -> None:
     assert sum(int(it.replace(",", "")) for it in counts) == len(decisions)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_would_cost_to_keep_a_tensor(run: Run, layers: str) -> None:
     arguments = ("--trace", layers, "--hardware", "h100-pcie", "--budget", "128MiB", "--explain")
     limits = planned(run, *arguments, "tensor 0")["limits"]
@@ -238,6 +243,7 @@ def test_bad_input_ends_with_one_message(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_two_bounds_are_told_apart(run: Run, layers: str) -> None:
     words = ("--trace", layers, "--budget", "256MiB", "--bound")
     status, output, _ = run(*words)
@@ -258,6 +264,7 @@ def test_a_model_by_its_size_and_precision(run: Run) -> None:
     assert state_bytes() == pytest.approx(3 * state_bytes("--precision", "bf16"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_bounds_leave_standard_output_to_json(layers: str, tmp_path: Path) -> None:
     """The solver prints there by itself, which only a process of its own shows."""
     words = ("plan", "--trace", layers, "--budget", "256MiB", "--bound", "--json")

@@ -505,6 +505,7 @@ def predictions(
     return path
 
 
+@pytest.mark.slow
 def test_against_predictions(run: Run, tmp_path: Path, predictions: Path) -> None:
     path = with_hints(tmp_path / "run.npz")
     code, out, err = run(path, "--against", predictions)
@@ -519,6 +520,7 @@ def test_against_predictions(run: Run, tmp_path: Path, predictions: Path) -> Non
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_json_comparisons(run: Run, tmp_path: Path, predictions: Path) -> None:
     path = with_hints(tmp_path / "run.npz")
     code, out, _ = run(path, "--against", predictions, "--json")
@@ -532,6 +534,7 @@ def test_json_comparisons(run: Run, tmp_path: Path, predictions: Path) -> None:
     assert list(json.loads(run(path, "--json")[1])) == ["results"]
 
 
+@pytest.mark.slow
 def test_only_the_same_workload_is_compared_where_there_is_one(
     run: Run, tmp_path: Path, predictions: Path
 ) -> None:

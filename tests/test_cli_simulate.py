@@ -141,6 +141,7 @@ def test_rows_are_the_reports(layers: Path) -> None:
 # ---------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_json_is_all_that_is_printed(run: Run, layers: Path) -> None:
     status, output, errors = run(
         "simulate", "--trace", layers, "--budget", "1GiB", "--planner", "planned,fault", "--json"
@@ -155,6 +156,7 @@ def test_json_is_all_that_is_printed(run: Run, layers: Path) -> None:
     assert all(row["step_s"] >= 0.999 * row["lower_bound_s"] for row in rows)
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_planner_and_fits_80_columns(run: Run, layers: Path) -> None:
     status, output, errors = run("simulate", "--trace", layers, "--budget", "1GiB")
     assert (status, errors) == (0, "")

@@ -191,6 +191,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("copied", "returning"), [(EVERY, {}), (EVERY, BACK), (SOME, {})])
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_bit_changes(
@@ -200,6 +201,7 @@ def test_no_bit_changes(
         compare(change, eagerness, copied_gradients=copied, returning=returning)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [keep_adding, clip_each_batch])
 @pytest.mark.parametrize("options", [{"batches": 2}, {"most_buffers": 2}, {"make_model": Tied}])
 def test_no_bit_changes_in_other_programs(

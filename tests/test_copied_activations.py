@@ -317,6 +317,7 @@ def test_changes_in_place_are_refused_as_ever() -> None:
             train(model)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_what_they_save() -> None:
     torch._dynamo.reset()
     model, expected = make(), make()
@@ -368,6 +369,7 @@ def test_a_failing_copy_ends_the_copies_only() -> None:
     assert copied.store.statistics.tensors_out == 0
 
 
+@pytest.mark.slow
 def test_a_model_goes_when_it_is_dropped() -> None:
     model = make()
     copied = Copied(model, ALL_COPIED)

@@ -33,6 +33,7 @@ def test_no_use_sees_another_value(
     compare(use, eagerness, copied_gradients=EVERY, returning=returning)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_model", [NetWithFlat, Tied, Branches])
 @pytest.mark.parametrize("copied", [EVERY, LAST])
 @pytest.mark.parametrize("batches", [1, 2])
@@ -130,6 +131,7 @@ def differentiate_twice(program: Program) -> None:
         it.grad = it.grad.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [EVERY, LAST])
 @pytest.mark.parametrize(
     "change",
@@ -200,6 +202,7 @@ def homes(program: Any) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_gradients_of_chosen_units_are_on_the_host_and_free_the_device() -> None:
     program = begin(LAST)
     storages: dict[str, Any] = {}

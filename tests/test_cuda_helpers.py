@@ -255,6 +255,7 @@ class TestChecks:
 class TestWithoutGpu:
     """The real cuda-python on a machine without a GPU."""
 
+    @pytest.mark.slow
     def test_the_error_says_what_is_missing(self) -> None:
         """The message says that there is no driver or no visible GPU."""
         out = run_python(

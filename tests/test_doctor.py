@@ -282,6 +282,7 @@ def test_misspelt_variable() -> None:
     assert check(report, "UMEM_MANAGED_LIMT").remedy == "use UMEM_MANAGED_LIMIT"
 
 
+@pytest.mark.slow
 def test_valid_variables() -> None:
     """Shown as they are set."""
     variables = {
@@ -449,6 +450,7 @@ class TestFeatures:
         report = diagnose(replace(HEALTHY, devices=(device,)))
         assert feature(report, "system memory").verdict is verdict
 
+    @pytest.mark.slow
     def test_discard_needs_cuda_13_on_both_sides(self) -> None:
         """Driver for the allocator, cuda-python for umem.cuda."""
         old_python = replace(H200, bindings_version=(12, 9))

@@ -136,6 +136,7 @@ def values(program: Program) -> list[bytes]:
     return [torch.as_tensor(it).detach().numpy().tobytes() for it in plain]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])
 @pytest.mark.parametrize("temporary", [TemporaryPlan(), TEMPORARY], ids=["", "temporary"])
@@ -166,6 +167,7 @@ def replicate_gradients(program: Program) -> None:
     program.model.layers[1].weight.register_post_accumulate_grad_hook(replicate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", [None, True])
 def test_gradients_that_are_divided_in_another_way(foreach: bool | None) -> None:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:

@@ -172,6 +172,7 @@ def test_fallback_warns_once_and_works_on(facts: dict[str, Any]) -> None:
     assert facts["computes"] == 4
 
 
+@pytest.mark.slow
 def test_fallback_does_not_hide_a_wrong_policy(facts: dict[str, Any]) -> None:
     kind, text = facts["unknown policy"]
     assert kind == "PolicyError"
@@ -227,11 +228,13 @@ def test_importing_umem_imports_neither_torch_nor_the_library() -> None:
     assert python(code) == "[]\n"
 
 
+@pytest.mark.slow
 def test_policies_load_without_torch() -> None:
     code = "import sys, umem; print(umem.load_policy('sft').name, 'torch' in sys.modules)"
     assert python(code) == "sft False\n"
 
 
+@pytest.mark.slow
 def test_streamed_weights_load_no_planner() -> None:
     """Numba and the managers of trainings take longer to import than all else of umem."""
     code = (

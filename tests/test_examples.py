@@ -130,6 +130,7 @@ def test_modes_train_what_they_say() -> None:
     assert 0 < sizes["lora"]["trained"] < sizes["lora"]["frozen"]
 
 
+@pytest.mark.slow
 def test_a_digest_changes_with_one_bit() -> None:
     options = finetune_llama.parse_arguments(SMALLEST)
     model, same = finetune_llama.build_model(options), finetune_llama.build_model(options)
@@ -344,6 +345,7 @@ def test_recorded_bytes_by_class_are_the_models(streams: dict[str, AllocationStr
     assert lora[TensorClass.OPTIMIZER_STATE] == 2 * adapter_bytes + 4 * adapters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["managed", "sft"])
 @pytest.mark.parametrize("mode", ["lora", "sft"])
 def test_the_allocators_statistics_are_the_streams(

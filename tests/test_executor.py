@@ -110,6 +110,7 @@ def test_values_equal_those_of_a_stock_run(planner: str, stock: Training) -> Non
     assert manager.engine.statistics().failures == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("budget_mib", [34, 48])
 def test_the_plan_keeps_the_budget_in_every_phase(planner: str, budget_mib: int) -> None:
@@ -124,6 +125,7 @@ def test_the_plan_keeps_the_budget_in_every_phase(planner: str, budget_mib: int)
     assert len(timeline.resident_bytes) == trace.phase_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_step_submits_the_hints_of_its_schedule(planner: str) -> None:
     training = Training()
@@ -143,6 +145,7 @@ def test_a_step_submits_the_hints_of_its_schedule(planner: str) -> None:
     assert requests(manager.engine) - before == expected
 
 
+@pytest.mark.slow
 def test_activations_are_copied_out_and_back_in_time() -> None:
     training = Training()
     manager = training.manage("planned")
@@ -161,6 +164,7 @@ def test_activations_are_copied_out_and_back_in_time() -> None:
     assert after.kept_for_lack_of_host_bytes == 0
 
 
+@pytest.mark.slow
 def test_activations_are_released_one_by_one_as_their_copies_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -202,6 +206,7 @@ def test_activations_are_released_one_by_one_as_their_copies_end(
     assert phases([1.5, 2.1, 2.5, 3.0]) == [0, 1]
 
 
+@pytest.mark.slow
 def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, no sooner than planned, and no later than they are used."""
     arguments = arguments_of("plan_admission", monkeypatch)
@@ -233,6 +238,7 @@ def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_used_gradients_count_until_the_program_drops_them(planner: str) -> None:
     training = Training()
@@ -257,6 +263,7 @@ def test_used_gradients_count_until_the_program_drops_them(planner: str) -> None
     assert there[-1] <= 40 * MIB
 
 
+@pytest.mark.slow
 def test_gradient_lifetimes_change_neither_live_bytes_nor_accesses() -> None:
     training = Training()
     with umem.record(training.model, training.optimizer, steps=1, warmup=1) as recording:
@@ -280,6 +287,7 @@ def test_gradient_lifetimes_change_neither_live_bytes_nor_accesses() -> None:
     ) - int(trace.tensor_bytes[gradients].max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["lookahead", "fault"])
 def test_live_bytes_less_evicted_bytes_stay_within_the_budget(planner: str) -> None:
     training = Training()
@@ -318,6 +326,7 @@ def test_a_training_that_fits_keeps_only_own_hooks(planner: str, stock: Training
     assert training.equals(stock)
 
 
+@pytest.mark.slow
 def test_a_budget_below_a_phase_turns_the_manager_off_with_one_warning(
     stock: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -377,6 +386,7 @@ def test_an_optimizer_has_one_manager() -> None:
     assert hook_count(training) == OWN_HOOKS
 
 
+@pytest.mark.slow
 def test_a_default_manager_is_replaced_until_it_has_a_plan() -> None:
     """A manager made by `umem.enable` is such a default."""
     training = Training()
@@ -411,6 +421,7 @@ def test_close_leaves_nothing_behind() -> None:
         assert training.equals(stock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 4, BEFORE_PLANNED + 2])
 def test_a_dropped_training_is_freed(steps: int) -> None:
     training = Training()
@@ -449,6 +460,7 @@ def test_a_shape_that_comes_once_runs_under_a_lookahead() -> None:
     assert status.predicted.planner == "planned"
 
 
+@pytest.mark.slow
 def test_hints_never_reach_beyond_a_smaller_tensor() -> None:
     training = Training()
     manager = training.manage("fault", TIGHT)
@@ -557,6 +569,7 @@ def test_mapped_state_is_advised_once_and_brought_back_at_the_end(is_closed: boo
     assert requests(engine)[advice] == 2 * mapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
 def test_every_prefetch_counts_as_early_or_late(planner: str) -> None:
     training = Training()
@@ -578,6 +591,7 @@ def test_every_prefetch_counts_as_early_or_late(planner: str) -> None:
     assert seen_later - seen == done_later - done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_evicted_memory_stays_evicted_when_the_plan_is_made_again(planner: str) -> None:
     training = Training()
@@ -676,6 +690,7 @@ def test_a_plan_leaves_room_for_other_memory_of_the_process(
     assert 20 * MIB < timeline.resident_bytes.sum(axis=1).max() <= 38 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget_bytes", "said"),
     [

@@ -59,6 +59,7 @@ def test_loaded_optimizer_state_is_found_at_its_new_address() -> None:
     assert training.equals(stock)
 
 
+@pytest.mark.slow
 def test_loaded_weights_are_found_at_their_new_address() -> None:
     training = Training()
     manager = training.manage("lookahead", 34 * MIB)

@@ -120,6 +120,7 @@ def test_steps_that_always_diverge_are_recorded_ever_less_often() -> None:
 # ---------------------------------------------------------------------- addresses
 
 
+@pytest.mark.slow
 def test_parameters_that_move_are_found_again() -> None:
     training = Training()
     manager = training.manage("lookahead", 34 * MIB)
@@ -299,6 +300,7 @@ def test_a_manager_may_be_closed_while_a_plan_is_searched_for(search: Search) ->
     assert training.equals(stock)
 
 
+@pytest.mark.slow
 def test_a_plan_that_comes_too_late_is_dropped(search: Search) -> None:
     training = Training()
     manager = searching(training, search)
@@ -314,6 +316,7 @@ def test_a_plan_that_comes_too_late_is_dropped(search: Search) -> None:
     assert "layers.0.weight.grad" not in manager.trace.tensor_names
 
 
+@pytest.mark.slow
 def test_known_shapes_keep_their_plan_while_others_are_planned(search: Search) -> None:
     training = Training()
     manager = searching(training, search, "fault")
@@ -334,6 +337,7 @@ def test_known_shapes_keep_their_plan_while_others_are_planned(search: Search) -
     assert (manager.status().state, manager.status().plans) == (ManagerState.RUNNING, 2)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_search_ends_the_manager_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

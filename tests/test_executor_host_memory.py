@@ -89,6 +89,7 @@ def test_pinned_state_is_memory_that_the_plan_has() -> None:
     assert training.equals(stock)
 
 
+@pytest.mark.slow
 def test_no_byte_is_added_that_the_plan_does_not_need() -> None:
     allocator, host = pinned_allocator(), Host()
     training = with_pinned_state(allocator)

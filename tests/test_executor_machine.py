@@ -89,6 +89,7 @@ def activation_hints(manager: Manager) -> Counter[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_allocator", [False, True])
 def test_activations_of_any_size_get_their_hints(
     has_allocator: bool, allocator: CountingAllocator
@@ -108,6 +109,7 @@ def test_activations_of_any_size_get_their_hints(
     assert activation_hints(manager) - before == expected + expected
 
 
+@pytest.mark.slow
 def test_tensors_without_a_hint_do_not_count_as_evicted(allocator: CountingAllocator) -> None:
     training = Training()
     manager = managed(training, machine_with(allocator, 40 * MIB), "fault")
@@ -144,6 +146,7 @@ def test_only_hints_that_the_engine_accepts_count() -> None:
         engine.shutdown()
 
 
+@pytest.mark.slow
 def test_a_trace_has_the_sizes_of_the_allocators_blocks(allocator: CountingAllocator) -> None:
     training = Training()
     manager = managed(training, machine_with(None))
@@ -161,6 +164,7 @@ def test_a_trace_has_the_sizes_of_the_allocators_blocks(allocator: CountingAlloc
     assert found[5] == LARGE_BYTES + (64 << 10)
 
 
+@pytest.mark.slow
 def test_the_allocator_keeps_the_budget_until_a_plan_does(allocator: CountingAllocator) -> None:
     training = Training()
     manager = managed(training, machine_with(allocator))
@@ -175,6 +179,7 @@ def test_the_allocator_keeps_the_budget_until_a_plan_does(allocator: CountingAll
     assert allocator.budgets == [0, BUDGET]
 
 
+@pytest.mark.slow
 def test_a_dropped_training_restores_the_budget(allocator: CountingAllocator) -> None:
     training = Training()
     manager = managed(training, machine_with(allocator))
@@ -204,6 +209,7 @@ def test_trainings_of_a_process_leave_each_other_host_memory() -> None:
     assert unpromised_bytes(600 * MIB) == 600 * MIB
 
 
+@pytest.mark.slow
 def test_many_optimizers_of_one_model_are_warned_of_once(
     allocator: CountingAllocator, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -297,6 +303,7 @@ def test_without_a_budget_the_allocator_gets_none(allocator: CountingAllocator) 
     assert allocator.budgets == []
 
 
+@pytest.mark.slow
 def test_memory_that_recording_leaves_on_the_host_is_no_part_of_the_budget(
     allocator: CountingAllocator,
 ) -> None:
@@ -350,6 +357,7 @@ def test_a_plan_that_moves_nothing_leaves_the_training_alone(
     assert manager.status().state is ManagerState.RESIDENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("highest_mib", "state"), [(100, ManagerState.RECORDING), (40, ManagerState.RESIDENT)]
 )

@@ -549,6 +549,7 @@ def test_an_interrupt_at_any_moment_costs_one_step_of_the_plan(
     assert managed.equals(plain)
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_saved_tensor_hooks_for_the_next_step() -> None:
     training = Training()
     manager = training.manage()

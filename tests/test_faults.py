@@ -37,6 +37,7 @@ def stock() -> Training:
     return training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "lookahead", "fault"])
 def test_every_hint_may_fail(planner: str, stock: Training) -> None:
     """Pages stay where they were."""
@@ -55,6 +56,7 @@ def test_every_hint_may_fail(planner: str, stock: Training) -> None:
     assert manager.engine.statistics().open_requests == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
 def test_the_engine_may_be_shut_down_during_training(planner: str, stock: Training) -> None:
     training = Training()
@@ -69,6 +71,7 @@ def test_the_engine_may_be_shut_down_during_training(planner: str, stock: Traini
     assert manager.engine.statistics().refused > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
 @pytest.mark.parametrize("call", ["record", "open", "query", "prefetch", "evict", "synchronize"])
 def test_every_driver_call_may_fail_once(call: str, planner: str, stock: Training) -> None:
@@ -107,6 +110,7 @@ def test_the_wait_for_late_pages_is_limited(
     assert manager.status().wait_timeouts > 0
 
 
+@pytest.mark.slow
 def test_no_plan_fills_a_host_without_room(
     stock: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +141,7 @@ def test_the_profile_counts_where_host_memory_is_unknown() -> None:
     assert within_host(hardware, host_bytes=lambda: 1 << 50) == hardware
 
 
+@pytest.mark.slow
 def test_activations_stay_where_the_host_is_nearly_full(stock: Training) -> None:
     class NearlyFullHost(HostMover):
         available_bytes = (2 << 30) + 5 * MIB

@@ -328,6 +328,7 @@ def test_a_bomb_that_declares_another_size_is_unpacked_no_further(bomb: Path) ->
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_each_flipped_bit_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "f")
     content = (tmp_path / "f").read_bytes()
@@ -339,6 +340,7 @@ def test_each_flipped_bit_is_refused(tmp_path: Path) -> None:
             read(tmp_path / "f")
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.data())
 def test_damage_anywhere_is_a_trace_error_or_harmless(
@@ -464,6 +466,7 @@ def test_a_json_bomb_is_refused_before_it_is_unpacked(
         read_document(tmp_path / "bomb")
 
 
+@pytest.mark.slow
 def test_millions_of_empty_lists_are_refused_before_they_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

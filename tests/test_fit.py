@@ -256,6 +256,7 @@ def test_stock_says_what_it_lacks() -> None:
     assert "device" in stock.why_not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mode", "precision"),
     [
@@ -276,6 +277,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(
     assert beyond.largest_batch == largest
 
 
+@pytest.mark.slow
 def test_host_memory_limits_the_answer() -> None:
     enough = trained("llama-2-7b", precision="fp32-autocast")
     assert enough.umem.host_bytes is not None
@@ -333,6 +335,7 @@ def test_one_machine_fits_into_80_columns(run: Run) -> None:
     assert "not measured" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sft", "lora", "inference"])
 def test_every_machine_gets_a_row(run: Run, mode: str) -> None:
     status, text, errors = run("fit", "--params", "7b", "--mode", mode)
@@ -364,6 +367,7 @@ def test_options_have_the_names_of_training_scripts_too(run: Run) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_policy_is_one_that_runs(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     status, text, _ = run(*SFT, "--gpu", "h100-80", "--budget", "70GiB", "--output", file)
@@ -376,6 +380,7 @@ def test_the_policy_is_one_that_runs(run: Run, tmp_path: Path) -> None:
     assert found["results"][0]["policy"] == file.read_text()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_gets_advice(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     status, text, _ = run("fit", "llama-2-70b", "--gpu", "h100-80", "--output", file)

@@ -126,6 +126,7 @@ def train(*, calls_blocks: bool, clips: bool, kind: Any) -> list[Any]:
     return [*seen, state, *(block.partition for block in model.layers)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("calls_blocks", [False, True])

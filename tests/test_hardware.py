@@ -622,6 +622,7 @@ def test_a_card_behind_pcie_is_matched_by_its_memory(
     assert found.sources["copy_link_bytes_per_s"].assumption is not is_the_same
 
 
+@pytest.mark.slow
 def test_figures_of_the_link_are_scaled_to_another_link() -> None:
     profile = load_hardware("h200-pcie")
     found = describe_machine(replace(H200, pcie_link=(4, 16)), None)
@@ -695,6 +696,7 @@ def test_without_a_gpu_the_remedy_is_a_profile(monkeypatch: pytest.MonkeyPatch) 
 runner = CliRunner()
 
 
+@pytest.mark.slow
 def test_cli_list() -> None:
     result = runner.invoke(app, ["list"], env={"COLUMNS": "80"})
     assert result.exit_code == 0

@@ -148,6 +148,7 @@ class TestRequests:
 
 
 class TestWaiting:
+    @pytest.mark.slow
     def test_timeout_and_end(self) -> None:
         with slow_engine() as engine:
             ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
@@ -172,6 +173,7 @@ class TestLateAndEarly:
             assert 0 < counts.late_s < PATIENCE_S
             assert counts.driver_s >= 0.2
 
+    @pytest.mark.slow
     def test_a_link_is_shared(self) -> None:
         """Moved bytes over driver time is the link's rate, with any number of workers."""
         link_bytes_per_s = 500e6
@@ -211,6 +213,7 @@ class TestLateAndEarly:
 
 
 class TestBudget:
+    @pytest.mark.slow
     def test_a_prefetch_waits_for_room(self) -> None:
         with slow_engine() as engine:
             engine.set_budget(0, 2 * BLOCK)
@@ -234,6 +237,7 @@ class TestBudget:
             assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
             assert engine.statistics().over_budget_bytes == 3 * BLOCK
 
+    @pytest.mark.slow
     def test_a_full_queue_refuses(self) -> None:
         settings = HintSettings(chunk_bytes=BLOCK, capacity=3, prefetch_workers=1)
         with HintEngine.on_host(settings, bytes_per_s=BLOCK / 0.2) as engine:
@@ -307,6 +311,7 @@ class TestBatches:
             assert batch.tickets == range(1, 4)
             assert engine.statistics().refused == 2
 
+    @pytest.mark.slow
     def test_prefetches_wait_for_the_evictions_before_them(self) -> None:
         settings = HintSettings(chunk_bytes=BLOCK)
         with HintEngine.on_host(settings, bytes_per_s=BLOCK / 0.05) as engine:
@@ -345,6 +350,7 @@ class TestBatches:
 
 
 class TestFinish:
+    @pytest.mark.slow
     def test_all_requests_have_ended(self) -> None:
         with slow_engine() as engine:
             ticket = engine.submit(HintOp.EVICT, at(0), 4 * BLOCK)
@@ -366,6 +372,7 @@ class TestReleases:
             allocator.set_release_listener(None)
         allocator.malloc(20 * BLOCK)
 
+    @pytest.mark.slow
     def test_other_threads_run_during_a_release(self) -> None:
         """The release of the cache waits for the driver call under way."""
         allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
@@ -488,6 +495,7 @@ class TestThreadsAndProcesses:
             for ticket in flat:
                 assert engine.wait(ticket, timeout_s=PATIENCE_S) is not HintOutcome.OPEN
 
+    @pytest.mark.slow
     def test_waiting_lets_other_threads_run(self) -> None:
         with slow_engine() as engine:
             ticket = engine.submit(HintOp.EVICT, at(0), 2 * BLOCK)
@@ -527,6 +535,7 @@ class TestThreadsAndProcesses:
         gc.collect()
         assert not threads & set(os.listdir("/proc/self/task"))
 
+    @pytest.mark.slow
     def test_a_process_ends_with_hints_under_way(self) -> None:
         code = (
             "from umem.runtime.hints import HintEngine, HintSettings\n"

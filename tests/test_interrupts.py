@@ -60,6 +60,7 @@ def _has_gradients() -> None:
 # ------------------------------------------------------------------ grad mode
 
 
+@pytest.mark.slow
 def test_grad_mode_is_the_programs() -> None:
     def act() -> None:
         with InferenceMode(torch.is_inference_mode_enabled()):
@@ -79,6 +80,7 @@ def test_inference_mode_stays_in_the_block(is_inference: bool) -> None:
         assert not torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 def test_clipping() -> None:
     lanes = LazyLanes(nn.Linear(1, 1), 1.0)
     clipped = ClippedGradients(lanes)
@@ -91,6 +93,7 @@ def test_clipping() -> None:
     interrupt(lambda: act, _has_gradients)
 
 
+@pytest.mark.slow
 def test_a_gradient_is_multiplied_once_by_each_factor() -> None:
     """However often an interrupt cuts that short, and it begins anew."""
     lanes = LazyLanes(nn.Linear(1, 1), 1.0)
@@ -112,6 +115,7 @@ def test_a_gradient_is_multiplied_once_by_each_factor() -> None:
     interrupt(act, check)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_came_meanwhile_is_added_once() -> None:
     """However often an interrupt cuts that short, and it begins anew."""
     guard = ParameterGuard(lambda: None)
@@ -168,6 +172,7 @@ class Cards:
         return next(it for it in reversed(sets) if it.device_index == wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [Stream(3), Stream(4, device_index=1)], ids=["own", "other"])
 def test_the_stream_and_the_device_are_the_programs(
     stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -198,6 +203,7 @@ def test_the_stream_and_the_device_are_the_programs(
 # ------------------------------------------------------------------ classes of tensors
 
 
+@pytest.mark.slow
 def test_the_class_of_tensors_is_the_programs() -> None:
     allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
     entered = class_override(allocator, TensorClass.OPTIMIZER_STATE)
@@ -216,6 +222,7 @@ def test_the_class_of_tensors_is_the_programs() -> None:
 # ------------------------------------------------------------------ hooks on saved tensors
 
 
+@pytest.mark.slow
 def test_hooks_on_saved_tensors_are_known_or_gone() -> None:
     hooks = SavedTensorHooks(lambda _: None, lambda _: None)
 

@@ -120,6 +120,7 @@ def test_no_use_sees_another_value(use: Callable[[Program], None], streams_weigh
         assert program.weights.streamed.counts.fetched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offloads", [False, True])
 def test_activations_are_copied_where_no_other_offload_is_on(
     offloads: bool, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def test_a_forward_of_the_object_itself_is_left_alone() -> None:
     assert log.found == [None]
 
 
+@pytest.mark.slow
 def test_no_hook_is_traced() -> None:
     model: Any = make_net(lambda forward: forward)()
     x = torch.ones(2, 4)

@@ -46,6 +46,7 @@ def test_the_command_predicts_what_the_executor_predicts(
     assert json.loads(said)["results"] == [json.loads(json.dumps(report_row(predicted)))]
 
 
+@pytest.mark.slow
 def test_a_step_in_parts_is_planned_as_a_whole() -> None:
     """A recorded trace has the optimizer's step by blocks; a program's optimizer steps at once."""
     training = Training()

@@ -225,6 +225,7 @@ def test_state_is_streamed_beside_a_model_without_memory(
         assert tuning.activations.tensors_out > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more_bytes", [-1, ROOM_FOR_ALL])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_state_that_something_else_sees_is_streamed_where_it_is(
@@ -248,6 +249,7 @@ def test_state_that_something_else_sees_is_streamed_where_it_is(
     assert status.slots_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_state_with_known_views_is_fetched_ahead(
     name: str, monkeypatch: pytest.MonkeyPatch

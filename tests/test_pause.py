@@ -71,6 +71,7 @@ class Table:
         self.allocator.free(self.address, self.device)
 
 
+@pytest.mark.slow
 def test_contents_and_addresses_come_back(allocator: Any) -> None:
     tables = [Table(allocator, size) for size in (TABLE_BYTES, 1000, 3 * MIB)]
     for _ in range(2):
@@ -82,6 +83,7 @@ def test_contents_and_addresses_come_back(allocator: Any) -> None:
         assert all(table.is_intact() for table in tables)
 
 
+@pytest.mark.slow
 def test_statistics_tell_of_the_pause(allocator: Any) -> None:
     Table(allocator, TABLE_BYTES)
     before = umem.memory_summary(0)
@@ -119,6 +121,7 @@ def test_allocations_name_the_remedy(allocator: Any) -> None:
     assert Table(allocator, MIB).is_intact()
 
 
+@pytest.mark.slow
 def test_without_room_the_gpu_stays_paused(allocator: Any) -> None:
     table, freed = Table(allocator, TABLE_BYTES), Table(allocator, 40 * MIB)
     umem.pause(0)
@@ -135,6 +138,7 @@ def test_without_room_the_gpu_stays_paused(allocator: Any) -> None:
     assert all(other.is_intact() for other in others)
 
 
+@pytest.mark.slow
 def test_the_host_must_have_the_memory(
     allocator: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -148,6 +152,7 @@ def test_the_host_must_have_the_memory(
     assert table.is_intact()
 
 
+@pytest.mark.slow
 def test_what_other_ranks_have_taken_counts_once(
     allocator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +174,7 @@ def test_what_other_ranks_have_taken_counts_once(
         umem.pause(0)
 
 
+@pytest.mark.slow
 def test_a_rank_takes_no_more_than_its_own_part(
     allocator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +208,7 @@ def test_managed_memory_leaves_the_card(allocator: Any) -> None:
     umem.resume(0)
 
 
+@pytest.mark.slow
 def test_hints_end_before_the_memory_goes(allocator: Any) -> None:
     """A hint that is carried out behind the pause would bring pages back to the card."""
     training = Training()
@@ -259,6 +266,7 @@ if child:
 """
 
 
+@pytest.mark.slow
 def test_a_process_may_fork_and_end_while_paused() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60

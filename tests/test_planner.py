@@ -279,6 +279,7 @@ def test_planned_is_ahead_of_the_yardsticks(machine: Hardware, training: Trace) 
 LEAVING = (Reason.PRESSURE, Reason.PRESSURE_LATE, Reason.PRESSURE_FREE)
 
 
+@pytest.mark.slow
 def test_a_plan_says_why_a_tensor_leaves_or_stays(machine: Hardware, training: Trace) -> None:
     kept = {"mechanism": "keep"}
     moved = {"mechanism": "migrate"}

@@ -90,6 +90,7 @@ def test_idle_intervals_of_a_small_step(make_trace: MakeTrace) -> None:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(workload=workloads())
 def test_idle_intervals_are_those_found_by_walking(

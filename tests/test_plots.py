@@ -299,6 +299,7 @@ def test_a_report_without_timeline_is_refused(hardware: Hardware) -> None:
         link_figure(bare, hardware)
 
 
+@pytest.mark.slow
 def test_saved_as_png_and_svg(tmp_path: Path) -> None:
     figure = shares_figure([made_up_report(timeline=None)])
     save(figure, tmp_path / "new folder" / "shares.png")
@@ -309,6 +310,7 @@ def test_saved_as_png_and_svg(tmp_path: Path) -> None:
     assert "dc:date" not in drawn
 
 
+@pytest.mark.slow
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "shares.png"
     path.write_bytes(b"old")
@@ -320,6 +322,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_save_errors_name_the_file(tmp_path: Path) -> None:
     figure = shares_figure([made_up_report(timeline=None)])
     with pytest.raises(UmemError, match=r"shares\.pdf: a picture's name ends in \.png or \.svg"):
@@ -335,6 +338,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
         residency_figure(made_up_report())
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_neither_matplotlib_nor_torch() -> None:
     check = (
         "import sys, umem.telemetry.figures\n"

@@ -457,6 +457,7 @@ def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert load_policy(path).device_budget == GIB
 
 
+@pytest.mark.slow
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=60))
 def test_any_text_is_a_policy_or_a_policy_error(tmp_path_factory: Any, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
@@ -853,6 +854,7 @@ def test_the_example_in_the_docs_is_valid(tmp_path: Path) -> None:
     assert policy.classes.weights.min_bytes == 2 * 2**20
 
 
+@pytest.mark.slow
 def test_the_policies_for_users_of_other_systems(tmp_path: Path) -> None:
     text = (CHECKOUT / "docs" / "other-systems.md").read_text(encoding="utf-8")
     found: dict[str, tuple[float, float]] = {}

@@ -183,6 +183,7 @@ def test_a_small_trace_is_compared(write: Callable[[dict[str, Any]], Path]) -> N
     assert "| published: DeepUM | 4.5 | — |" in shown
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_writes_results(
     write: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:

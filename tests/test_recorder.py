@@ -393,6 +393,7 @@ def test_the_backward_pass_of_a_frozen_block_belongs_to_its_neighbour() -> None:
     assert "layers.1.mlp.0.weight.grad" not in used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_recomputes_before_its_backward_pass(reentrant: bool) -> None:
     plain, trace = recorded(Silent(Language())), recorded(Silent(Language(reentrant=reentrant)))

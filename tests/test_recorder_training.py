@@ -188,6 +188,7 @@ def test_a_kept_graph_does_not_hold_the_model() -> None:
     torch.testing.assert_close(weight.grad, 2 * before)
 
 
+@pytest.mark.slow
 def test_copies_made_while_recording_are_not_recorded() -> None:
     model, optimizer = make()
     with umem.record(model, optimizer, clock=Ticks()) as recording:
@@ -211,6 +212,7 @@ def test_copies_made_while_recording_are_not_recorded() -> None:
 # ---------------------------------------------------------------------------------- between
 
 
+@pytest.mark.slow
 def test_evaluation_is_not_recorded() -> None:
     def fingerprint(evaluate: Callable[[nn.Module], object]) -> str:
         model, optimizer = make()
@@ -238,6 +240,7 @@ def test_evaluation_is_not_recorded() -> None:
     assert fingerprint(by_inference) == expected
 
 
+@pytest.mark.slow
 def test_two_models_are_recorded_side_by_side() -> None:
     expected = [recorded(*make(layers)) for layers in (2, 4)]
     first, second = make(2), make(4)
@@ -701,6 +704,7 @@ def test_a_compiled_optimizer_ends_steps() -> None:
     check_no_trace_left(model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_graph_may_be_used_after_its_step() -> None:
     model, optimizer = make()
     head = nn.Linear(WIDTH, 1)

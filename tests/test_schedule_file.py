@@ -107,6 +107,7 @@ def test_a_schedule_comes_back_unchanged(tmp_path: Path, changes: dict[str, Any]
     assert_same(schedule, load_schedule(tmp_path / "plan.npz", small_trace(), key=KEY))
 
 
+@pytest.mark.slow
 @given(
     hints=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 2)), max_size=30),
     residencies=st.lists(st.integers(0, 4), min_size=3, max_size=3),
@@ -361,6 +362,7 @@ def test_the_key_depends_on_a_policy_but_for_its_words(field: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor_class", range(6))
 def test_the_key_depends_on_every_rule(tensor_class: int) -> None:
     rules = small_policy().rules

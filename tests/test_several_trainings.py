@@ -349,6 +349,7 @@ def one(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [[halves], [one, one], [one, halves, one]])
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 1.0])
 def test_trainings_keep_one_budget(parts: list[Any], share: float) -> None:
@@ -375,6 +376,7 @@ def test_trainings_keep_one_budget(parts: list[Any], share: float) -> None:
         assert unused_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_training_that_ends_leaves_its_share() -> None:
     more_bytes = MODEL_SAVED + 4 * LAYER_STATE + MODEL_STATE // 2
     run, stock = Process(more_bytes, [one, one]), Process(None, [one, one])
@@ -394,6 +396,7 @@ def test_a_training_that_ends_leaves_its_share() -> None:
     assert run.resident_bytes()[0] > before[False][0]
 
 
+@pytest.mark.slow
 def test_a_training_that_begins_later_gets_its_share() -> None:
     more_bytes = MODEL_SAVED + 4 * LAYER_STATE + MODEL_STATE
     run, stock = Process(more_bytes, [one, one]), Process(None, [one, one])
@@ -413,6 +416,7 @@ def test_a_training_that_begins_later_gets_its_share() -> None:
     assert 0 < run.resident_bytes()[1] <= run.resident_bytes()[0] < MODEL_STATE
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_begins_later_and_one_that_ends() -> None:
     more_bytes = MODEL_SAVED + 2 * LAYER_STATE + MODEL_STATE // 2
     run, stock = Process(more_bytes, [halves]), Process(None, [halves])
@@ -443,6 +447,7 @@ def test_an_optimizer_that_begins_later_and_one_that_ends() -> None:
     assert owner.tuner.status().state == TuningState.PLANNED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [[halves], [halves, one]])
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_updates_in_the_backward_pass_keep_the_same_budget(parts: list[Any], share: float) -> None:
@@ -502,6 +507,7 @@ def test_shares_are_within_the_budget_and_in_proportion(seed: int) -> None:
 MODEL_WEIGHTS = MODEL_STATE // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [[one, one], [halves, one], [frozen, one], [one, frozen]])
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
 def test_weights_that_are_streamed_keep_the_same_budget(parts: list[Any], share: float) -> None:
@@ -641,6 +647,7 @@ def in_turns(process: Process) -> None:
 PROGRAMS = [step_of_each, adversaries, with_scaler, with_closures, loaded, in_turns]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("parts", [[halves], [one, one], [halves, one]])
 @pytest.mark.parametrize("share", [0.3, 1.0])
@@ -681,6 +688,7 @@ def one_for_each_parameter(model: nn.Module) -> list[torch.optim.Optimizer]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_optimizers_that_step_in_the_backward_pass(share: float) -> None:
     def train(process: Process) -> None:

@@ -122,6 +122,7 @@ def test_each_request_may_be_refused(make_model: Callable[[], nn.Module]) -> Non
     assert number > 50
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     share=st.floats(0, 1),

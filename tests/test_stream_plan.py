@@ -377,6 +377,7 @@ def machine_of(machine: Hardware, figures: tuple[float, float]) -> Hardware:
     )
 
 
+@pytest.mark.slow
 @given(UNITS, st.sets(st.integers(0, 7)), st.integers(1, 5), MACHINES, BACKWARD, st.booleans())
 @example([unit(5, 0, 0), unit(20, 0, 0)], set(), 2, (1.0, 0.05), 1 * MS, False)
 @example(
@@ -436,6 +437,7 @@ def test_every_step(
         assert timing.home_s >= home_s * (1 - CLOSE)
 
 
+@pytest.mark.slow
 @given(UNITS, st.sets(st.integers(0, 7)), st.integers(1, 5), MACHINES, BACKWARD)
 def test_a_deferred_step_is_never_slower(
     machine: Hardware,
@@ -576,6 +578,7 @@ def test_too_little_memory_is_an_error_with_the_bytes_and_the_remedy(machine: Ha
         planned(machine, [unit(40)] * 3, -1)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(TIMES, TIMES), min_size=3, max_size=16), MACHINES, BACKWARD, st.booleans()
@@ -599,6 +602,7 @@ def test_more_memory_is_never_slower(
     assert steps_s[-1] == pytest.approx(sum(sum(each) for each in times) * MS + backward_s)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
@@ -769,6 +773,7 @@ def test_gradients_of_the_last_units_leave_where_nothing_else_is_enough(
         plan_stream(units, budget_bytes=120 * MIB, batches=batches, **settings)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from([0, 10, 40, 80]), min_size=1, max_size=9),
     st.integers(1, 2),
@@ -861,6 +866,7 @@ def test_gradients_come_back_where_activations_have_made_room(
     assert plan.predicted.to_device_bytes == {TensorClass.GRADIENTS: back_bytes}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

@@ -458,6 +458,7 @@ def saved_step(step_of: Callable[..., Trace], tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_simulate_predicts_a_policy_that_streams(run: Run, saved_step: Path) -> None:
     arguments = ("simulate", "--trace", saved_step, "--policy", "sft", "--budget", "456MiB")
     status, output, errors = run(*arguments, "--hardware", "h100-pcie")
@@ -474,6 +475,7 @@ def test_simulate_predicts_a_policy_that_streams(run: Run, saved_step: Path) -> 
         assert row["device_bytes"] <= 200 * MIB
 
 
+@pytest.mark.slow
 def test_simulate_says_where_weights_are(run: Run, saved_step: Path) -> None:
     arguments = ("simulate", "--trace", saved_step, "--policy", "sft", "--hardware", "h100-pcie")
     _, output, _ = run(*arguments, "--budget", "4GiB")

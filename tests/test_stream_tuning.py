@@ -264,6 +264,7 @@ class Training:
 LAYER_WEIGHTS = 4 * 2 * WIDTH * 2 * WIDTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("frozen", "room"),
     # Frozen layers save less that could leave.
@@ -299,6 +300,7 @@ def test_weights_that_fit_come_to_the_device() -> None:
     assert run.weights.status().resident_bytes == LAYERS * LAYER_WEIGHTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_share_of_weights_and_state_stays_where_all_would_fit(share: float) -> None:
     run = Training(Machine(10**8), streams_weights=True, share=share)
@@ -313,6 +315,7 @@ def test_a_share_of_weights_and_state_stays_where_all_would_fit(share: float) ->
     assert run.training.counts.streamed > 0
 
 
+@pytest.mark.slow
 def test_a_budget_for_nothing_streams_all_weights(caplog: pytest.LogCaptureFixture) -> None:
     run = Training(Machine(-BASE), streams_weights=True)
     assert run.run(6) == Training().run(6)
@@ -322,6 +325,7 @@ def test_a_budget_for_nothing_streams_all_weights(caplog: pytest.LogCaptureFixtu
     assert "raise device_budget" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_step_in_the_backward_pass_is_planned_anew() -> None:
     """Its gradients are freed, which leaves more room for state."""
     room = LAYERS * (LAYER_STATE + SAVED)
@@ -353,6 +357,7 @@ def test_a_step_in_the_backward_pass_is_planned_anew() -> None:
     assert run.training.counts.ahead > 0
 
 
+@pytest.mark.slow
 def test_no_plan_is_made_for_a_step_that_will_move_into_the_backward_pass(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -378,6 +383,7 @@ def test_no_plan_is_made_for_a_step_that_will_move_into_the_backward_pass(
     assert not [it for it in caplog.records if it.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "umem")
     run = Training(Machine())
@@ -400,6 +406,7 @@ def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
     assert managed.late() == 0
 
 
+@pytest.mark.slow
 def test_a_step_for_which_nothing_moves_marks_no_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events take time, and nothing would wait for them."""
     run = Training(Machine(), copies_gradients=True, streams_weights=True)
@@ -430,6 +437,7 @@ def test_a_step_for_which_nothing_moves_marks_no_moment(monkeypatch: pytest.Monk
     assert moments["run"] > 0
 
 
+@pytest.mark.slow
 def test_steps_rest_where_all_fits_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(LAYERS * LAYER_STATE + LAYERS * SAVED + SAVED)
     run, expected = Training(machine), Training()
@@ -486,6 +494,7 @@ def test_a_training_that_rests_keeps_no_state_of_an_optimizer_that_is_gone() -> 
     assert training.is_closed
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_streamed_and_copied() -> None:
     # Beside two slots there is room for the activations of four of six layers.
     machine = Machine(2 * LAYER_STATE + 4 * SAVED)
@@ -524,6 +533,7 @@ class WithHead(Net):
 HEAD_COLUMNS = 4 * LAYER_STATE // (8 * 4 * 5 // 2) // WIDTH * WIDTH
 
 
+@pytest.mark.slow
 def test_a_step_that_waits_has_slots_where_activations_were() -> None:
     rows = 8
     more_bytes = 6 * LAYER_STATE + LAYERS * SAVED * rows // ROWS
@@ -554,6 +564,7 @@ def test_a_step_that_waits_has_slots_where_activations_were() -> None:
     assert machine.highest_in_all <= machine.budget_bytes - SLACK
 
 
+@pytest.mark.slow
 def test_state_that_was_made_on_the_device_counts_once() -> None:
     expected = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED))
     run = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED), born_on_device=4)
@@ -563,6 +574,7 @@ def test_state_that_was_made_on_the_device_counts_once() -> None:
     assert plans[0] == plans[1] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_no_bit_changes(is_checkpointed: bool, batches: int) -> None:
@@ -583,6 +595,7 @@ def test_activations_are_copied_where_no_state_is_streamed() -> None:
     assert counts.streamed == counts.in_line == counts.resident == 0
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_copies_all(caplog: pytest.LogCaptureFixture) -> None:
     run = Training(Machine(-(10**5)))
     assert run.run(8) == Training().run(8)
@@ -593,6 +606,7 @@ def test_a_budget_that_is_too_small_copies_all(caplog: pytest.LogCaptureFixture)
     assert len([it for it in caplog.messages if "activations and gradients are copied" in it]) == 1
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_in_the_backward_pass_names_the_other_way(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -617,6 +631,7 @@ def test_a_small_budget_has_a_plan_with_less_slack(monkeypatch: pytest.MonkeyPat
     assert status.state == TuningState.PLANNED
 
 
+@pytest.mark.slow
 def test_gradients_are_copied_where_activations_alone_leave_too_little_room(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -641,6 +656,7 @@ def test_gradients_are_copied_where_activations_alone_leave_too_little_room(
     assert found == Training().run(8, batches=2)
 
 
+@pytest.mark.slow
 def test_a_larger_batch_is_planned_for() -> None:
     machine = Machine(2 * LAYER_STATE + 8 * SAVED)
     run, expected = Training(machine), Training()
@@ -718,6 +734,7 @@ class WithFlatPartitions(Net):
         return super().forward(x * torch.stack(self.flats).mean())
 
 
+@pytest.mark.slow
 def test_flat_partitions_are_planned_as_what_is_due_first() -> None:
     run = Training(Machine(5 * LAYER_STATE + 2 * SAVED), make_model=WithFlatPartitions)
     assert run.run(8) == Training(make_model=WithFlatPartitions).run(8)
@@ -738,6 +755,7 @@ class WithOneFlatPartition(WithFlatPartitions):
         self.flats = (nn.Parameter(torch.ones(3 * 4 * WIDTH * WIDTH)),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more_bytes", "resident"),
     [(4 * LAYER_STATE + 2 * SAVED, 1), (5 * LAYER_STATE + 2 * SAVED, 3), (10**9, 9)],
@@ -782,6 +800,7 @@ def with_unheld_parameters(more_bytes: int) -> Training:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("more_bytes", "must_leave"), [(9 * LAYER_STATE, True), (10**9, False)])
 def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
     more_bytes: int, must_leave: bool
@@ -798,6 +817,7 @@ def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
     assert run.machine.spilled == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lacking", "leave"), [(SLACK, False), (SLACK + 1, True)])
 def test_they_stay_where_little_memory_is_lacking(lacking: int, leave: bool) -> None:
     """A plan with twice the slack would have room without them only."""
@@ -812,6 +832,7 @@ def test_they_stay_where_little_memory_is_lacking(lacking: int, leave: bool) -> 
     assert [run.memory.is_home(it) for it in run.model.unheld] == [leave] * 3
 
 
+@pytest.mark.slow
 def test_a_training_that_is_closed_is_stock() -> None:
     run, expected = Training(Machine(2 * LAYER_STATE + 4 * SAVED)), Training()
     run.run(8)

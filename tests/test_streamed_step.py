@@ -293,6 +293,7 @@ def test_two_optimizers_of_one_model(eagerness: float) -> None:
     compare(second, eagerness=eagerness)
 
 
+@pytest.mark.slow
 def test_compiled_models_wait_in_the_step() -> None:
     def make_model() -> Any:
         torch._dynamo.reset()
@@ -357,6 +358,7 @@ def closures(program: Program) -> None:
             program.seen.append(program.optimizer.step(closure).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eagerness", EAGERNESS)
 def test_steps_with_closures_are_streamed(eagerness: float) -> None:
     run = compare(closures, eagerness=eagerness)

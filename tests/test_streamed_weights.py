@@ -652,6 +652,7 @@ def write_tables(program: Program) -> None:
     call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached_share", [0.0, 0.2])
 @pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense])
 @pytest.mark.parametrize("slots", [2, 8])
@@ -682,6 +683,7 @@ def test_no_bit_changes_where_few_experts_are_used(
     assert not cached_share or slots == 8 or min(use) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 8])
 @pytest.mark.parametrize(
     "change", [write_experts, two_graphs, gradient_of_inputs, to_other_types, functional_call]
@@ -702,6 +704,7 @@ def test_no_bit_changes_where_few_modules_of_experts_are_called(
     assert program.streamed.expert_use() == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense, MixtureOfModules])
 @pytest.mark.parametrize("most_buffers", [0, 1, 3])
 def test_no_bit_changes_where_few_experts_are_used_without_room(

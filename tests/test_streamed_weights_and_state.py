@@ -40,6 +40,7 @@ def test_no_bit_changes(
     )
 
 
+@pytest.mark.slow
 def test_updates_stay_deferred_and_weights_are_fetched_ahead() -> None:
     # On a GPU, too, updates are launched when they are queued.
     program = compare(steps=8, eagerness=1.0, streams_weights=True)
@@ -52,6 +53,7 @@ def test_updates_stay_deferred_and_weights_are_fetched_ahead() -> None:
     assert weights.late <= 8 + 2
 
 
+@pytest.mark.slow
 def test_updates_in_the_backward_pass_use_weights_in_place() -> None:
     program = compare(steps=6, clips=False, in_backward=True, streams_weights=True)
     assert program.weights is not None

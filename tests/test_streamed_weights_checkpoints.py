@@ -124,6 +124,7 @@ BOTH: list[Callable[[Program], None]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])
 @pytest.mark.parametrize("slots", [2, 8])
@@ -139,6 +140,7 @@ def addresses(model: Any) -> dict[str, int]:
     return {name: it.data_ptr() for name, it in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [*SAVES, *LOADS])
 def test_homes_are_read_and_written_without_the_device(use: Callable[[Program], None]) -> None:
     def watched(program: Program) -> None:
@@ -152,6 +154,7 @@ def test_homes_are_read_and_written_without_the_device(use: Callable[[Program], 
     compare(watched)
 
 
+@pytest.mark.slow
 def test_a_state_dictionary_has_the_homes_themselves() -> None:
     """Saving a model that is larger than the host's free memory makes no copy of it first."""
 

@@ -68,6 +68,7 @@ def snapshots(draw: st.DrawFn, time_ns: int = 0) -> Snapshot:
     )
 
 
+@pytest.mark.slow
 @given(snapshots(), st.lists(st.tuples(st.integers(0, 80), st.integers(0, 20)), min_size=1))
 def test_ranges_hit_the_blocks_of_a_linear_search(
     snapshot: Snapshot, ranges: list[tuple[int, int]]

@@ -387,6 +387,7 @@ def test_concatenated_records_are_ordered_by_start() -> None:
 # ----------------------------------------------------------------------------------- collector
 
 
+@pytest.mark.slow
 def test_the_collector_enables_the_activities_that_it_reads(
     cupti: StandInCupti, make: Make
 ) -> None:
@@ -422,6 +423,7 @@ def test_the_collector_enables_the_activities_that_it_reads(
     assert enabled == {1, 2, 25} == {call[1] for call in cupti.calls if call[0] == "disable"}
 
 
+@pytest.mark.slow
 def test_records_over_the_limit_count_as_dropped(cupti: StandInCupti, make: Make) -> None:
     collector = make(limit=4)
     collector.start()
@@ -431,6 +433,7 @@ def test_records_over_the_limit_count_as_dropped(cupti: StandInCupti, make: Make
     assert dropped == 2
 
 
+@pytest.mark.slow
 def test_one_recording_at_a_time(cupti: StandInCupti, make: Make) -> None:
     first = make()
     first.start()
@@ -442,6 +445,7 @@ def test_one_recording_at_a_time(cupti: StandInCupti, make: Make) -> None:
     second.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refused", "said", "remedy"),
     [
@@ -500,6 +504,7 @@ def test_missing_and_misfit_bindings(monkeypatch: pytest.MonkeyPatch, make: Make
         make().start()
 
 
+@pytest.mark.slow
 def test_records_of_another_shape_fail_at_the_end(cupti: StandInCupti, make: Make) -> None:
     collector = make()
     collector.start()
@@ -574,6 +579,7 @@ def test_stop_waits_for_callbacks_that_other_threads_run(cupti: StandInCupti, ma
     assert collector.notes() == ()
 
 
+@pytest.mark.slow
 def test_a_process_begins_with_an_empty_recording(
     cupti: StandInCupti,
     make: Make,
@@ -608,6 +614,7 @@ def test_a_refusal_of_the_first_recording_leaves_nothing_on(
     assert not callbacks.is_primed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tries", [1, 3, 9])
 def test_cupti_is_restarted_until_it_reports_the_probe_block(
     cupti: StandInCupti, make: Make, tries: int
@@ -632,6 +639,7 @@ def test_cupti_is_restarted_until_it_reports_the_probe_block(
     assert any("not reliable" in note for note in collector.notes()) == (tries > 4)
 
 
+@pytest.mark.slow
 def test_without_a_probe_block_cupti_is_trusted(cupti: StandInCupti, make: Make) -> None:
     collector = make()
     collector.start()
@@ -639,6 +647,7 @@ def test_without_a_probe_block_cupti_is_trusted(cupti: StandInCupti, make: Make)
     assert collector.notes() == ()
 
 
+@pytest.mark.slow
 def test_cupti_is_flushed_while_it_records(cupti: StandInCupti, make: Make) -> None:
     collector = make(flush_every_s=0.001)
     flushed = threading.Event()
@@ -668,6 +677,7 @@ def test_records_may_take_a_while(cupti: StandInCupti, make: Make) -> None:
     assert len(records) == 1
 
 
+@pytest.mark.slow
 def test_records_completed_on_disabling_count(cupti: StandInCupti, make: Make) -> None:
     cupti.on_disable = [[copy(7, 5, 6)], [copy(8, 6, 7)]]
     collector = make()
@@ -676,6 +686,7 @@ def test_records_completed_on_disabling_count(cupti: StandInCupti, make: Make) -
     assert (records.bytes.tolist(), dropped) == ([7, 8], 0)
 
 
+@pytest.mark.slow
 def test_records_that_do_not_end_are_reported_as_incomplete(
     cupti: StandInCupti,
     make: Make,
@@ -693,6 +704,7 @@ def test_records_that_do_not_end_are_reported_as_incomplete(
     assert "still handing over records: at most 0 s more" in caplog.text
 
 
+@pytest.mark.slow
 def test_late_records_are_lost_and_not_given_to_the_next_recording(
     cupti: StandInCupti, make: Make
 ) -> None:
@@ -710,6 +722,7 @@ def test_late_records_are_lost_and_not_given_to_the_next_recording(
     assert (len(second.recording.records), second.recording.dropped) == (0, 0)
 
 
+@pytest.mark.slow
 def test_torchs_profiler_inside_of_a_recording_is_noted(cupti: StandInCupti, make: Make) -> None:
     torch_profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with Profile(make()) as profile:

@@ -71,6 +71,7 @@ def test_hints_between_two_statistics(engine: HintEngine) -> None:
     assert hints_between(engine.statistics(), engine.statistics()).uses == ()
 
 
+@pytest.mark.slow
 def test_late_and_wasted_hints_are_counted_apart() -> None:
     with HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 0.2) as slow:
         before = slow.statistics()

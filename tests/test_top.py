@@ -125,6 +125,7 @@ def test_a_killed_process_is_gone_though_its_socket_stays(top: Run, runtime_fold
     assert list(runtime_folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_next_process_removes_sockets_of_killed_ones_alone(runtime_folder: Path) -> None:
     serving = "from umem.runtime.live_socket import serve; serve(dict)\n" + WAIT
     killed, stopped = (start(sys.executable, "-c", serving) for _ in range(2))
@@ -142,6 +143,7 @@ def test_the_next_process_removes_sockets_of_killed_ones_alone(runtime_folder: P
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_said_to_be_busy(
     top: Run, runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

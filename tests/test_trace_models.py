@@ -83,6 +83,7 @@ def test_sft_updates_one_parameter_at_a_time(sft: Trace) -> None:
     assert max(others[phase] for phase in in_step) == kept + largest
 
 
+@pytest.mark.slow
 def test_sft_arithmetic_is_six_per_parameter_and_token(sft: Trace) -> None:
     tokens = BATCH * SEQ
     # All but the embedding, which is a lookup: 2 forward and 4 backward. Causal attention: half of
@@ -114,6 +115,7 @@ def test_lora_never_writes_frozen_weights(lora: Trace) -> None:
     assert frozen[np.unique(lora.access_tensor)].sum() == frozen.sum()  # and each is read
 
 
+@pytest.mark.slow
 def test_every_activation_is_written_before_it_is_read(sft: Trace, lora: Trace) -> None:
     for trace in (sft, lora):
         first_mode: dict[int, int] = {}
@@ -241,6 +243,7 @@ def test_a_llama_of_a_size_is_recorded() -> None:
     assert made.metadata["parameters"] == shape.parameters == pytest.approx(1e8, rel=0.05)
 
 
+@pytest.mark.slow
 def test_70b_has_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of its layers are recorded; test_lora_against_sft.py records smaller models whole."""
     from transformers import AutoModelForCausalLM

@@ -271,6 +271,7 @@ def check_plan(plan: TrainingPlan, weights: Mapping[str, WeightUnit], budget_byt
         assert plan.extra[staged[-1].name][0] == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(TRAININGS, st.sampled_from([0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]))
 def test_every_plan(
@@ -384,6 +385,7 @@ def test_frozen_weights_stay_where_the_loss_needs_memory(
     assert stream.predicted.step_s < usual.step_s
 
 
+@pytest.mark.slow
 def test_weights_leave_for_a_large_gain_only(two_way: Hardware) -> None:
     """Where that makes room for the state of one unit more, of 200 MiB and 5 ms in all."""
     units, weights = training([([10, 10], False), ([1], True)] * 6, state_mib=200)

@@ -46,6 +46,7 @@ def points_of(figures: list[tuple[int, int, int]]) -> list[Point]:
     return [Point(candidate, step, 60 / step, device, host) for step, device, host in figures]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=30))
 def test_the_front_has_each_point_that_no_other_one_outdoes(
     figures: list[tuple[int, int, int]],
@@ -56,6 +57,7 @@ def test_the_front_has_each_point_that_no_other_one_outdoes(
     assert found == sorted({it for it in every if not is_dominated(it, every)})
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=30),
     st.floats(0.0, 0.9),
@@ -103,6 +105,7 @@ def test_simulate_gives_the_figures_of_each_point(run: Run, tmp_path: Path) -> N
             assert [predicted[name] for name in WHERE] == [row[name] for name in WHERE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["plain", "sft", "managed"])
 def test_each_kind_of_policy_can_be_simulated(run: Run, tmp_path: Path, base: str) -> None:
     """Also those that a front may lack."""
@@ -116,6 +119,7 @@ def test_each_kind_of_policy_can_be_simulated(run: Run, tmp_path: Path, base: st
         assert row["base"] == base
 
 
+@pytest.mark.slow
 def test_the_table_fits_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     status, text, _ = run(*TINY, "--budget", "30MiB,100%")
@@ -192,6 +196,7 @@ def test_bad_input_is_named(run: Run, arguments: tuple[str, ...], place: str) ->
     assert place in errors
 
 
+@pytest.mark.slow
 def test_a_trace_has_one_form(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "step.npz"
     run("trace", "--model", "llama-tiny", "--seq", "64", "--output", file)
@@ -218,6 +223,7 @@ def make_step():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("--params", "10m", "--seq", "64"), ("train.py:make_step",)])
 def test_a_size_and_a_script_are_tuned_and_simulated(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]

@@ -43,6 +43,7 @@ def room_of(units: Sequence[WeightUnit], share: float) -> int:
     return least_bytes + int(share * (all_bytes(units) - least_bytes))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(weight_units(), st.floats(0.0, 1.1), st.integers(2, 4))
 @example([WeightUnit((1, 1, 1)), WeightUnit((600,))], 0.0, 2)
@@ -75,6 +76,7 @@ def test_every_plan(units: list[WeightUnit], share: float, slots: int) -> None:
         assert list(plan.in_place) == [unit.gathered for unit in units]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(weight_units(), st.floats(0.0, 1.0), st.booleans())
 def test_a_part_of_the_weights_may_be_resident(
@@ -93,6 +95,7 @@ def test_a_part_of_the_weights_may_be_resident(
         assert plan.resident_bytes == most_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(weight_units(), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_more_room_streams_at_most_a_part_more(
@@ -175,6 +178,7 @@ def test_fewer_units_than_slots_stream_nothing(count: int) -> None:
     assert (plan.streamed_bytes, plan.device_bytes) == (0, count * 4 * KIB)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40), st.integers(0, 40)), max_size=6),
