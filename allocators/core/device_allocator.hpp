@@ -398,7 +398,9 @@ class DeviceAllocator {
   void release_reserve(MemoryKind kind, std::size_t bytes);
   std::size_t excess_bytes(std::size_t more_bytes) const;
   bool over_budget(const Profile& profile, std::size_t bytes) const;
-  bool waiting_helps(const Heap& heap, std::size_t bytes, std::size_t more_bytes) const;
+  bool waiting_helps(const Heap& heap, std::size_t bytes, std::size_t more_bytes,
+                     const Range& growth) const;
+  std::vector<Spare> movable_spares(const Range& growth) const;
   bool make_room(Heap& heap, std::size_t bytes, std::size_t excess, const Range& growth);
   bool room_was_in_vain(const Heap& heap, std::size_t bytes) const;
   std::size_t idle_device_bytes() const;
@@ -428,6 +430,7 @@ class DeviceAllocator {
   bool put_behind(const Heap& later, const Heap& earlier);
   bool take_back(const Heap* owner, Streams from);
   Block* block_from(Streams streams, Heap& heap, std::size_t bytes);
+  Block* gather_block(Heap& heap, std::size_t bytes);
   void gather_free_memory();
   Range growth_for(Heap& heap, std::size_t bytes);
   bool expand(Heap& heap, const Range& growth, Shortage& shortage);

@@ -84,6 +84,15 @@ Block* DeviceAllocator::block_from(Streams streams, Heap& heap, std::size_t byte
   return borrow(heap, bytes, streams);
 }
 
+// Such a block, or else all free memory is where it belongs.
+Block* DeviceAllocator::gather_block(Heap& heap, std::size_t bytes) {
+  // The queues of umem's own streams are long: memory of theirs is waited for last.
+  for (const Streams streams : {Streams::programs, Streams::all})
+    if (Block* block = block_from(streams, heap, bytes)) return block;
+  gather_free_memory();
+  return borrow(heap, bytes, Streams::all);
+}
+
 // All free memory is where it belongs, and can be given back.
 void DeviceAllocator::gather_free_memory() {
   end_all_aliases();

@@ -115,15 +115,11 @@ Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t 
   };
   bool room_was_made = false;
   if (over_budget(profile, more_bytes()) && active_pools_.empty()) {
-    // The queues of umem's own streams are long: memory of theirs is waited for last.
-    for (const Streams streams : {Streams::programs, Streams::all})
-      if (Block* block = block_from(streams, heap, bytes)) return block;
-    gather_free_memory();
-    if (Block* block = borrow(heap, bytes, Streams::all)) return block;
+    if (Block* block = gather_block(heap, bytes)) return block;
     growth = growth_for(heap, bytes);
-    if (waiting_helps(heap, bytes, more_bytes())) {
+    if (waiting_helps(heap, bytes, more_bytes(), growth)) {
       synchronize_events();
-      if (Block* block = take_cached(heap, bytes)) return block;
+      if (Block* block = gather_block(heap, bytes)) return block;
       growth = growth_for(heap, bytes);
     }
     room_was_made = make_room(heap, growth.bytes != 0 ? bytes : more_bytes(),
@@ -226,8 +222,8 @@ bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) con
 
 // Whether a request beyond the budget can be served when other streams have finished: from a block
 // of its heap, or because memory can be given back only then. Waiting stalls the program.
-bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes,
-                                    std::size_t more_bytes) const {
+bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes, std::size_t more_bytes,
+                                    const Range& growth) const {
   bool serves = false;
   std::unordered_set<const Block*> seen;
   std::size_t freed_bytes = 0;
@@ -249,14 +245,28 @@ bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes,
   };
   for (const auto& [stream, events] : pending_events_)
     for (const PendingEvent& pending : events) consider(pending.block);
-  const std::size_t excess = excess_bytes(more_bytes), idle = idle_device_bytes();
+  std::size_t idle = 0;
+  for (const Spare& spare : movable_spares(growth)) idle += spare.bytes;
+  const std::size_t excess = excess_bytes(more_bytes);
   return serves || (excess > idle && excess <= idle + freed_bytes);
+}
+
+// Cached memory on the device, without the blocks beside `growth`: the request will use them.
+std::vector<DeviceAllocator::Spare> DeviceAllocator::movable_spares(const Range& growth) const {
+  std::vector<Spare> all = spares();
+  std::erase_if(all, [&](const Spare& spare) {
+    const Block& block = *spare.block;
+    const bool is_used = growth.bytes != 0 && (block.address + block.bytes == growth.address ||
+                                               block.address == growth.address + growth.bytes);
+    return is_used || !on_device(spare);
+  });
+  return all;
 }
 
 // Gives back `excess` bytes of cached memory on the device for a request of `heap`; none if there
 // is less. First the heap's own: it is all too small for the request, and what it served is served
-// by the new memory. Last that of umem's own streams, whose queues are long. Blocks beside `growth`
-// stay, because the request will use them. False if none are given back.
+// by the new memory. Last that of umem's own streams, whose queues are long. False if none are
+// given back.
 bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t excess,
                                 const Range& growth) {
   if (excess > idle_device_bytes()) return false;
@@ -266,11 +276,8 @@ bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t exces
   }
   std::array<std::vector<Spare>, 4> ranks;  // of this heap, smaller ones, others, own streams'
   std::set<Heap*> keeping;
-  for (const Spare& spare : spares()) {
+  for (const Spare& spare : movable_spares(growth)) {
     const Block& block = *spare.block;
-    const bool is_used = growth.bytes != 0 && (block.address + block.bytes == growth.address ||
-                                               block.address == growth.address + growth.bytes);
-    if (is_used || !on_device(spare)) continue;
     Heap& owner = *block.segment->heap;
     const bool moves_handles = growth.bytes != 0 && block.segment->is_expandable;
     const bool is_smaller = block.bytes < bytes;

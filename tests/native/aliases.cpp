@@ -148,6 +148,36 @@ void other_streams_have_used_it_before() {
   check_apart(machine);
 }
 
+// What another stream has used is free only once that is waited for: an alias too, which then ends.
+void one_that_is_waited_for_serves_more() {
+  Holes holes(7);
+  Machine& machine = holes.machine;
+  const std::uintptr_t large = machine.allocate(48 * MiB);
+  const std::uint64_t work = machine.driver.launch(kSide);
+  machine.device.record_stream(large, kSide);
+  machine.free(large);
+  machine.free(holes.blocks[4]);
+  machine.allocate(72 * MiB);
+  CHECK_EQUAL(machine.driver.done(kSide), work);
+  CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
+  check_apart(machine);
+}
+
+// The free memory beside which a tensor would grow is none that can move there.
+void too_little_can_move_and_more_is_waited_for() {
+  Machine machine = machine_of(120 * MiB);
+  std::vector<std::uintptr_t> blocks;
+  while (blocks.size() < 5) blocks.push_back(machine.allocate(24 * MiB));
+  const std::uint64_t work = machine.driver.launch(kSide);
+  machine.device.record_stream(blocks[2], kSide);
+  machine.free(blocks[2]);
+  machine.free(blocks[4]);
+  machine.allocate(40 * MiB);
+  CHECK_EQUAL(machine.driver.done(kSide), work);
+  CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
+  check_apart(machine);
+}
+
 void all_of_it_goes_back() {
   Holes holes;
   Machine& machine = holes.machine;
@@ -322,6 +352,8 @@ int main() {
   RUN(only_the_last_use_is_waited_for);
   RUN(work_is_not_waited_for_if_that_is_slower);
   RUN(other_streams_have_used_it_before);
+  RUN(one_that_is_waited_for_serves_more);
+  RUN(too_little_can_move_and_more_is_waited_for);
   RUN(all_of_it_goes_back);
   RUN(a_hole_is_filled_meanwhile);
   RUN(a_pause_ends_it);
