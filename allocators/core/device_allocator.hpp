@@ -401,6 +401,7 @@ class DeviceAllocator {
   bool waiting_helps(const Heap& heap, std::size_t bytes, std::size_t more_bytes,
                      const Range& growth) const;
   std::vector<Spare> movable_spares(const Range& growth) const;
+  std::size_t movable_bytes(const Range& growth) const;
   bool make_room(Heap& heap, std::size_t bytes, std::size_t excess, const Range& growth);
   bool room_was_in_vain(const Heap& heap, std::size_t bytes) const;
   std::size_t idle_device_bytes() const;
@@ -418,6 +419,7 @@ class DeviceAllocator {
   bool can_expand(Heap& heap);
   std::size_t large_handle_bytes() const;
   Block* free_alias(const Heap& heap, std::size_t bytes) const;
+  std::vector<Spare> mapped_spares(const Heap& heap) const;
   Block* alias(Heap& heap, std::size_t bytes, const Range& growth);
   void end_alias(Block* block);
   void forget_finished_uses(Heap& heap);

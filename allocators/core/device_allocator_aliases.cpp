@@ -19,17 +19,23 @@ Block* DeviceAllocator::free_alias(const Heap& heap, std::size_t bytes) const {
   return nullptr;
 }
 
-// A block of free memory of the heap, wherever that lies. It was used on the heap's stream, and so
-// is the block: nothing has to be waited for. nullptr where that memory does not suffice, where
-// moving it to `growth`, which the heap has found, takes less time, or where the driver refuses.
-Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth) {
-  ExpandableSegment& expandable = *heap.expandable;
-  const std::size_t whole_bytes = round_up(bytes, expandable.handle_bytes());
-  if (whole_bytes - bytes > bytes / kRequestPerLoss) return nullptr;
+// Free memory of the heap that has handles of its own.
+std::vector<DeviceAllocator::Spare> DeviceAllocator::mapped_spares(const Heap& heap) const {
   std::vector<Spare> all = spares();
   std::erase_if(all, [&](const Spare& spare) {
     return spare.block->segment->heap != &heap || !spare.block->segment->is_expandable;
   });
+  return all;
+}
+
+// A block of free memory of the heap, wherever that lies. It was used on the heap's stream, and so
+// is the block: nothing has to be waited for. nullptr where that memory does not suffice, where
+// memory can move to `growth`, which the heap has found, in less time, or where the driver refuses.
+Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth) {
+  ExpandableSegment& expandable = *heap.expandable;
+  const std::size_t whole_bytes = round_up(bytes, expandable.handle_bytes());
+  if (whole_bytes - bytes > bytes / kRequestPerLoss) return nullptr;
+  std::vector<Spare> all = mapped_spares(heap);
   std::vector<Range> free;
   for (const Spare& spare : all)
     free.push_back(expandable.whole_handles({spare.block->address, spare.block->bytes}));
@@ -39,7 +45,9 @@ Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth
       expandable.plan_alias(whole_bytes / expandable.handle_bytes(), free, is_busy);
   const std::size_t cost_of_growth =
       kWaitCost + (kMapCost + kUnmapCost) * growth.bytes / expandable.handle_bytes();
-  if (!plan || plan->cost > cost_of_growth || driver_.capturing(heap.stream)) return nullptr;
+  const bool can_grow = excess_bytes(growth.bytes) <= movable_bytes(growth);
+  if (!plan || (can_grow && plan->cost > cost_of_growth) || driver_.capturing(heap.stream))
+    return nullptr;
   const EventId event =
       plan->unmaps ? std::exchange(heap.last_uses.at(expandable.alias_range(*plan).address), 0) : 0;
 

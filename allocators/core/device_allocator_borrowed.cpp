@@ -90,6 +90,8 @@ Block* DeviceAllocator::gather_block(Heap& heap, std::size_t bytes) {
   for (const Streams streams : {Streams::programs, Streams::all})
     if (Block* block = block_from(streams, heap, bytes)) return block;
   gather_free_memory();
+  if (const Range growth = growth_for(heap, bytes); growth.bytes != 0)
+    if (Block* block = alias(heap, bytes, growth)) return block;
   return borrow(heap, bytes, Streams::all);
 }
 

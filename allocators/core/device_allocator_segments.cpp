@@ -221,12 +221,13 @@ bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) con
 }
 
 // Whether a request beyond the budget can be served when other streams have finished: from a block
-// of its heap, or because memory can be given back only then. Waiting stalls the program.
+// of its heap, from free memory of its heap at other addresses, or because memory can be given back
+// only then. Waiting stalls the program.
 bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes, std::size_t more_bytes,
                                     const Range& growth) const {
   bool serves = false;
   std::unordered_set<const Block*> seen;
-  std::size_t freed_bytes = 0;
+  std::size_t freed_bytes = 0, freed_of_heap = 0;
   const auto consider = [&](const Block* block) {
     if (seen.contains(block)) return;
     const Segment& segment = *block->segment;
@@ -240,15 +241,17 @@ bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes, std::si
       if (block->state == BlockState::cached) idle_bytes += spare_bytes(*block);
     }
     serves = serves || (segment.heap == &heap && run.bytes >= bytes);
-    if (!pool_in_use(segment) && resides_on_device(profiles_[segment.heap->profile]))
-      freed_bytes += spare_bytes(segment, run) - idle_bytes;
+    if (pool_in_use(segment) || !resides_on_device(profiles_[segment.heap->profile])) return;
+    const std::size_t freed = spare_bytes(segment, run) - idle_bytes;
+    freed_bytes += freed;
+    if (segment.heap == &heap && segment.is_expandable) freed_of_heap += freed;
   };
   for (const auto& [stream, events] : pending_events_)
     for (const PendingEvent& pending : events) consider(pending.block);
-  std::size_t idle = 0;
-  for (const Spare& spare : movable_spares(growth)) idle += spare.bytes;
-  const std::size_t excess = excess_bytes(more_bytes);
-  return serves || (excess > idle && excess <= idle + freed_bytes);
+  const std::size_t excess = excess_bytes(more_bytes), movable = movable_bytes(growth);
+  if (serves || excess <= movable) return serves;
+  for (const Spare& spare : mapped_spares(heap)) freed_of_heap += spare.bytes;
+  return excess <= movable + freed_bytes || bytes <= freed_of_heap;
 }
 
 // Cached memory on the device, without the blocks beside `growth`: the request will use them.
@@ -261,6 +264,12 @@ std::vector<DeviceAllocator::Spare> DeviceAllocator::movable_spares(const Range&
     return is_used || !on_device(spare);
   });
   return all;
+}
+
+std::size_t DeviceAllocator::movable_bytes(const Range& growth) const {
+  std::size_t bytes = 0;
+  for (const Spare& spare : movable_spares(growth)) bytes += spare.bytes;
+  return bytes;
 }
 
 // Gives back `excess` bytes of cached memory on the device for a request of `heap`; none if there

@@ -114,6 +114,7 @@ class ExpandableSegment {
   void leave(std::size_t place);
   void forget_shadow(std::size_t place);
   void unmap_shadow(std::size_t place);
+  std::size_t first_gap(std::size_t count) const;
   std::optional<AliasPlan> cheapest_alias(
       std::size_t count, const std::vector<bool>& is_free,
       const std::function<bool(std::uintptr_t)>& is_busy) const;

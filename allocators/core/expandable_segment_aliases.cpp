@@ -47,6 +47,15 @@ std::vector<std::size_t> take_places(std::vector<PlaceRun> runs, std::size_t cou
 
 }  // namespace
 
+// The first `count` places of aliases, side by side, where nothing is mapped; those behind all
+// others if no gap is left. Where aliases ended long ago, their handles have gone elsewhere since.
+std::size_t ExpandableSegment::first_gap(std::size_t count) const {
+  std::size_t first = first_alias_;
+  for (std::size_t i = first; i < std::min(end_of_aliases_, first + count); ++i)
+    if (places_[i].owned != 0 || places_[i].shadow != 0) first = i + 1;
+  return first;
+}
+
 // The addresses that cost least, without sources: those of an alias that has ended, or new ones.
 std::optional<AliasPlan> ExpandableSegment::cheapest_alias(
     std::size_t count, const std::vector<bool>& is_free,
@@ -68,11 +77,12 @@ std::optional<AliasPlan> ExpandableSegment::cheapest_alias(
     if (plan.unmaps && is_busy(range_of(alias.first, 1).address)) plan.cost += kWaitCost;
     if (!cheapest || plan.cost < cheapest->cost) cheapest = std::move(plan);
   }
-  const bool may_be_new = end_of_aliases_ + count <= addresses_.bytes / handle_bytes_ &&
-                          (ended < kMostAliases || !cheapest);
-  if (may_be_new && (!cheapest || count * kMapCost < cheapest->cost)) {
+  const bool may_be_new =
+      !cheapest || (ended < kMostAliases && count * kMapCost < cheapest->cost);
+  const std::size_t gap = may_be_new ? first_gap(count) : 0;
+  if (may_be_new && gap + count <= addresses_.bytes / handle_bytes_) {
     cheapest.emplace();
-    cheapest->first = end_of_aliases_;
+    cheapest->first = gap;
     cheapest->cost = count * kMapCost;
   }
   return cheapest;
@@ -149,14 +159,20 @@ bool ExpandableSegment::map_alias(const AliasPlan& plan) {
     own(plan.first + i, handle);
   }
   const auto ended = std::find_if(aliases_.begin(), aliases_.end(), [&](const Alias& alias) {
-    return alias.first == plan.first;
+    return alias.first == plan.first && alias.count >= count;
   });
   if (ended != aliases_.end()) {
     ended->homes = plan.sources;
-  } else {
-    aliases_.push_back({plan.first, count, plan.sources});
-    end_of_aliases_ = end;
+    return true;
   }
+  // Of aliases there, one may be in use, whose last places are not.
+  std::erase_if(aliases_, [&](Alias& alias) {
+    if (alias.first >= end || plan.first >= alias.first + alias.count) return false;
+    alias.count = alias.homes.size();
+    return alias.count == 0;
+  });
+  aliases_.push_back({plan.first, count, plan.sources});
+  end_of_aliases_ = std::max(end_of_aliases_, end);
   return true;
 }
 

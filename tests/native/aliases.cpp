@@ -303,6 +303,39 @@ void random_tensors_never_share_memory() {
   }
 }
 
+// Each hole between two tensors keeps less than two handles; all else serves, wherever it lies, and
+// however many large tensors there were before: their addresses are used again.
+void random_tensors_within_the_budget_are_on_the_card() {
+  constexpr std::size_t kBudget = 8 * GiB;
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    std::mt19937_64 random(seed);
+    Machine machine({.config = budget_config(kBudget),
+                     .device_bytes = 2 * kBudget,
+                     .virtual_memory = true});
+    std::vector<std::pair<std::uintptr_t, std::size_t>> live;
+    std::size_t live_bytes = 0;
+    for (int i = 0; i < 800; ++i) {
+      const std::size_t bytes = 2 * MiB + random() % (std::size_t{32 * MiB} << random() % 7);
+      while (live_bytes + bytes + (live.size() + 1) * 2 * kHandle > kBudget) {
+        std::swap(live[random() % live.size()], live.back());
+        if (random() % 2 == 0) {
+          machine.driver.launch(kSide);
+          machine.device.record_stream(live.back().first, kSide);
+        }
+        machine.free(live.back().first);
+        live_bytes -= live.back().second;
+        live.pop_back();
+      }
+      if (random() % 3 == 0) machine.driver.launch(kMain);
+      if (random() % 5 == 0) machine.driver.finish(kSide);
+      live.emplace_back(machine.allocate(bytes), bytes);
+      live_bytes += bytes;
+    }
+    CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
+    check_consistent(machine.device);
+  }
+}
+
 // In host memory, where a handle has the same contents at all of its addresses.
 void contents_stay() {
   HostSource source(0);
@@ -361,5 +394,6 @@ int main() {
   RUN(without_events_nothing_is_mapped_over);
   RUN(peers_have_access);
   RUN(random_tensors_never_share_memory);
+  RUN(random_tensors_within_the_budget_are_on_the_card);
   RUN(contents_stay);
 }
