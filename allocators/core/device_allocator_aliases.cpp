@@ -45,8 +45,8 @@ Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth
       expandable.plan_alias(whole_bytes / expandable.handle_bytes(), free, is_busy);
   const std::size_t cost_of_growth =
       kWaitCost + (kMapCost + kUnmapCost) * growth.bytes / expandable.handle_bytes();
-  const bool can_grow = excess_bytes(growth.bytes) <= movable_bytes(growth);
-  if (!plan || (can_grow && plan->cost > cost_of_growth) || driver_.capturing(heap.stream))
+  if (!plan || driver_.capturing(heap.stream)) return nullptr;
+  if (plan->cost > cost_of_growth && excess_bytes(growth.bytes) <= movable_bytes(growth))
     return nullptr;
   const EventId event =
       plan->unmaps ? std::exchange(heap.last_uses.at(expandable.alias_range(*plan).address), 0) : 0;
