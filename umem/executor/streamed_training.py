@@ -230,6 +230,7 @@ class StreamedTraining:
                 self._send_parameters_home,
                 lambda: self._step.waits,
                 self._temporary,
+                lambda: self.counts.early,
             )
             self._undo.append(lambda: tuner.detach(tuned))
         self._blocks = blocks

@@ -89,6 +89,7 @@ class TunedOptimizer:
     send_home: Callable[[], int]
     waits: Callable[[], bool]
     temporary: TemporarySlots | None
+    early_uses: Callable[[], int]
     in_backward: bool = False
     """Whether it updates parameters in the backward pass."""
     expects_backward: bool = False
@@ -155,6 +156,10 @@ class TunedOptimizers:
     def waits(self) -> bool:
         """Whether the program's stream waits for updates of one within ``step()``."""
         return any(it.waits() for it in self._all)
+
+    def early_uses(self) -> int:
+        """Uses of parameters before their block's update, so far."""
+        return sum(it.early_uses() for it in self._all)
 
     # ------------------------------------------------------------------ state
 

@@ -308,6 +308,10 @@ class Guard(ABC):
     def use(self, tensor: torch.Tensor) -> None:
         """Called before each use, in the thread that uses a tensor."""
 
+    def give_way(self, tensor: torch.Tensor) -> bool:
+        """Leave a tensor to another guard, which sees its uses from now on; False if it stays."""
+        return False
+
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one of `functions` on these tensors, and others that this guard does not know.
 

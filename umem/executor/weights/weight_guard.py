@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from umem.executor.optimizer.access_guard import TensorGuard, WatchedParameterGuard, is_guardable
+from umem.executor.optimizer.access_guard import (
+    Guard,
+    TensorGuard,
+    WatchedParameterGuard,
+    is_guardable,
+)
 
 __all__ = ["WeightGuard"]
 
@@ -52,6 +57,9 @@ class WeightGuard:
 
     def hold(self, weights: Sequence[torch.Tensor]) -> None:
         """Guard weights that nothing guards yet, and keep them alive."""
+        for weight in weights:
+            if isinstance(guard := getattr(type(weight), "guard", None), Guard):
+                guard.give_way(weight)
         kinds = list(map(id, map(type, weights)))
         for key in set(kinds):
             some = list(compress(weights, map(key.__eq__, kinds)))

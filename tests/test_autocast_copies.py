@@ -1,0 +1,325 @@
+"""Autocast's copies of weights are freed behind each block, where no gradient changes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from found_trainings import Streams, streaming
+from streamed_programs import bits
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef  # type: ignore[attr-defined]
+from torch.nn.functional import embedding, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from umem.core.errors import PlanError
+from umem.executor import stream_tuning
+
+WIDTH, TOKENS, LAYERS, STEPS = 16, 32, 4, 8
+
+Use = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Something that a model does with its weights between its blocks and its head."""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """A decoder whose head has the embedding's weight, and a weight of its own."""
+
+    def __init__(self, use: Use | None = None, kind: str = "checkpoint") -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 64, bias=False)
+        self.head.weight = self.table.weight
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.use, self.kind = use, kind
+        self.calls = 0
+        self.copies: list[StorageWeakRef] = []
+        """Of weights, that autocast has made."""
+        self.kept: list[int] = []
+        """How many of them there were when each call came to the head."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = embedding(tokens, self.table.weight) if self.calls % 2 else self.table(tokens)
+        x = x @ self.mix
+        for layer in self.layers:
+            if self.kind == "plain":
+                x = layer(x)
+            else:
+                called: Any = checkpoint(layer, x, use_reentrant=self.kind == "reentrant")
+                x = called
+        if self.use is not None:
+            x = self.use(self, x)
+        self.kept.append(sum(not it.expired() for it in self.copies))
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+class Copies(TorchDispatchMode):
+    """Notes the copies of matrices in lower precision."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.found = model.copies
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (
+            func is torch.ops.aten._to_copy.default
+            and isinstance(args[0], nn.Parameter)
+            and result.numel()
+        ):
+            self.found.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+
+def autocast() -> AbstractContextManager[None]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def step_in_context(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss is in the context."""
+    with autocast():
+        return model(tokens).float().square().mean()
+
+
+def step_of_own_context(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    """The context is the model's own, as accelerate has it."""
+    with autocast():
+        result = model(tokens)
+    return result.float().square().mean()
+
+
+def two_calls_in_context(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    """The second call finds the first one's copies."""
+    with autocast():
+        return (model(tokens).float() * model(tokens.flip(0)).float()).mean()
+
+
+def run(
+    make_model: Callable[[], Model],
+    step: Callable[[Model, torch.Tensor], torch.Tensor] = step_in_context,
+    before_step: Callable[[Model, int], None] = lambda *_: None,
+) -> tuple[Any, Model]:
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen: list[Any] = []
+    for number in range(STEPS):
+        before_step(model, number)
+        generator = torch.Generator().manual_seed(number)
+        loss = step(model, torch.randint(64, (4, TOKENS), generator=generator))
+        loss.backward()
+        seen += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.5)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return bits([*seen, model.state_dict()]), model
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a program under umem, with less memory than it needs."""
+    monkeypatch.setattr(stream_tuning, "_LEAST_GAIN", 1 << 30)  # the copies are small
+
+    @contextmanager
+    def enter(more_bytes: int = -1) -> Any:
+        streams = Streams(more_bytes)
+        with streaming(streams, monkeypatch):
+            yield streams
+
+    return enter
+
+
+ALL = 4 * LAYERS + 1
+"""Copies of the layers, and of `mix`, which autograd has saved."""
+
+
+def watched(step: Any) -> Any:
+    """The step, which notes the copies."""
+
+    def watched_step(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+        with Copies(model):
+            loss: torch.Tensor = step(model, tokens)
+        return loss
+
+    return watched_step
+
+
+@pytest.mark.parametrize("step", [step_in_context, step_of_own_context])
+def test_at_the_loss_no_copies_are_left(streams: Any, step: Any) -> None:
+    stock, stock_model = run(Model, watched(step))
+    with streams() as found:
+        assert run(Model, step)[0] == stock
+        streamed, model = run(Model, watched(step))
+    assert streamed == stock
+    assert found.trainings[0].counts.streamed
+    assert stock_model.kept == STEPS * [ALL]
+    assert model.kept[:2] == 2 * [ALL]  # before, and while it is watched
+    assert model.kept[2:] == (STEPS - 2) * [1]
+
+
+def test_nothing_is_freed_that_has_room(streams: Any) -> None:
+    stock, _ = run(Model, watched(step_in_context))
+    with streams(10**9):
+        streamed, model = run(Model, watched(step_in_context))
+    assert streamed == stock
+    assert model.kept == STEPS * [ALL]
+
+
+@pytest.mark.parametrize("step", [step_in_context, step_of_own_context])
+def test_copies_of_a_pass_without_a_graph_stay(streams: Any, step: Any) -> None:
+    stock, _ = run(lambda: Model(kind="reentrant"), watched(step))
+    with streams():
+        streamed, model = run(lambda: Model(kind="reentrant"), watched(step))
+    assert streamed == stock
+    assert model.kept == STEPS * [ALL]
+
+
+def test_what_autograd_has_saved_stays(streams: Any) -> None:
+    stock, stock_model = run(lambda: Model(kind="plain"), watched(step_in_context))
+    with streams():
+        streamed, model = run(lambda: Model(kind="plain"), watched(step_in_context))
+    assert streamed == stock
+    assert model.kept[-1] > 1 < stock_model.kept[-1]
+
+
+def calls_a_layer_again(model: Any, x: torch.Tensor) -> torch.Tensor:
+    called: torch.Tensor = model.layers[1](x)
+    return called
+
+
+def uses_a_weight_past_its_layer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, model.layers[2].up.weight)[..., :WIDTH]
+
+
+def uses_a_weight_that_no_layer_has(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x @ model.mix
+
+
+AGAIN = [calls_a_layer_again, uses_a_weight_past_its_layer, uses_a_weight_that_no_layer_has]
+
+
+@pytest.mark.parametrize("use", AGAIN)
+def test_copies_stay_where_a_weight_is_used_again(streams: Any, use: Use) -> None:
+    stock, _ = run(lambda: Model(use), watched(step_in_context))
+    with streams() as found:
+        streamed, model = run(lambda: Model(use), watched(step_in_context))
+    assert streamed == stock
+    assert found.trainings[0].counts.streamed
+    assert min(model.kept) >= ALL
+
+
+def test_copies_stay_where_a_context_has_several_calls(streams: Any) -> None:
+    stock, _ = run(Model, watched(two_calls_in_context))
+    with streams():
+        streamed, model = run(Model, watched(two_calls_in_context))
+    assert streamed == stock
+    assert min(model.kept) >= ALL
+
+
+def later(use: Use) -> Callable[[Model, int], None]:
+    def before_step(model: Model, number: int) -> None:
+        model.use = use if number == STEPS - 1 else None
+
+    return before_step
+
+
+@pytest.mark.parametrize("use", AGAIN)
+def test_a_use_that_would_round_gradients_otherwise_is_refused(streams: Any, use: Use) -> None:
+    with streams(), pytest.raises(PlanError, match="outside of its block"):
+        run(Model, step_in_context, later(use))
+
+
+def test_a_second_call_in_a_context_is_refused(streams: Any) -> None:
+    calls = 0
+
+    def step(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return (two_calls_in_context if calls == STEPS else step_in_context)(model, tokens)
+
+    with streams(), pytest.raises(PlanError, match="outside of its block"):
+        run(Model, step)
+
+
+def looks_at_a_weight(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x + 0 * model.layers[1].up.weight.norm()
+
+
+def uses_a_weight_in_float32(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return linear(x.float(), model.layers[1].up.weight)[..., :WIDTH]
+
+
+@pytest.mark.parametrize("use", [looks_at_a_weight, uses_a_weight_in_float32])
+def test_uses_without_a_copy_of_autocast_do_not_count(streams: Any, use: Use) -> None:
+    stock, _ = run(Model, step_in_context, later(use))
+    with streams():
+        streamed, model = run(Model, watched(step_in_context), later(use))
+    assert streamed == stock
+    assert model.kept[-1] == 1
+
+
+def test_a_weight_that_is_used_before_its_layer_keeps_its_copy(streams: Any) -> None:
+    """The first layer that begins to use the third one's weight."""
+
+    def before_step(model: Model, number: int) -> None:
+        if number == STEPS - 1:
+            of_third: Any = model.layers[2]
+            first: Any = model.layers[0]
+            first.register_forward_hook(
+                lambda _, __, x: x + linear(x, of_third.up.weight)[..., :WIDTH]
+            )
+
+    stock, _ = run(Model, step_in_context, before_step)
+    with streams():
+        streamed, model = run(Model, watched(step_in_context), before_step)
+    assert streamed == stock
+    assert model.kept[-2:] == [1, ALL - 4]  # all but the first layer's own
+
+
+def test_a_new_context_is_told_from_one_that_goes_on(streams: Any) -> None:
+    """The same uses are exact in a context of their own."""
+
+    def step(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+        loss = step_in_context(model, tokens)
+        with autocast():
+            again = linear(torch.ones(2, WIDTH), model.layers[0].up.weight)
+        return loss + again.float().square().mean()
+
+    stock, _ = run(Model, step)
+    with streams():
+        streamed, model = run(Model, watched(step))
+    assert streamed == stock
+    assert model.kept[-1] == 1
+
+
+def test_without_a_cache_there_is_nothing_to_free(streams: Any) -> None:
+    def step(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return model(tokens).float().square().mean()
+
+    stock, _ = run(Model, step)
+    with streams():
+        streamed, _ = run(Model, step, later(calls_a_layer_again))
+        assert streamed != stock
+        streamed, _ = run(Model, step)
+    assert streamed == stock

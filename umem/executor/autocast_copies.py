@@ -1,0 +1,309 @@
+"""Frees the copies of weights that autocast keeps, behind each block of a model.
+
+``torch.autocast`` keeps a weight's copy in lower precision until its outermost context ends, for
+further uses. Where activations are checkpointed nothing else needs it. So at the loss, where a step
+is fullest, the copies of all weights are there: half as many bytes as weights in float32.
+
+A later use would make a copy of the same bits. But the gradients of all uses of one copy are added
+in lower precision, and those of two copies in float32. So copies are freed only where steps that
+were watched have used each weight in one block only, and a guard looks out for other uses.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from umem.capture.live import Block
+from umem.core.errors import PlanError
+from umem.executor.copied_activations import is_compiled
+from umem.executor.optimizer.access_guard import WatchedParameterGuard, can_guard
+from umem.runtime.torch_hooks.backward import hook_backward
+from umem.runtime.torch_hooks.modules import Undo, hook_calls
+from umem.torch_compat import DisableTorchFunctionSubclass, current_graph_task_id
+
+__all__ = ["AutocastCopies"]
+
+
+class AutocastCopies:
+    """Watches how a model's blocks use their weights under autocast, and frees the copies.
+
+    Parameters
+    ----------
+    model
+        The module that the training loop calls. Only a weak reference is kept.
+    blocks
+        Its blocks.
+    early_uses
+        Counts the uses of weights that another guard has seen before their block was called.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Block], early_uses: Callable[[], int]
+    ) -> None:
+        self._model = weakref.ref(model)
+        # Autocast leaves embeddings in their precision. The head may have the same weight.
+        self._blocks = [it for it in blocks if not isinstance(it.module, nn.Embedding)]
+        self._early_uses = early_uses
+        self._is_freeing = False
+        self._is_refused = False
+        self._has_watched = False
+        self._undo: list[Undo] = []
+        self._parts: list[_Part] = []
+        self._context = _Context(next(model.parameters()).device)
+        self._is_known = False
+        """Whether the present call of the model has been found to be in `_context`."""
+        self._span = 0
+        """Number of the blocks that have ended in the context."""
+        self._used: dict[int, int] = {}
+        """The span in which each weight was used, by ``id``."""
+        self._is_kept = False
+        """Whether copies stay until the context ends."""
+        self._early_before = 0
+        self._is_blind = False
+        """Whether another guard has taken a weight whose block has ended."""
+
+    @property
+    def may_free(self) -> bool:
+        """Whether copies may be freed: a forward pass has used each weight in one block only."""
+        return self._has_watched and not (self._is_refused or self._is_freeing)
+
+    @property
+    def most_bytes(self) -> int:
+        """All copies together, if all weights are trained that are now."""
+        trained = (it for part in self._parts for it in part.weights if it.requires_grad)
+        return sum(it.nbytes for it in trained) // 2
+
+    def watch(self) -> None:
+        """Watch the model's calls, until :meth:`free` or :meth:`stop`."""
+        if self._undo or self._is_refused or (model := self._model()) is None:
+            return
+        self._has_watched = False
+        self._parts = self._find_parts(model)
+        if not self._parts:
+            self._is_refused = True
+            return
+        self._undo += hook_calls(model, self._model_begins, self._model_ends)
+        for block, part in zip(self._blocks, self._parts, strict=False):
+            begins, ends = partial(self._block_begins, part), partial(self._block_ends, part)
+            self._undo += hook_calls(block.module, begins, ends)
+        self._undo.append(hook_backward(lambda _: self.release(), lambda _: None))
+
+    def free(self) -> None:
+        """Free the copies behind each block from now on, where :attr:`may_free`."""
+        self._is_freeing = self.may_free
+
+    def stop(self) -> None:
+        """Watch no more, unless copies are freed."""
+        if not self._is_freeing:
+            self.close()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._is_freeing = False
+        self.release()
+        while self._undo:
+            self._undo.pop()()
+        self._parts = []
+
+    def release(self) -> None:
+        """Guard no weights any more: the forward pass is over."""
+        for part in self._parts:
+            part.release()
+
+    def _find_parts(self, model: nn.Module) -> list[_Part]:
+        """The float32 weights of each block, and last those that are in none.
+
+        None at all if copies are to stay.
+        """
+        every = list(model.parameters())
+        held = [list(it.module.parameters()) for it in self._blocks]
+        times = Counter(id(it) for weights in (every, *held) for it in weights)
+        held.append([it for it in every if times[id(it)] == 1])
+        if is_compiled(model) or not all(map(can_guard, every)) or max(times.values()) > 2:
+            return []
+        return [_Part(filter(_has_copy, weights), self._seen, self._taken) for weights in held]
+
+    # ------------------------------------------------------------------ hooks
+
+    def _model_begins(self, _args: object, _kwargs: object) -> None:
+        if not torch.is_grad_enabled() or current_graph_task_id() != -1:
+            return
+        self._is_known = False
+        for part in self._parts:
+            part.hold()
+
+    def _model_ends(self, _output: object, *, failed: bool) -> None:
+        if not self._is_counted():  # the context was the model's own
+            self.release()
+        self._has_watched |= not failed and self._span > 0
+
+    def _block_begins(self, part: _Part, _args: object, _kwargs: object) -> None:
+        part.release()
+        if self._is_counted():
+            self._use(part.weights)
+
+    def _block_ends(self, part: _Part, _output: object, *, failed: bool) -> None:
+        if failed or not self._is_counted():
+            return
+        part.hold()
+        if self._early_uses() != self._early_before:
+            # Perhaps of a block's that comes later, which then is to find the copy.
+            self._is_kept = True
+            if self._is_blind:
+                self._refuse("A weight")
+        if self._is_kept:
+            return
+        self._span += 1
+        if self._is_freeing:
+            torch.clear_autocast_cache()
+        self._context.mark()
+
+    def _seen(self, weight: torch.Tensor) -> None:
+        """The program uses a weight outside of its block."""
+        if not self._is_counted():
+            return
+        if id(weight) not in self._used and all(it is not weight for it in self._parts[-1].weights):
+            self._is_kept = True  # its block, which comes later, is to find the copy
+        self._use([weight])
+
+    def _taken(self, weight: torch.Tensor) -> None:
+        """Another guard takes a weight, and will see its uses in this one's place."""
+        self._is_blind |= id(weight) in self._used
+
+    def _is_counted(self) -> bool:
+        return (
+            torch.is_grad_enabled()
+            and torch.is_autocast_enabled(self._context.device_type)
+            and torch.is_autocast_cache_enabled()
+            and current_graph_task_id() == -1
+        )
+
+    def _use(self, weights: Iterable[torch.Tensor]) -> None:
+        if not self._is_known:
+            self._is_known = True
+            if not self._context.is_same():
+                self._begin_context()
+        for weight in weights:
+            if self._used.setdefault(id(weight), self._span) == self._span:
+                continue
+            if not self._context.is_same():
+                self._begin_context()
+                self._used[id(weight)] = self._span
+            else:
+                self._refuse(f"A weight of {' x '.join(map(str, weight.shape))}")
+
+    def _begin_context(self) -> None:
+        self._used.clear()
+        self._span = 0
+        self._is_kept = self._is_blind = False
+        self._early_before = self._early_uses()
+        self._context.mark()
+
+    def _refuse(self, subject: str) -> None:
+        """A weight has uses on both sides of a block's end."""
+        self._is_refused = True
+        if self._is_freeing:
+            self.close()
+            raise PlanError(
+                f"{subject} is used outside of its block, which no measured step has done, under "
+                "the autocast that umem has freed its copy of: gradients would be rounded in "
+                "another way than without umem. Use it so in the first steps, too, or give "
+                "torch.autocast cache_enabled=False"
+            )
+
+
+def _has_copy(weight: torch.Tensor) -> bool:
+    return weight.dtype is torch.float32
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Context:
+    """Recognises an autocast context: what autocast keeps is gone when it ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_type = device.type
+        self._weight = nn.Parameter(torch.empty(1, 0, device=device))
+        self._input = torch.empty(0, 0, device=device)
+        self._copied: Any = None
+
+    def mark(self) -> None:
+        """Remember the present context."""
+        self._copied = self._copy()
+
+    def is_same(self) -> bool:
+        """Whether nothing has ended the context that was marked last, or cleared its copies."""
+        return self._copy() is self._copied
+
+    def _copy(self) -> Any:
+        """The node of the graph that has made autocast's copy of a weight without elements."""
+        # A checkpoint around the block would count what is saved here.
+        with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
+            node = functional.linear(self._input, self._weight).grad_fn
+        while node is not None:
+            sources = [it for it, _ in node.next_functions if it is not None]
+            if not sources or hasattr(sources[0], "variable"):
+                break
+            node = sources[0]
+        return node
+
+
+class _UseGuard(WatchedParameterGuard):
+    """Sees each use of weights, which it goes on to guard, and gives way to other guards."""
+
+    functions: ClassVar[frozenset[Any]] = frozenset((functional.embedding, torch.embedding))
+
+    def __init__(
+        self, seen: Callable[[torch.Tensor], None], taken: Callable[[torch.Tensor], None]
+    ) -> None:
+        super().__init__(lambda: None, lambda: None)
+        self._seen = seen
+        self._taken = taken
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Tell of a use."""
+        self._seen(tensor)
+
+    def give_way(self, tensor: torch.Tensor) -> bool:
+        """Leave a weight to another guard."""
+        self._taken(tensor)
+        self.give_back([tensor])
+        return True
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what autocast copies no weight for."""
+        with DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+
+class _Part:
+    """The weights of a block, or those that no block has."""
+
+    def __init__(
+        self,
+        weights: Iterable[torch.Tensor],
+        seen: Callable[[torch.Tensor], None],
+        taken: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.weights = list(weights)
+        self._guard = _UseGuard(seen, taken)
+
+    def hold(self) -> None:
+        """Guard those that no other guard has."""
+        self._guard.release()
+        self._guard.hold(it for it in self.weights if type(it) is nn.Parameter)
+
+    def release(self) -> None:
+        """Guard none."""
+        self._guard.release()
