@@ -1,18 +1,17 @@
-"""Frees the copies of weights that autocast keeps, behind each block of a model.
+"""Frees the copies of weights that autocast keeps, behind the blocks of a model.
 
 ``torch.autocast`` keeps a weight's copy in lower precision until its outermost context ends, for
 further uses. Where activations are checkpointed nothing else needs it. So at the loss, where a step
 is fullest, the copies of all weights are there: half as many bytes as weights in float32.
 
 A later use would make a copy of the same bits. But the gradients of all uses of one copy are added
-in lower precision, and those of two copies in float32. So copies are freed only where steps that
-were watched have used each weight in one block only, and a guard looks out for other uses.
+in lower precision, and those of two copies in float32. So copies are freed only where the forward
+passes that were watched have used no weight on both sides, and a guard looks out for other uses.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -54,17 +53,16 @@ class AutocastCopies:
         self._blocks = [it for it in blocks if not isinstance(it.module, nn.Embedding)]
         self._early_uses = early_uses
         self._is_freeing = False
-        self._is_refused = False
         self._has_watched = False
         self._undo: list[Undo] = []
         self._parts: list[_Part] = []
         self._context = _Context(next(model.parameters()).device)
         self._is_known = False
         """Whether the present call of the model has been found to be in `_context`."""
-        self._span = 0
-        """Number of the blocks that have ended in the context."""
+        self._ends: list[_Part] = []
+        """The blocks that have ended in the context and may free copies, in this order."""
         self._used: dict[int, int] = {}
-        """The span in which each weight was used, by ``id``."""
+        """How many of them had ended when each weight was used last, by ``id``."""
         self._is_kept = False
         """Whether copies stay until the context ends."""
         self._early_before = 0
@@ -73,23 +71,23 @@ class AutocastCopies:
 
     @property
     def may_free(self) -> bool:
-        """Whether copies may be freed: a forward pass has used each weight in one block only."""
-        return self._has_watched and not (self._is_refused or self._is_freeing)
+        """Whether copies may be freed behind a block, by the forward passes that were watched."""
+        is_new = self._has_watched and not self._is_freeing
+        return is_new and any(it.may_free for it in self._parts)
 
     @property
     def most_bytes(self) -> int:
-        """All copies together, if all weights are trained that are now."""
-        trained = (it for part in self._parts for it in part.weights if it.requires_grad)
-        return sum(it.nbytes for it in trained) // 2
+        """Copies of the blocks behind which they may be freed, if all weights stay trained."""
+        parts = [it for it in self._parts if it.may_free]
+        return sum(it.nbytes for part in parts for it in part.weights if it.requires_grad) // 2
 
     def watch(self) -> None:
         """Watch the model's calls, until :meth:`free` or :meth:`stop`."""
-        if self._undo or self._is_refused or (model := self._model()) is None:
+        if self._undo or (model := self._model()) is None:
             return
         self._has_watched = False
         self._parts = self._find_parts(model)
         if not self._parts:
-            self._is_refused = True
             return
         self._undo += hook_calls(model, self._model_begins, self._model_ends)
         for block, part in zip(self._blocks, self._parts, strict=False):
@@ -125,11 +123,11 @@ class AutocastCopies:
         None at all if copies are to stay.
         """
         every = list(model.parameters())
-        held = [list(it.module.parameters()) for it in self._blocks]
-        times = Counter(id(it) for weights in (every, *held) for it in weights)
-        held.append([it for it in every if times[id(it)] == 1])
-        if is_compiled(model) or not all(map(can_guard, every)) or max(times.values()) > 2:
+        if is_compiled(model) or not all(map(can_guard, every)):
             return []
+        held = [list(it.module.parameters()) for it in self._blocks]
+        ids = {id(it) for weights in held for it in weights}
+        held.append([it for it in every if id(it) not in ids])
         return [_Part(filter(_has_copy, weights), self._seen, self._taken) for weights in held]
 
     # ------------------------------------------------------------------ hooks
@@ -144,7 +142,7 @@ class AutocastCopies:
     def _model_ends(self, _output: object, *, failed: bool) -> None:
         if not self._is_counted():  # the context was the model's own
             self.release()
-        self._has_watched |= not failed and self._span > 0
+        self._has_watched |= bool(self._used) and not (failed or self._is_kept)
 
     def _block_begins(self, part: _Part, _args: object, _kwargs: object) -> None:
         part.release()
@@ -158,20 +156,21 @@ class AutocastCopies:
         if self._early_uses() != self._early_before:
             # Perhaps of a block's that comes later, which then is to find the copy.
             self._is_kept = True
-            if self._is_blind:
+            if self._is_freeing and self._is_blind:
                 self._refuse("A weight")
-        if self._is_kept:
+        if self._is_kept or not part.may_free:
             return
-        self._span += 1
+        self._ends.append(part)
         if self._is_freeing:
             torch.clear_autocast_cache()
-        self._context.mark()
+            self._context.mark()
 
     def _seen(self, weight: torch.Tensor) -> None:
         """The program uses a weight outside of its block."""
         if not self._is_counted():
             return
-        if id(weight) not in self._used and all(it is not weight for it in self._parts[-1].weights):
+        is_early = id(weight) not in self._used and id(weight) not in self._parts[-1].ids
+        if self._is_freeing and is_early:
             self._is_kept = True  # its block, which comes later, is to find the copy
         self._use([weight])
 
@@ -193,32 +192,34 @@ class AutocastCopies:
             if not self._context.is_same():
                 self._begin_context()
         for weight in weights:
-            if self._used.setdefault(id(weight), self._span) == self._span:
+            now = len(self._ends)
+            before = self._used.setdefault(id(weight), now)
+            if before == now:
                 continue
             if not self._context.is_same():
                 self._begin_context()
-                self._used[id(weight)] = self._span
-            else:
+            elif self._is_freeing:
                 self._refuse(f"A weight of {' x '.join(map(str, weight.shape))}")
+            else:
+                for part in self._ends[before:]:
+                    part.may_free = False
+            self._used[id(weight)] = len(self._ends)
 
     def _begin_context(self) -> None:
         self._used.clear()
-        self._span = 0
+        self._ends.clear()
         self._is_kept = self._is_blind = False
         self._early_before = self._early_uses()
         self._context.mark()
 
     def _refuse(self, subject: str) -> None:
-        """A weight has uses on both sides of a block's end."""
-        self._is_refused = True
-        if self._is_freeing:
-            self.close()
-            raise PlanError(
-                f"{subject} is used outside of its block, which no measured step has done, under "
-                "the autocast that umem has freed its copy of: gradients would be rounded in "
-                "another way than without umem. Use it so in the first steps, too, or give "
-                "torch.autocast cache_enabled=False"
-            )
+        """A weight has uses on both sides of a block's end that has freed its copy."""
+        raise PlanError(
+            f"{subject} is used again where no measured step has done so, under the autocast "
+            "whose copy of it umem has freed: gradients would be rounded in another way than "
+            "without umem. Use it so in the first steps, too, or give torch.autocast "
+            "cache_enabled=False"
+        )
 
 
 def _has_copy(weight: torch.Tensor) -> bool:
@@ -297,6 +298,9 @@ class _Part:
         taken: Callable[[torch.Tensor], None],
     ) -> None:
         self.weights = list(weights)
+        self.ids = frozenset(map(id, self.weights))
+        self.may_free = bool(self.weights)
+        """Whether no weight was used on both sides of this block's end."""
         self._guard = _UseGuard(seen, taken)
 
     def hold(self) -> None:
