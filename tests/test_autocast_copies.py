@@ -74,7 +74,7 @@ class Copies(TorchDispatchMode):
     """Notes the copies of matrices in lower precision."""
 
     def __init__(self, model: Model) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = model.copies
 
     def __torch_dispatch__(
