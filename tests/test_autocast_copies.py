@@ -95,23 +95,40 @@ def autocast() -> AbstractContextManager[None]:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+def backward_in_context(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    """All is in the context."""
+    with autocast():
+        loss: torch.Tensor = model(tokens).float().square().mean()
+        loss.backward()
+    return loss
+
+
 def step_in_context(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     """The loss is in the context."""
     with autocast():
-        return model(tokens).float().square().mean()
+        loss: torch.Tensor = model(tokens).float().square().mean()
+    loss.backward()
+    return loss
 
 
 def step_of_own_context(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     """The context is the model's own, as accelerate has it."""
     with autocast():
         result = model(tokens)
-    return result.float().square().mean()
+    loss: torch.Tensor = result.float().square().mean()
+    loss.backward()
+    return loss
 
 
 def two_calls_in_context(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     """The second call finds the first one's copies."""
     with autocast():
-        return (model(tokens).float() * model(tokens.flip(0)).float()).mean()
+        loss = (model(tokens).float() * model(tokens.flip(0)).float()).mean()
+    loss.backward()
+    return loss
+
+
+CONTEXTS = [backward_in_context, step_in_context, step_of_own_context]
 
 
 def run(
@@ -127,7 +144,6 @@ def run(
         before_step(model, number)
         generator = torch.Generator().manual_seed(number)
         loss = step(model, torch.randint(64, (4, TOKENS), generator=generator))
-        loss.backward()
         seen += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.5)]
         optimizer.step()
         optimizer.zero_grad()
@@ -164,12 +180,13 @@ def watched(step: Any) -> Any:
     return watched_step
 
 
-@pytest.mark.parametrize("step", [step_in_context, step_of_own_context])
-def test_at_the_loss_no_copies_are_left(streams: Any, step: Any) -> None:
-    stock, stock_model = run(Model, watched(step))
+@pytest.mark.parametrize("kind", ["checkpoint", "reentrant"])
+@pytest.mark.parametrize("step", CONTEXTS)
+def test_at_the_loss_no_copies_are_left(streams: Any, kind: str, step: Any) -> None:
+    stock, stock_model = run(lambda: Model(kind=kind), watched(step))
     with streams() as found:
-        assert run(Model, step)[0] == stock
-        streamed, model = run(Model, watched(step))
+        assert run(lambda: Model(kind=kind), step)[0] == stock
+        streamed, model = run(lambda: Model(kind=kind), watched(step))
     assert streamed == stock
     assert found.trainings[0].counts.streamed
     assert stock_model.kept == STEPS * [ALL]
@@ -203,13 +220,17 @@ def test_nothing_is_freed_that_has_room(streams: Any) -> None:
     assert model.kept == STEPS * [ALL]
 
 
-@pytest.mark.parametrize("step", [step_in_context, step_of_own_context])
-def test_copies_of_a_pass_without_a_graph_stay(streams: Any, step: Any) -> None:
-    stock, _ = run(lambda: Model(kind="reentrant"), watched(step))
+@pytest.mark.parametrize("step", CONTEXTS)
+def test_evaluations_between_steps_change_nothing(streams: Any, step: Any) -> None:
+    def evaluate(model: Model, number: int) -> None:
+        with torch.no_grad(), autocast():
+            model(torch.full((2, TOKENS), number))
+
+    stock, _ = run(Model, step, evaluate)
     with streams():
-        streamed, model = run(lambda: Model(kind="reentrant"), watched(step))
+        streamed, model = run(Model, watched(step), evaluate)
     assert streamed == stock
-    assert model.kept == STEPS * [ALL]
+    assert model.kept[-1] == 1
 
 
 def test_what_autograd_has_saved_stays(streams: Any) -> None:
@@ -332,10 +353,13 @@ def test_a_new_context_is_told_from_one_that_goes_on(streams: Any) -> None:
     """The same uses are exact in a context of their own."""
 
     def step(model: Model, tokens: torch.Tensor) -> torch.Tensor:
-        loss = step_in_context(model, tokens)
+        with autocast():
+            loss = model(tokens).float().square().mean()
         with autocast():
             again = linear(torch.ones(2, WIDTH), model.layers[0].up.weight)
-        return loss + again.float().square().mean()
+        loss = loss + again.float().square().mean()
+        loss.backward()
+        return loss
 
     stock, _ = run(Model, step)
     with streams():
@@ -347,7 +371,9 @@ def test_a_new_context_is_told_from_one_that_goes_on(streams: Any) -> None:
 def test_without_a_cache_there_is_nothing_to_free(streams: Any) -> None:
     def step(model: Model, tokens: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            return model(tokens).float().square().mean()
+            loss: torch.Tensor = model(tokens).float().square().mean()
+        loss.backward()
+        return loss
 
     stock, _ = run(Model, step)
     with streams():

@@ -57,6 +57,8 @@ class AutocastCopies:
         self._undo: list[Undo] = []
         self._parts: list[_Part] = []
         self._context = _Context(next(model.parameters()).device)
+        self._has_gradients = False
+        """Whether gradients were wanted when the model was called last."""
         self._is_known = False
         """Whether the present call of the model has been found to be in `_context`."""
         self._ends: list[_Part] = []
@@ -133,9 +135,11 @@ class AutocastCopies:
     # ------------------------------------------------------------------ hooks
 
     def _model_begins(self, _args: object, _kwargs: object) -> None:
-        if not torch.is_grad_enabled() or current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return
-        self._is_known = False
+        self._is_known, self._has_gradients = False, torch.is_grad_enabled()
+        if not self._has_gradients:
+            return
         for part in self._parts:
             part.hold()
 
@@ -167,7 +171,7 @@ class AutocastCopies:
 
     def _seen(self, weight: torch.Tensor) -> None:
         """The program uses a weight outside of its block."""
-        if not self._is_counted():
+        if not torch.is_grad_enabled() or not self._is_counted():
             return
         is_early = id(weight) not in self._used and id(weight) not in self._parts[-1].ids
         if self._is_freeing and is_early:
@@ -179,8 +183,9 @@ class AutocastCopies:
         self._is_blind |= id(weight) in self._used
 
     def _is_counted(self) -> bool:
+        # A checkpoint may call a block without gradients.
         return (
-            torch.is_grad_enabled()
+            self._has_gradients
             and torch.is_autocast_enabled(self._context.device_type)
             and torch.is_autocast_cache_enabled()
             and current_graph_task_id() == -1
