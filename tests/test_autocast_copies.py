@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from found_trainings import Streams, streaming
+from lazy_lanes import LazyLanes
 from streamed_programs import bits
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -347,6 +348,27 @@ def test_a_weight_that_is_used_before_its_layer_keeps_its_copy(streams: Any) -> 
         streamed, model = run(Model, watched(step_in_context), before_step)
     assert streamed == stock
     assert model.kept[-2:] == [1, ALL - 4]  # all but the first layer's own
+
+
+def test_another_stream_may_use_copies(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a stream of the program: a CPU has none."""
+    listeners: list[Callable[[int], None]] = []
+
+    def on_wait(_: LazyLanes, function: Callable[[int], None]) -> Callable[[], None]:
+        listeners.append(function)
+        return lambda: None
+
+    def before_step(model: Model, number: int) -> None:
+        if number == STEPS - 1:
+            model.layers[2].register_forward_pre_hook(lambda *_: listeners[-1](1))
+            model.layers[2].register_forward_pre_hook(lambda *_: listeners[-1](0))
+
+    monkeypatch.setattr(LazyLanes, "on_wait", on_wait)
+    stock, _ = run(Model, step_in_context)
+    with streams():
+        streamed, model = run(Model, watched(step_in_context), before_step)
+    assert streamed == stock
+    assert model.kept[-2:] == [1, ALL - 8]  # all but the first two layers'
 
 
 def test_a_new_context_is_told_from_one_that_goes_on(streams: Any) -> None:

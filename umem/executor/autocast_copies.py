@@ -25,6 +25,7 @@ from umem.capture.live import Block
 from umem.core.errors import PlanError
 from umem.executor.copied_activations import is_compiled
 from umem.executor.optimizer.access_guard import WatchedParameterGuard, can_guard
+from umem.executor.optimizer.lanes import Lanes
 from umem.runtime.torch_hooks.backward import hook_backward
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
 from umem.torch_compat import DisableTorchFunctionSubclass, current_graph_task_id
@@ -41,22 +42,31 @@ class AutocastCopies:
         The module that the training loop calls. Only a weak reference is kept.
     blocks
         Its blocks.
+    lanes
+        Tell streams of the program.
     early_uses
         Counts the uses of weights that another guard has seen before their block was called.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[Block], early_uses: Callable[[], int]
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        lanes: Lanes,
+        early_uses: Callable[[], int],
     ) -> None:
         self._model = weakref.ref(model)
         # Autocast leaves embeddings in their precision. The head may have the same weight.
         self._blocks = [it for it in blocks if not isinstance(it.module, nn.Embedding)]
+        self._lanes = lanes
         self._early_uses = early_uses
         self._is_freeing = False
         self._has_watched = False
         self._undo: list[Undo] = []
         self._parts: list[_Part] = []
-        self._context = _Context(next(model.parameters()).device)
+        self._context: _Context
+        self._stream_key = 0
+        """The model's stream."""
         self._has_gradients = False
         """Whether gradients were wanted when the model was called last."""
         self._is_known = False
@@ -89,13 +99,16 @@ class AutocastCopies:
             return
         self._has_watched = False
         self._parts = self._find_parts(model)
-        if not self._parts:
+        weights = [it for part in self._parts for it in part.weights]
+        if not weights:
             return
+        self._context = _Context(weights[0].device)
         self._undo += hook_calls(model, self._model_begins, self._model_ends)
         for block, part in zip(self._blocks, self._parts, strict=False):
             begins, ends = partial(self._block_begins, part), partial(self._block_ends, part)
             self._undo += hook_calls(block.module, begins, ends)
         self._undo.append(hook_backward(lambda _: self.release(), lambda _: None))
+        self._undo.append(self._lanes.on_wait(self._stream_waits))
 
     def free(self) -> None:
         """Free the copies behind each block from now on, where :attr:`may_free`."""
@@ -140,6 +153,7 @@ class AutocastCopies:
         self._is_known, self._has_gradients = False, torch.is_grad_enabled()
         if not self._has_gradients:
             return
+        self._stream_key = self._lanes.stream_key()
         for part in self._parts:
             part.hold()
 
@@ -168,6 +182,10 @@ class AutocastCopies:
         if self._is_freeing:
             torch.clear_autocast_cache()
             self._context.mark()
+
+    def _stream_waits(self, stream_key: int) -> None:
+        """Another stream of the program may use copies that its own one frees."""
+        self._is_kept |= stream_key != self._stream_key
 
     def _seen(self, weight: torch.Tensor) -> None:
         """The program uses a weight outside of its block."""

@@ -16,6 +16,7 @@ from umem.executor.copied_activations import CopiedActivations
 from umem.executor.measured_steps import MeasuredSteps, Occasion
 from umem.executor.named_plan import FEWEST_SLOTS, by_names, everything_leaves
 from umem.executor.optimizer.copied_gradients import CopiedGradients
+from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.temporary_slots import TemporarySlots
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
 from umem.executor.shared_budget import BudgetPart, SharedBudget
@@ -154,6 +155,7 @@ class StreamTuner:
         model: nn.Module,
         blocks: Sequence[Block],
         state: StreamedState,
+        lanes: Lanes,
         gradients: CopiedGradients | None = None,
         weights: ModelWeights | None = None,
         join: Callable[[], None] = lambda: None,
@@ -172,6 +174,8 @@ class StreamTuner:
             Its blocks.
         state
             The optimizer's streamed state.
+        lanes
+            Where its updates run.
         gradients
             Copies gradients; None for a training whose gradients stay.
         weights
@@ -216,7 +220,7 @@ class StreamTuner:
             self.away_bytes,
         )
         self._tracker = PhaseTracker(root, blocks, Guard(self._fail), self._meter)
-        self._autocast = AutocastCopies(model, blocks, self._early_uses)
+        self._autocast = AutocastCopies(model, blocks, lanes, self._early_uses)
         self._measure(Occasion.BEGIN, _MEASURED_STEPS)
         return optimizer
 

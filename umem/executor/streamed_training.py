@@ -224,6 +224,7 @@ class StreamedTraining:
                 model,
                 blocks,
                 self._step.units,
+                lanes,
                 gradients,
                 weights,
                 self._step.join,
