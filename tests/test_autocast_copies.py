@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from found_trainings import Streams, streaming
+from activation_chain import LazyMover
+from found_trainings import Room, Streams, streaming
 from lazy_lanes import LazyLanes
-from streamed_programs import bits
+from streamed_programs import Net, Program, bits, compare
+from streamed_uses import USES
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import embedding, linear
@@ -19,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from umem.core.errors import PlanError
 from umem.executor import stream_tuning
+from umem.executor.stream_tuning import StreamTuner
+from umem.hardware import load_hardware
+from umem.offloading import ActivationStore
 
 WIDTH, TOKENS, LAYERS, STEPS = 16, 32, 4, 8
 
@@ -403,3 +408,45 @@ def test_without_a_cache_there_is_nothing_to_free(streams: Any) -> None:
         assert streamed != stock
         streamed, _ = run(Model, step)
     assert streamed == stock
+
+
+class Casting(Net):
+    """Layers under checkpoints, in a context that is the model's own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with autocast():
+            x = self.stem(x) * self.scale
+            for layer in self.layers:
+                again: Any = checkpoint(layer, x, use_reentrant=False)
+                x = x + torch.tanh(again)
+            y: torch.Tensor = self.head(self.norm(x))
+        return y.float()
+
+
+@pytest.mark.parametrize("streams_weights", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_no_use_sees_another_value(
+    streams: Any, use: Callable[[Program], None], streams_weights: bool
+) -> None:
+    del streams  # its settings only
+    room = Room(-(10**5))
+    store = ActivationStore("cpu", LazyMover(), min_bytes=256)
+    tuner = StreamTuner(load_hardware("h200-pcie"), room, room, store)
+    cleared: list[None] = []
+    clear = torch.clear_autocast_cache
+
+    def count() -> None:
+        cleared.append(None)
+        clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "clear_autocast_cache", count)
+        compare(
+            use,
+            0.5,
+            make_model=Casting,
+            plain=2,
+            tuner=tuner,
+            streams_weights=streams_weights,
+        )
+    assert cleared
