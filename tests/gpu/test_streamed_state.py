@@ -29,6 +29,7 @@ STREAMED_MODES = (
     "gradients_clipped",
     "buffers_filled_late",
     "in_backward",
+    "cast",
 )
 
 STATE_BYTES = 2 * 4 * (8 * 2 * 4 * 1024**2 + 1024**2)
@@ -97,6 +98,10 @@ def test_a_plain_loop_waits_for_blocks_only(pairs: Callable[[str], tuple[Any, An
 def test_units_are_updated_in_the_backward_pass(pairs: Callable[[str], tuple[Any, Any]]) -> None:
     # The first three steps make the state, and are watched.
     assert pairs("in_backward")[1]["streaming"]["ahead"] >= STEPS - 4
+
+
+def test_copies_of_autocast_are_freed(pairs: Callable[[str], tuple[Any, Any]]) -> None:
+    assert pairs("cast")[1]["streaming"]["cleared"] >= 8
 
 
 def test_gradients_are_on_the_host(pairs: Callable[[str], tuple[Any, Any]]) -> None:

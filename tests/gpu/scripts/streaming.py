@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.cuda import bindings
@@ -49,6 +50,12 @@ class Layer(nn.Module):
         if self.adapter is not None:
             hidden = hidden + self.adapter(normal)
         y: torch.Tensor = x + self.down(nn.functional.gelu(hidden))
+        return y
+
+
+class Checkpointed(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
         return y
 
 
@@ -95,11 +102,11 @@ class CardMemory:
 class Training:
     """The same model and batches in every process."""
 
-    def __init__(self, *, clips: bool) -> None:
-        self.clips = clips
+    def __init__(self, *, clips: bool, casts: bool = False) -> None:
+        self.clips, self.casts = clips, casts
         self.rows = ROWS
         torch.manual_seed(1)
-        layers = [Layer() for _ in range(LAYERS)]
+        layers = [Checkpointed() if casts else Layer() for _ in range(LAYERS)]
         self.model = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.side = torch.cuda.Stream()
@@ -109,7 +116,9 @@ class Training:
 
     def step(self) -> None:
         torch.manual_seed(100 + len(self.losses))
-        loss = self.model(torch.randn(self.rows, HIDDEN, device="cuda")).square().mean()
+        batch = torch.randn(self.rows, HIDDEN, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.casts):
+            loss = self.model(batch).float().square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         if self.clips:
@@ -232,6 +241,10 @@ def buffers_filled_late(training: Training) -> None:
     setattr(CudaStateMemory, "buffer", late)  # noqa: B010, the type checker takes no new method
 
 
+def cast(_training: Training) -> None:
+    """Under autocast, with checkpoints."""
+
+
 def varied(training: Training) -> None:
     """Batches of three sizes, evaluations, and a checkpoint that is saved and loaded."""
     saved_and_loaded(training)
@@ -247,7 +260,7 @@ MODES: dict[str, Callable[[Training], None]] = {
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
         *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
-        *(gradients_clipped, buffers_filled_late, varied),
+        *(gradients_clipped, buffers_filled_late, varied, cast),
     )
 }
 
@@ -257,8 +270,15 @@ def main() -> None:
     if "UMEM_POLICY" in os.environ:
         assert umem.enable(os.environ["UMEM_POLICY"])
     card = CardMemory()
-    training = Training(clips=sys.argv[1] != in_backward.__name__)
     between = MODES[sys.argv[1]]
+    training = Training(clips=between is not in_backward, casts=between is cast)
+    cleared, clear = [0], torch.clear_autocast_cache
+
+    def count() -> None:
+        cleared[0] += 1
+        clear()
+
+    setattr(torch, "clear_autocast_cache", count)  # noqa: B010, the type checker takes no new one
     steps, waited = int(sys.argv[2]), 0
     for number in range(steps):
         if number == steps - 4:
@@ -289,6 +309,7 @@ def main() -> None:
             "waited": counts.waited - waited,
             "early": counts.early,
             "ahead": counts.ahead,
+            "cleared": cleared[0],
             "pinned_bytes": kinds["pinned"]["reserved_bytes"],
             "managed_bytes": kinds["managed"]["reserved_bytes"],
             "budget_peak_bytes": runtime().allocator.stats(0)["budget_bytes"]["peak"],
