@@ -395,6 +395,28 @@ def test_a_new_context_is_told_from_one_that_goes_on(streams: Any) -> None:
     assert model.kept[-1] == 1
 
 
+def evaluated_in_context(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    with autocast():
+        loss: torch.Tensor = model(tokens).float().square().mean()
+        with torch.no_grad():
+            model(tokens)
+        if model.use is not None:
+            again = linear(torch.ones(2, WIDTH), model.layers[0].up.weight)
+            loss = loss + again.float().square().mean()
+    loss.backward()
+    return loss
+
+
+def test_an_evaluation_in_the_context_hides_no_use(streams: Any) -> None:
+    stock, _ = run(Model, evaluated_in_context)
+    with streams():
+        streamed, model = run(Model, watched(evaluated_in_context))
+        assert streamed == stock
+        assert model.kept[-2] == 1  # before the evaluation
+        with pytest.raises(PlanError, match="is used again"):
+            run(Model, evaluated_in_context, later(lambda _, x: x))
+
+
 def test_without_a_cache_there_is_nothing_to_free(streams: Any) -> None:
     def step(model: Model, tokens: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):

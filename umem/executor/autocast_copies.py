@@ -12,9 +12,9 @@ passes that were watched have used no weight on both sides, and a guard looks ou
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,13 +24,16 @@ from torch.nn import functional
 from umem.capture.live import Block
 from umem.core.errors import PlanError
 from umem.executor.copied_activations import is_compiled
-from umem.executor.optimizer.access_guard import WatchedParameterGuard, can_guard
+from umem.executor.optimizer.access_guard import UseGuard, can_guard
 from umem.executor.optimizer.lanes import Lanes
 from umem.runtime.torch_hooks.backward import hook_backward
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
-from umem.torch_compat import DisableTorchFunctionSubclass, current_graph_task_id
+from umem.torch_compat import current_graph_task_id
 
 __all__ = ["AutocastCopies"]
+
+_NO_COPY: frozenset[Any] = frozenset((functional.embedding, torch.embedding))
+"""Functions of weights that autocast leaves in their precision."""
 
 
 class AutocastCopies:
@@ -143,7 +146,8 @@ class AutocastCopies:
         held = [list(it.module.parameters()) for it in self._blocks]
         ids = {id(it) for weights in held for it in weights}
         held.append([it for it in every if id(it) not in ids])
-        return [_Part(filter(_has_copy, weights), self._seen, self._taken) for weights in held]
+        copied = ([it for it in weights if it.dtype is torch.float32] for weights in held)
+        return [_Part(weights, self._seen, self._taken) for weights in copied]
 
     # ------------------------------------------------------------------ hooks
 
@@ -158,19 +162,24 @@ class AutocastCopies:
             part.hold()
 
     def _model_ends(self, _output: object, *, failed: bool) -> None:
-        if not self._is_counted():  # the context was the model's own
+        if not self._is_in_context():  # it was the model's own
             self.release()
         self._has_watched |= bool(self._used) and not (failed or self._is_kept)
 
     def _block_begins(self, part: _Part, _args: object, _kwargs: object) -> None:
+        part.was_held = part.is_held
         part.release()
-        if self._is_counted():
+        # A checkpoint may call a block without gradients.
+        if self._has_gradients and self._is_in_context():
             self._use(part.weights)
 
     def _block_ends(self, part: _Part, _output: object, *, failed: bool) -> None:
-        if failed or not self._is_counted():
+        if not self._is_in_context():
             return
-        part.hold()
+        if part.was_held or self._has_gradients:
+            part.hold()
+        if failed or not self._has_gradients:
+            return
         if self._early_uses() != self._early_before:
             # Perhaps of a block's that comes later, which then is to find the copy.
             self._is_kept = True
@@ -189,7 +198,7 @@ class AutocastCopies:
 
     def _seen(self, weight: torch.Tensor) -> None:
         """The program uses a weight outside of its block."""
-        if not torch.is_grad_enabled() or not self._is_counted():
+        if not torch.is_grad_enabled() or not self._is_in_context():
             return
         is_early = id(weight) not in self._used and id(weight) not in self._parts[-1].ids
         if self._is_freeing and is_early:
@@ -200,16 +209,16 @@ class AutocastCopies:
         """Another guard takes a weight, and will see its uses in this one's place."""
         self._is_blind |= id(weight) in self._used
 
-    def _is_counted(self) -> bool:
-        # A checkpoint may call a block without gradients.
+    def _is_in_context(self) -> bool:
+        # torch calls hooks that were removed since the call began.
         return (
-            self._has_gradients
+            bool(self._undo)
             and torch.is_autocast_enabled(self._context.device_type)
             and torch.is_autocast_cache_enabled()
             and current_graph_task_id() == -1
         )
 
-    def _use(self, weights: Iterable[torch.Tensor]) -> None:
+    def _use(self, weights: Sequence[torch.Tensor]) -> None:
         if not self._is_known:
             self._is_known = True
             if not self._context.is_same():
@@ -221,12 +230,13 @@ class AutocastCopies:
                 continue
             if not self._context.is_same():
                 self._begin_context()
-            elif self._is_freeing:
+                self._use(weights)
+                return
+            if self._is_freeing:
                 self._refuse(f"A weight of {' x '.join(map(str, weight.shape))}")
-            else:
-                for part in self._ends[before:]:
-                    part.may_free = False
-            self._used[id(weight)] = len(self._ends)
+            for part in self._ends[before:]:
+                part.may_free = False
+            self._used[id(weight)] = now
 
     def _begin_context(self) -> None:
         self._used.clear()
@@ -235,7 +245,7 @@ class AutocastCopies:
         self._early_before = self._early_uses()
         self._context.mark()
 
-    def _refuse(self, subject: str) -> None:
+    def _refuse(self, subject: str) -> NoReturn:
         """A weight has uses on both sides of a block's end that has freed its copy."""
         raise PlanError(
             f"{subject} is used again where no measured step has done so, under the autocast "
@@ -243,10 +253,6 @@ class AutocastCopies:
             "without umem. Use it so in the first steps, too, or give torch.autocast "
             "cache_enabled=False"
         )
-
-
-def _has_copy(weight: torch.Tensor) -> bool:
-    return weight.dtype is torch.float32
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -283,48 +289,27 @@ class _Context:
         return node
 
 
-class _UseGuard(WatchedParameterGuard):
-    """Sees each use of weights, which it goes on to guard, and gives way to other guards."""
-
-    functions: ClassVar[frozenset[Any]] = frozenset((functional.embedding, torch.embedding))
-
-    def __init__(
-        self, seen: Callable[[torch.Tensor], None], taken: Callable[[torch.Tensor], None]
-    ) -> None:
-        super().__init__(lambda: None, lambda: None)
-        self._seen = seen
-        self._taken = taken
-
-    def use(self, tensor: torch.Tensor) -> None:
-        """Tell of a use."""
-        self._seen(tensor)
-
-    def give_way(self, tensor: torch.Tensor) -> bool:
-        """Leave a weight to another guard."""
-        self._taken(tensor)
-        self.give_back([tensor])
-        return True
-
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what autocast copies no weight for."""
-        with DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
-
-
 class _Part:
     """The weights of a block, or those that no block has."""
 
     def __init__(
         self,
-        weights: Iterable[torch.Tensor],
+        weights: Sequence[torch.Tensor],
         seen: Callable[[torch.Tensor], None],
         taken: Callable[[torch.Tensor], None],
     ) -> None:
-        self.weights = list(weights)
+        self.weights = weights
         self.ids = frozenset(map(id, self.weights))
         self.may_free = bool(self.weights)
         """Whether no weight was used on both sides of this block's end."""
-        self._guard = _UseGuard(seen, taken)
+        self.was_held = False
+        """Whether they were guarded when the block was called."""
+        self._guard = UseGuard(seen, taken, _NO_COPY)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether they are guarded."""
+        return self._guard.is_on
 
     def hold(self) -> None:
         """Guard those that no other guard has."""

@@ -45,6 +45,7 @@ __all__ = [
     "ParameterGuard",
     "StandingGuard",
     "TensorGuard",
+    "UseGuard",
     "WatchedParameterGuard",
     "are_all_on_memory",
     "are_plain",
@@ -287,6 +288,10 @@ def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
     return storage_use_count(storage_key(storage)) == len(tensors) + 1
 
 
+def _nothing() -> None:
+    pass
+
+
 class Guard(ABC):
     """Sees each use of some tensors.
 
@@ -307,10 +312,6 @@ class Guard(ABC):
     @abstractmethod
     def use(self, tensor: torch.Tensor) -> None:
         """Called before each use, in the thread that uses a tensor."""
-
-    def give_way(self, tensor: torch.Tensor) -> bool:
-        """Leave a tensor to another guard, which sees its uses from now on; False if it stays."""
-        return False
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one of `functions` on these tensors, and others that this guard does not know.
@@ -445,6 +446,45 @@ class WatchedParameterGuard(TensorGuard):
     def __init__(self, settle: Callable[[], None], changes_grad: Callable[[], None]) -> None:
         super().__init__(settle)
         self.changes_grad = changes_grad
+
+
+class UseGuard(WatchedParameterGuard):
+    """Sees uses of parameters, which it goes on to guard.
+
+    Parameters
+    ----------
+    seen
+        Called before each use, in the thread that uses a parameter.
+    taken
+        Called when another guard takes a parameter.
+    unseen
+        Functions whose use of a parameter does not count.
+    """
+
+    def __init__(
+        self,
+        seen: Callable[[torch.Tensor], None],
+        taken: Callable[[torch.Tensor], None],
+        unseen: frozenset[Any],
+    ) -> None:
+        super().__init__(_nothing, _nothing)
+        self._seen = seen
+        self._taken = taken
+        self.functions = unseen  # type: ignore[misc]
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Tell of a use."""
+        self._seen(tensor)
+
+    def give_way(self, tensor: torch.Tensor) -> None:
+        """Leave a parameter to another guard, which sees its uses from now on."""
+        self._taken(tensor)
+        self.give_back([tensor])
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what does not count."""
+        with DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
 
 
 class ParameterGuard(TensorGuard):

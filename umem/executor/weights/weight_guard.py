@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from umem.executor.optimizer.access_guard import (
-    Guard,
     TensorGuard,
+    UseGuard,
     WatchedParameterGuard,
     is_guardable,
 )
@@ -58,7 +58,7 @@ class WeightGuard:
     def hold(self, weights: Sequence[torch.Tensor]) -> None:
         """Guard weights that nothing guards yet, and keep them alive."""
         for weight in weights:
-            if isinstance(guard := getattr(type(weight), "guard", None), Guard):
+            if isinstance(guard := getattr(type(weight), "guard", None), UseGuard):
                 guard.give_way(weight)
         kinds = list(map(id, map(type, weights)))
         for key in set(kinds):
