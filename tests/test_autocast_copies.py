@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,9 +14,10 @@ from found_trainings import Room, Streams, streaming
 from lazy_lanes import LazyLanes
 from streamed_programs import Net, Program, bits, compare
 from streamed_uses import USES
-from torch import nn
+from torch import distributed, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import embedding, linear
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -417,6 +419,37 @@ def test_an_evaluation_in_the_context_hides_no_use(streams: Any) -> None:
             run(Model, evaluated_in_context, later(lambda _, x: x))
 
 
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one rank."""
+    store: Any = distributed
+    distributed.init_process_group("gloo", store=store.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("step", CONTEXTS)
+def test_copies_of_a_model_in_ddp_are_freed(streams: Any, step: Any) -> None:
+    def wrapped_step() -> Any:
+        wrapped: list[Any] = []
+
+        def call(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+            if not wrapped:
+                wrapped.append(DistributedDataParallel(model))
+            with Copies(model):
+                loss: torch.Tensor = step(wrapped[0], tokens)
+            return loss
+
+        return call
+
+    stock, _ = run(Model, wrapped_step())
+    with streams():
+        streamed, model = run(Model, wrapped_step())
+    assert streamed == stock
+    assert model.kept[-1] == 1
+
+
 def test_without_a_cache_there_is_nothing_to_free(streams: Any) -> None:
     def step(model: Model, tokens: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -448,27 +481,15 @@ class Casting(Net):
 @pytest.mark.parametrize("streams_weights", [False, True])
 @pytest.mark.parametrize("use", USES)
 def test_no_use_sees_another_value(
-    streams: Any, use: Callable[[Program], None], streams_weights: bool
+    streams: Any,
+    use: Callable[[Program], None],
+    streams_weights: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     del streams  # its settings only
     room = Room(-(10**5))
     store = ActivationStore("cpu", LazyMover(), min_bytes=256)
     tuner = StreamTuner(load_hardware("h200-pcie"), room, room, store)
-    cleared: list[None] = []
-    clear = torch.clear_autocast_cache
-
-    def count() -> None:
-        cleared.append(None)
-        clear()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "clear_autocast_cache", count)
-        compare(
-            use,
-            0.5,
-            make_model=Casting,
-            plain=2,
-            tuner=tuner,
-            streams_weights=streams_weights,
-        )
-    assert cleared
+    caplog.set_level(logging.INFO, "umem")
+    compare(use, 0.5, make_model=Casting, plain=2, tuner=tuner, streams_weights=streams_weights)
+    assert "copies of weights are freed" in caplog.text

@@ -101,7 +101,7 @@ def test_units_are_updated_in_the_backward_pass(pairs: Callable[[str], tuple[Any
 
 
 def test_copies_of_autocast_are_freed(pairs: Callable[[str], tuple[Any, Any]]) -> None:
-    assert pairs("cast")[1]["streaming"]["cleared"] >= 8
+    assert pairs("cast")[1]["streaming"]["frees_copies"]
 
 
 def test_gradients_are_on_the_host(pairs: Callable[[str], tuple[Any, Any]]) -> None:
