@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from umem.core.errors import PlanError
 from umem.executor import stream_tuning
+from umem.executor.autocast_copies import _Context
 from umem.executor.stream_tuning import StreamTuner
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
@@ -448,6 +449,29 @@ def test_copies_of_a_model_in_ddp_are_freed(streams: Any, step: Any) -> None:
         streamed, model = run(Model, wrapped_step())
     assert streamed == stock
     assert model.kept[-1] == 1
+
+
+@pytest.mark.parametrize("step_number", [1, STEPS - 2])
+def test_an_error_does_not_end_the_training(
+    streams: Any,
+    step_number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def before_step(_: Model, number: int) -> None:
+        if number == step_number:
+            monkeypatch.setattr(_Context, "_copy", fail)
+
+    def fail(_: _Context) -> None:
+        raise KeyError("on purpose")
+
+    stock, _ = run(Model)
+    with streams():
+        streamed, model = run(Model, watched(step_in_context), before_step)
+    assert streamed == stock
+    assert model.kept[-1] == ALL
+    assert caplog.text.count("not freed any more: KeyError: 'on purpose'") == 1
+    assert {type(it) for it in model.parameters()} == {nn.Parameter}
 
 
 def test_without_a_cache_there_is_nothing_to_free(streams: Any) -> None:

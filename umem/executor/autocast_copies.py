@@ -11,6 +11,7 @@ passes that were watched have used no weight on both sides, and a guard looks ou
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +32,8 @@ from umem.runtime.torch_hooks.modules import Undo, hook_calls
 from umem.torch_compat import current_graph_task_id
 
 __all__ = ["AutocastCopies"]
+
+_LOG = logging.getLogger("umem")
 
 _NO_COPY: frozenset[Any] = frozenset((functional.embedding, torch.embedding))
 """Functions of weights that autocast leaves in their precision."""
@@ -64,7 +67,7 @@ class AutocastCopies:
         self._lanes = lanes
         self._early_uses = early_uses
         self._is_freeing = False
-        self._has_watched = False
+        self._has_watched = self._has_failed = False
         self._undo: list[Undo] = []
         self._parts: list[_Part] = []
         self._context: _Context
@@ -98,7 +101,7 @@ class AutocastCopies:
 
     def watch(self) -> None:
         """Watch the model's calls, until :meth:`free` or :meth:`stop`."""
-        if self._undo or (model := self._model()) is None:
+        if self._undo or self._has_failed or (model := self._model()) is None:
             return
         self._has_watched = False
         self._parts = self._find_parts(model)
@@ -106,10 +109,10 @@ class AutocastCopies:
         if not weights:
             return
         self._context = _Context(weights[0].device)
-        self._undo += hook_calls(model, self._model_begins, self._model_ends)
+        self._undo += hook_calls(model, self._model_begins, self._model_ends, self._failed)
         for block, part in zip(self._blocks, self._parts, strict=False):
             begins, ends = partial(self._block_begins, part), partial(self._block_ends, part)
-            self._undo += hook_calls(block.module, begins, ends)
+            self._undo += hook_calls(block.module, begins, ends, self._failed)
         self._undo.append(hook_backward(lambda _: self.release(), lambda _: None))
         self._undo.append(self._lanes.on_wait(self._stream_waits))
 
@@ -203,7 +206,10 @@ class AutocastCopies:
         is_early = id(weight) not in self._used and id(weight) not in self._parts[-1].ids
         if self._is_freeing and is_early:
             self._is_kept = True  # its block, which comes later, is to find the copy
-        self._use([weight])
+        try:
+            self._use([weight])
+        except Exception as error:
+            self._failed(error)
 
     def _taken(self, weight: torch.Tensor) -> None:
         """Another guard takes a weight, and will see its uses in this one's place."""
@@ -244,6 +250,18 @@ class AutocastCopies:
         self._is_kept = self._is_blind = False
         self._early_before = self._early_uses()
         self._context.mark()
+
+    def _failed(self, error: Exception) -> None:
+        """Only what would change values may end the training."""
+        if isinstance(error, PlanError):
+            raise error
+        self.close()
+        self._has_failed = True
+        _LOG.warning(
+            "umem: autocast's copies of weights are not freed any more: %s: %s",
+            type(error).__name__,
+            str(error),
+        )
 
     def _refuse(self, subject: str) -> NoReturn:
         """A weight has uses on both sides of a block's end that has freed its copy."""
