@@ -40,6 +40,7 @@ STATE_BYTES = 2 * 4 * (8 * 2 * 4 * 1024**2 + 1024**2)
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
 TIGHT = "1400MiB"
 """A budget that not all of the state fits."""
+TIGHT_FOR_CHECKPOINTS = "1100MiB"
 
 
 MORE_BYTES = 64 << 20
@@ -65,7 +66,7 @@ def pairs(start: Callable[..., Job]) -> Callable[[str], tuple[Any, Any]]:
                 mode,
                 str(STEPS),
                 UMEM_POLICY="sft",
-                UMEM_DEVICE_BUDGET=TIGHT,
+                UMEM_DEVICE_BUDGET=TIGHT_FOR_CHECKPOINTS if mode == "cast" else TIGHT,
                 **VARIABLES,
             ),
         )
