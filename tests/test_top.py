@@ -38,6 +38,9 @@ def top(
 def runtime_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of sockets, for this process and those that it starts."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folders = live_socket._folders
+    # Other tests' processes may be in the folders that all share.
+    monkeypatch.setattr(live_socket, "_folders", lambda: folders()[:1])
     return tmp_path / "umem"
 
 
