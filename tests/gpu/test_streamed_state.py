@@ -41,6 +41,7 @@ VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB
 TIGHT = "1400MiB"
 """A budget that not all of the state fits."""
 TIGHT_FOR_CHECKPOINTS = "1100MiB"
+"""The same where activations are checkpointed."""
 
 
 MORE_BYTES = 64 << 20

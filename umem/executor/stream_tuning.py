@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -15,14 +15,11 @@ from umem.executor.autocast_copies import AutocastCopies
 from umem.executor.copied_activations import CopiedActivations
 from umem.executor.measured_steps import MeasuredSteps, Occasion
 from umem.executor.named_plan import FEWEST_SLOTS, by_names, everything_leaves
-from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.lanes import Lanes
-from umem.executor.optimizer.temporary_slots import TemporarySlots
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
 from umem.executor.shared_budget import BudgetPart, SharedBudget
 from umem.executor.tuned_optimizers import (
     OptimizerPlan,
-    StreamedState,
     TunedOptimizer,
     TunedOptimizers,
 )
@@ -154,16 +151,10 @@ class StreamTuner:
         self,
         model: nn.Module,
         blocks: Sequence[Block],
-        state: StreamedState,
+        optimizer: TunedOptimizer,
         lanes: Lanes,
-        gradients: CopiedGradients | None = None,
         weights: ModelWeights | None = None,
-        join: Callable[[], None] = lambda: None,
-        send_home: Callable[[], int] = lambda: 0,
-        waits: Callable[[], bool] = lambda: False,
-        temporary: TemporarySlots | None = None,
-        early_uses: Callable[[], int] = lambda: 0,
-    ) -> TunedOptimizer:
+    ) -> None:
         """Begin with an optimizer of the model, which others may follow.
 
         Parameters
@@ -172,35 +163,17 @@ class StreamTuner:
             The module that the training loop calls.
         blocks
             Its blocks.
-        state
-            The optimizer's streamed state.
+        optimizer
+            The optimizer, until :meth:`detach`.
         lanes
             Where its updates run.
-        gradients
-            Copies gradients; None for a training whose gradients stay.
         weights
             Streams weights; None for a training whose weights stay where they are.
-        join
-            Lets the program's stream wait for all updates.
-        send_home
-            Moves parameters that no module holds to host memory, and returns their bytes.
-        waits
-            Whether the program's stream waits for updates within ``step()``.
-        temporary
-            Makes temporary slots; None for a training without any.
-        early_uses
-            Counts the uses of parameters before their block's update.
-
-        Returns
-        -------
-        TunedOptimizer
-            For :meth:`detach`.
         """
-        optimizer = TunedOptimizer(state, gradients, join, send_home, waits, temporary, early_uses)
         self._optimizers.add(optimizer)
         if len(self._optimizers) > 1:
             self._is_stale = True
-            return optimizer
+            return
         if weights is not None:
             self._weights = weights
             weights.is_driven = True
@@ -222,7 +195,6 @@ class StreamTuner:
         self._tracker = PhaseTracker(root, blocks, Guard(self._fail), self._meter)
         self._autocast = AutocastCopies(model, blocks, lanes, self._early_uses)
         self._measure(Occasion.BEGIN, _MEASURED_STEPS)
-        return optimizer
 
     def detach(self, optimizer: TunedOptimizer) -> None:
         """Go on without an optimizer; close behind the last one."""
@@ -528,7 +500,7 @@ class StreamTuner:
         measured.add(figures, saved_bytes)
         if self._frees_autocast_copies():
             self._measured = MeasuredSteps()
-            self._measured.begin(Occasion.BEGIN, _MEASURED_STEPS, spilled_bytes=self._spilled_bytes)
+            self._measure(Occasion.BEGIN, _MEASURED_STEPS)
             return
         is_expected = self._optimizers.expects_backward
         if is_expected or not measured.is_complete:
@@ -543,10 +515,8 @@ class StreamTuner:
         self._make_plan(with_more_slack=is_short)
 
     def _early_uses(self) -> int:
-        weights = self._weights
-        return self._optimizers.early_uses() + (
-            0 if weights is None else weights.streamed.early_uses
-        )
+        of_copies = 0 if self._weights is None else self._weights.streamed.early_uses
+        return self._optimizers.early_uses() + of_copies
 
     def _frees_autocast_copies(self) -> bool:
         """Free copies of autocast from now on, if that makes room which the training needs."""

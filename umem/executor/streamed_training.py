@@ -38,6 +38,7 @@ from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.temporary_slots import TemporarySlots
 from umem.executor.optimizer.unit_names import UnitNames
 from umem.executor.stream_tuning import StreamTuner
+from umem.executor.tuned_optimizers import TunedOptimizer
 from umem.executor.tuning_status import TuningStatus
 from umem.executor.weights.model_weights import ModelWeights
 from umem.runtime.managed_runs import new_run
@@ -220,19 +221,16 @@ class StreamedTraining:
             self._step.find_state(optimizer)
         if tuner is not None:
             gradients = self._gradients if copies_gradients else None
-            self._tuned = tuned = tuner.attach(
-                model,
-                blocks,
+            self._tuned = tuned = TunedOptimizer(
                 self._step.units,
-                lanes,
                 gradients,
-                weights,
                 self._step.join,
                 self._send_parameters_home,
                 lambda: self._step.waits,
                 self._temporary,
                 lambda: self.counts.early,
             )
+            tuner.attach(model, blocks, tuned, lanes, weights)
             self._undo.append(lambda: tuner.detach(tuned))
         self._blocks = blocks
         self._block_hooks: list[Callable[[], None]] = []

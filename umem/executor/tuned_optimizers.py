@@ -85,11 +85,16 @@ class TunedOptimizer:
 
     state: StreamedState
     gradients: CopiedGradients | None
+    """None where they stay."""
     join: Callable[[], None]
+    """Lets the program's stream wait for all updates."""
     send_home: Callable[[], int]
+    """Moves parameters that no module holds to host memory, and returns their bytes."""
     waits: Callable[[], bool]
+    """Whether the program's stream waits for updates within ``step()``."""
     temporary: TemporarySlots | None
     early_uses: Callable[[], int]
+    """Counts the uses of parameters before their block's update."""
     in_backward: bool = False
     """Whether it updates parameters in the backward pass."""
     expects_backward: bool = False

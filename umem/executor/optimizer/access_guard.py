@@ -443,7 +443,9 @@ class WatchedParameterGuard(TensorGuard):
     _guarded = _WatchedParameter
     _plain = nn.Parameter
 
-    def __init__(self, settle: Callable[[], None], changes_grad: Callable[[], None]) -> None:
+    def __init__(
+        self, settle: Callable[[], None], changes_grad: Callable[[], None] = _nothing
+    ) -> None:
         super().__init__(settle)
         self.changes_grad = changes_grad
 
@@ -467,7 +469,7 @@ class UseGuard(WatchedParameterGuard):
         taken: Callable[[torch.Tensor], None],
         unseen: frozenset[Any],
     ) -> None:
-        super().__init__(_nothing, _nothing)
+        super().__init__(_nothing)
         self._seen = seen
         self._taken = taken
         self.functions = unseen  # type: ignore[misc]

@@ -17,14 +17,11 @@ from umem.executor.optimizer.access_guard import (
     TensorGuard,
     UseGuard,
     WatchedParameterGuard,
+    are_plain,
     is_guardable,
 )
 
 __all__ = ["WeightGuard"]
-
-
-def _nothing() -> None:
-    """Gradients are no part of a copy."""
 
 
 class _SubclassGuard(WatchedParameterGuard):
@@ -38,7 +35,7 @@ class _SubclassGuard(WatchedParameterGuard):
         names = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         self._guarded = type(guarded)(kind.__name__, (guarded, kind), names)  # type: ignore[misc]
         self._plain = kind  # type: ignore[misc]
-        super().__init__(settle, _nothing)
+        super().__init__(settle)
 
 
 class WeightGuard:
@@ -57,7 +54,7 @@ class WeightGuard:
 
     def hold(self, weights: Sequence[torch.Tensor]) -> None:
         """Guard weights that nothing guards yet, and keep them alive."""
-        for weight in weights:
+        for weight in () if are_plain(weights) else weights:
             if isinstance(guard := getattr(type(weight), "guard", None), UseGuard):
                 guard.give_way(weight)
         kinds = list(map(id, map(type, weights)))
@@ -73,7 +70,7 @@ class WeightGuard:
 
     def _new_guard(self, kind: type[torch.Tensor]) -> TensorGuard | None:
         if kind is nn.Parameter:
-            return WatchedParameterGuard(self._settle, _nothing)
+            return WatchedParameterGuard(self._settle)  # gradients are no part of a copy
         if kind is torch.Tensor:
             return TensorGuard(self._settle)
         # Weights that an optimizer's guard has are not plain until their update is over.
