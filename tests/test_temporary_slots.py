@@ -167,8 +167,8 @@ def test_slots_are_made_and_freed_where_the_plan_says() -> None:
     ]
 
 
-def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_home_behind_all_others() -> None:
-    run, lanes = streamed()
+def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_leave_behind_it() -> None:
+    run, _ = streamed()
     assert run.training is not None
     run.backward()
     pieces = [piece for unit in run.training.step.units for piece in unit.pieces]
@@ -177,8 +177,11 @@ def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_home_behind_a
     slots = [it.slot for it in staged[:6] if it.slot is not None]
     assert [it.made is not None for it in slots] == [False] * 2 + [True] * 3 + [False]
     run.optimizer.step()
-    lanes.wait(staged[-1].returned)
-    assert not any(it.returned.is_done for it in staged[2:5] if it.returned is not None)
+    units = run.training.step.units
+    assert [piece for _, piece in units.leaving] == staged[2:5]
+    run.model(run.batch())
+    assert not units.leaving
+    assert all(it.returned is not None and it.returned.is_done for it in staged[2:5])
 
 
 def test_an_evaluation_frees_them() -> None:

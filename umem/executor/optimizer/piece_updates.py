@@ -54,12 +54,6 @@ class PieceUpdates:
         self._units = units
         self._lanes = lanes
         self._clipped = clipped
-        self._leaving: list[tuple[StreamedUnit, StreamedUnit]] = []
-        """Units, each with a piece that is updated in a temporary slot, and not on its way home."""
-
-    def step_begins(self) -> None:
-        """Forget what an earlier step has left in temporary slots."""
-        self._leaving.clear()
 
     def of(self, unit: StreamedUnit, part: ParameterGroups | None) -> list[PieceUpdate]:
         """What is updated of a unit, one behind the other: `part`, or all that is queued."""
@@ -132,7 +126,7 @@ class PieceUpdates:
             self._launch_piece(it, call, ready)
             have_weights |= it.operands is not None and it.operands.has_weights
             if it.piece.slot is not None and it.piece.slot.made is not None:
-                self._leaving.append((unit, it.piece))
+                self._units.leaving.append((unit, it.piece))
             unit.returned, unit.updated = it.piece.returned, it.piece.updated
         if have_weights:
             # Weights are updated when all of them are back.
@@ -168,17 +162,6 @@ class PieceUpdates:
             last = lanes.run(Lane.COPY_OUT, leave, [done])
             slot.free = last
         piece.fetched, piece.returned, piece.updated = None, last, done
-
-    def send_temporary_home(self) -> None:
-        """Copy state out of temporary slots: behind all weights, and what makes room in slots."""
-        for unit, piece in self._leaving:
-            state, slot = piece.state, piece.slot
-            assert state is not None
-            assert slot is not None
-            leave = functools.partial(state.copy_out, self._lanes, state.binding)
-            slot.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated])
-            piece.returned = unit.returned = slot.free
-        self._leaving.clear()
 
 
 def work_on_dtensors(updates: Sequence[PieceUpdate]) -> bool:

@@ -189,10 +189,9 @@ class StreamedStep:
         with self.changing():
             self._is_begun = True
             self.waits = not self.may_defer
-            self._updates.step_begins()
+            self.units.send_temporary_home()  # two steps without a forward pass in between
             sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
             updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
-            self._updates.send_temporary_home()
             for moment in filter(None, updates):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
@@ -452,7 +451,6 @@ class StreamedStep:
         updated = parameters_of(part)
         ready = self._lanes.mark()
         self._updates.launch(unit, call, self._updates.of(unit, part), ready)
-        self._updates.send_temporary_home()
         # Fused kernels do not count: a graph that has saved a parameter must notice.
         torch.autograd.graph.increment_version(updated)
         gradients = [parameter.grad for parameter in updated]

@@ -85,6 +85,9 @@ class StreamedUnits:
         """Number of pieces that may have temporary slots."""
         self._makes_temporary = True
         """Whether the device had room for all of them so far."""
+        self.leaving: list[tuple[StreamedUnit, StreamedUnit]] = []
+        """Units, each with a piece that was updated in a temporary slot, and is not on its way
+        home."""
         self.stages_operands = True
         """Whether the plan has weights and gradients at home come beside the slots."""
         self._has_operand_room = True
@@ -394,6 +397,7 @@ class StreamedUnits:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
         with self.lock:
             unit.check_not_ahead()
+            self.send_temporary_home()
             for piece in unit.pieces:
                 self._drop_fetched(piece)
                 piece.is_touched = True
@@ -405,6 +409,7 @@ class StreamedUnits:
 
     def leave_slots(self) -> None:
         """Wait for all copies from and to slots, and use state at home until slots are taken."""
+        self.send_temporary_home()
         every = self._pieces()
         self._taken = None  # first: an interrupt leaves them to be taken anew
         for unit in every:
@@ -532,12 +537,30 @@ class StreamedUnits:
                 self.pool.temporary.append(piece.slot)
                 self.fetch(piece, now)
 
+    def send_temporary_home(self) -> None:
+        """Copy what was updated in temporary slots to its home: before anything needs either.
+
+        That is when the next forward pass begins, and not in the step. A program that waits for the
+        device between the two, as to measure its time, does not wait for these copies.
+        """
+        with self.lock:
+            while self.leaving:
+                unit, piece = self.leaving[0]
+                state, slot = piece.state, piece.slot
+                assert state is not None
+                assert slot is not None
+                leave = functools.partial(state.copy_out, self._lanes, state.binding)
+                slot.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated])
+                piece.returned = unit.returned = slot.free
+                self.leaving.pop(0)  # not before: what an interrupt cuts short is done again
+
     def free_temporary(self, count: int | None = None) -> None:
         """Free the first temporary slots, so many in all, when their state is home; None for all.
 
         The program's stream waits for that.
         """
         with self.lock:
+            self.send_temporary_home()
             for piece in self._with_temporary(count):
                 slot = piece.slot
                 if slot is None or slot.made is None:
@@ -588,6 +611,7 @@ class StreamedUnits:
 
     def clear(self) -> None:
         """Wait for the last copies, and give the optimizer's tensors free."""
+        self.send_temporary_home()
         for unit in self._units.values():
             for piece in unit.pieces:
                 self._drop_fetched(piece)  # and with it what was fetched into its slot before
