@@ -179,8 +179,11 @@ def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_leave_behind_
     run.optimizer.step()
     units = run.training.step.units
     assert [piece for _, piece in units.leaving] == staged[2:5]
+    seen: list[int] = []
+    run.model.register_forward_pre_hook(lambda *_: seen.append(len(units.leaving)))
+    run.model.stem.register_forward_hook(lambda *_: seen.append(len(units.leaving)))
     run.model(run.batch())
-    assert not units.leaving
+    assert seen == [3, 0]
     assert all(it.returned is not None and it.returned.is_done for it in staged[2:5])
 
 

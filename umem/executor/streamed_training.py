@@ -421,7 +421,6 @@ class StreamedTraining:
         if self._rest is not None:
             return
         self._gradients.settle()
-        self._step.units.send_temporary_home()
         self._step_hook.move_last()
         if _computes_anew():
             if self._tuner is not None:

@@ -540,8 +540,9 @@ class StreamedUnits:
     def send_temporary_home(self) -> None:
         """Copy what was updated in temporary slots to its home: before anything needs either.
 
-        That is when the next forward pass begins, and not in the step. A program that waits for the
-        device between the two, as to measure its time, does not wait for these copies.
+        That is at the first block of the next forward pass, and not in the step. A program that
+        waits for the device between the two, as DeepSpeed does behind each step and when its engine
+        is called, does not wait for these copies.
         """
         with self.lock:
             while self.leaving:
