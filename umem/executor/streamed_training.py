@@ -406,7 +406,7 @@ class StreamedTraining:
             return
         for block in self._blocks:
             with contextlib.suppress(TraceError):  # the program has replaced it
-                wait = Hook(functools.partial(self._step.wait, block.name))
+                wait = Hook(functools.partial(self._step.enter, block.name))
                 handle = block.module.register_forward_pre_hook(wait, prepend=True)
                 self._block_hooks.append(handle.remove)
 

@@ -123,17 +123,17 @@ class PieceUpdates:
         """
         have_weights = False
         for it in updates:
-            self._launch_piece(it, call, ready)
+            self._launch_piece(unit, it, call, ready)
             have_weights |= it.operands is not None and it.operands.has_weights
-            if it.piece.slot is not None and it.piece.slot.made is not None:
-                self._units.leaving.append((unit, it.piece))
-            unit.returned, unit.updated = it.piece.returned, it.piece.updated
+            unit.updated = it.piece.updated
         if have_weights:
             # Weights are updated when all of them are back.
             unit.updated = self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
         unit.fetched, self.last = None, unit.updated
 
-    def _launch_piece(self, updated: PieceUpdate, call: StepCall, ready: Moment) -> None:
+    def _launch_piece(
+        self, unit: StreamedUnit, updated: PieceUpdate, call: StepCall, ready: Moment
+    ) -> None:
         piece, operands = updated.piece, updated.operands
         state, slot = piece.state, piece.slot
         assert state is not None
@@ -141,7 +141,9 @@ class PieceUpdates:
         update = call.update(state, updated.part, operands, is_last=updated.is_last)
         lanes = self._lanes
         if slot is None:
-            done = last = lanes.run(Lane.UPDATE, update, [ready])
+            done = lanes.run(Lane.UPDATE, update, [ready])
+            # Behind the copies of other pieces, too.
+            piece.returned = unit.returned = lanes.run(Lane.COPY_OUT, lambda: None, [done])
         else:
             if piece.fetched is None:
                 self._units.fetch(piece, ready)
@@ -150,18 +152,15 @@ class PieceUpdates:
                 come = functools.partial(operands.copy_in, lanes)
                 free = [] if slot.free is None else [slot.free]
                 arrived = lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
-            binding = None if slot.made is not None else state.binding
-
-            def leave() -> None:
-                if binding is not None:
-                    state.copy_out(lanes, binding)
-                if operands is not None:
-                    operands.copy_out(lanes)
-
-            done = lanes.run(Lane.UPDATE, update, [ready, arrived])
-            last = lanes.run(Lane.COPY_OUT, leave, [done])
-            slot.free = last
-        piece.fetched, piece.returned, piece.updated = None, last, done
+            slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived])
+            if operands is not None:
+                leave = functools.partial(operands.copy_out, lanes)
+                slot.free = lanes.run(Lane.COPY_OUT, leave, [done])
+        piece.fetched, piece.updated = None, done
+        if slot is not None:
+            self._units.pool.leaving[slot] = unit, piece
+            if state.is_shared:
+                self._units.send_state_home(slot)
 
 
 def work_on_dtensors(updates: Sequence[PieceUpdate]) -> bool:

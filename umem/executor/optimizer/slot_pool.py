@@ -7,6 +7,7 @@ import weakref
 from typing import Protocol
 
 from umem.executor.optimizer.state_staging import Slot, StateMemory
+from umem.executor.optimizer.streamed_unit import StreamedUnit
 from umem.planning.stream_timing import FIRST_SLOTS
 
 __all__ = ["SlotPool", "SlotUser"]
@@ -40,6 +41,8 @@ class SlotPool:
         """Those that there are. Another list has taken its place when they were made anew."""
         self.temporary: list[Slot] = []
         """Further ones, each for one piece of a step."""
+        self.leaving: dict[Slot, tuple[StreamedUnit, StreamedUnit]] = {}
+        """Slots with updated state that is not on its way home yet: a unit, and the piece of it."""
         self.is_current = False
         """Whether they are for the users' pieces as they are now."""
         self._memory = memory

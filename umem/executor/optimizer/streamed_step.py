@@ -189,7 +189,6 @@ class StreamedStep:
         with self.changing():
             self._is_begun = True
             self.waits = not self.may_defer
-            self.units.send_temporary_home()  # two steps without a forward pass in between
             sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
             updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
             for moment in filter(None, updates):
@@ -476,8 +475,14 @@ class StreamedStep:
 
     # ------------------------------------------------------------------ waiting
 
-    def wait(self, name: str, *_: object) -> None:
-        """Before a block's forward pass: wait for the update of its unit. A hook, with the name."""
+    def enter(self, name: str, *_: object) -> None:
+        """Before a block's forward pass: a hook, with the name."""
+        if self.units.pool.leaving and not is_compiling():
+            self.units.send_state_home()
+        self.wait(name)
+
+    def wait(self, name: str) -> None:
+        """Wait for the update of a unit, before the forward pass that uses it."""
         if is_compiling():
             # Compiled code checks the classes of its parameters before it runs.
             self.may_defer = False

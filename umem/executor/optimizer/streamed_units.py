@@ -85,9 +85,6 @@ class StreamedUnits:
         """Number of pieces that may have temporary slots."""
         self._makes_temporary = True
         """Whether the device had room for all of them so far."""
-        self.leaving: list[tuple[StreamedUnit, StreamedUnit]] = []
-        """Units, each with a piece that was updated in a temporary slot, and is not on its way
-        home."""
         self.stages_operands = True
         """Whether the plan has weights and gradients at home come beside the slots."""
         self._has_operand_room = True
@@ -397,8 +394,9 @@ class StreamedUnits:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
         with self.lock:
             unit.check_not_ahead()
-            self.send_temporary_home()
             for piece in unit.pieces:
+                if piece.slot is not None:
+                    self.send_state_home(piece.slot)
                 self._drop_fetched(piece)
                 piece.is_touched = True
             if unit.returned is not None:
@@ -409,7 +407,7 @@ class StreamedUnits:
 
     def leave_slots(self) -> None:
         """Wait for all copies from and to slots, and use state at home until slots are taken."""
-        self.send_temporary_home()
+        self.send_state_home()
         every = self._pieces()
         self._taken = None  # first: an interrupt leaves them to be taken anew
         for unit in every:
@@ -493,6 +491,7 @@ class StreamedUnits:
         state, slot = unit.state, unit.slot
         assert state is not None
         assert slot is not None
+        self.send_state_home(slot)
         if slot.holder is not None:
             slot.holder.fetched = None
         slot.holder = unit
@@ -528,6 +527,7 @@ class StreamedUnits:
                 if slot is None or slot.made is not None or not self.may_fetch(piece):
                     continue
                 assert state is not None
+                self.send_state_home(slot)
                 memory = self._memory.buffer(state.size_bytes)
                 if memory is None:
                     self._makes_temporary = False  # to ask again costs page-locked memory
@@ -537,23 +537,28 @@ class StreamedUnits:
                 self.pool.temporary.append(piece.slot)
                 self.fetch(piece, now)
 
-    def send_temporary_home(self) -> None:
-        """Copy what was updated in temporary slots to its home: before anything needs either.
+    def send_state_home(self, slot: Slot | None = None) -> None:
+        """Copy updated state from a slot to its home, before anything needs either; None for all.
 
-        That is at the first block of the next forward pass, and not in the step. A program that
-        waits for the device between the two, as DeepSpeed does behind each step and when its engine
-        is called, does not wait for these copies.
+        That of all slots leaves at the first block of the next forward pass, and not in the step. A
+        program that waits for the device between the two, as DeepSpeed does behind each step and
+        when its engine is called, does not wait for these copies.
         """
+        leaving = self.pool.leaving
+        if not leaving:
+            return
         with self.lock:
-            while self.leaving:
-                unit, piece = self.leaving[0]
-                state, slot = piece.state, piece.slot
-                assert state is not None
-                assert slot is not None
-                leave = functools.partial(state.copy_out, self._lanes, state.binding)
-                slot.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated])
-                piece.returned = unit.returned = slot.free
-                self.leaving.pop(0)  # not before: what an interrupt cuts short is done again
+            for it in list(leaving) if slot is None else [slot]:
+                if it in leaving:
+                    unit, piece = leaving[it]
+                    assert piece.state is not None
+                    leave = functools.partial(
+                        piece.state.copy_out, self._lanes, piece.state.binding
+                    )
+                    after = [piece.updated, it.free]
+                    it.free = self._lanes.run(Lane.COPY_OUT, leave, after)
+                    piece.returned = unit.returned = it.free
+                    del leaving[it]  # not before: what an interrupt cuts short is done again
 
     def free_temporary(self, count: int | None = None) -> None:
         """Free the first temporary slots, so many in all, when their state is home; None for all.
@@ -561,11 +566,11 @@ class StreamedUnits:
         The program's stream waits for that.
         """
         with self.lock:
-            self.send_temporary_home()
             for piece in self._with_temporary(count):
                 slot = piece.slot
                 if slot is None or slot.made is None:
                     continue
+                self.send_state_home(slot)
                 for moment in filter(None, (piece.fetched, slot.free)):
                     self._lanes.wait(moment)
                     self._lanes.wait_on_stream_of(slot.made, moment)
@@ -612,7 +617,7 @@ class StreamedUnits:
 
     def clear(self) -> None:
         """Wait for the last copies, and give the optimizer's tensors free."""
-        self.send_temporary_home()
+        self.send_state_home()
         for unit in self._units.values():
             for piece in unit.pieces:
                 self._drop_fetched(piece)  # and with it what was fetched into its slot before

@@ -113,7 +113,6 @@ class TemporarySlots:
         if current_graph_task_id() != -1:
             self._reached(name)
         else:
-            self._units.send_temporary_home()
             self._free(lambda before: before == name)
 
     def _leave(self, name: str, output: object, *, failed: bool) -> None:
