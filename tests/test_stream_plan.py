@@ -636,23 +636,32 @@ def model(layers: int, saved_mib: float, weights_mib: float, **changes: Any) -> 
     ]
 
 
-def most_bytes(units: Sequence[StreamUnit], plan: StreamPlan) -> int:
+def most_bytes(
+    units: Sequence[StreamUnit], plan: StreamPlan, step_bytes: int = 0, update_bytes: int = 0
+) -> int:
     """Device memory at the fullest moment of a plan, by what `StreamPlan` says of its fields."""
     state_bytes = plan.slots * plan.slot_bytes
     state_bytes += sum(units[it].state_bytes for it in plan.resident)
-    used = [len(plan.temporary) * plan.slot_bytes]
+    early = [it.made_in for it in plan.temporary if it.made_in is not None]
+    used = [
+        step_bytes + len(early) * plan.slot_bytes,
+        update_bytes + len(plan.temporary) * plan.slot_bytes,
+    ]
     for number, each in enumerate(units):
         left = [it for it in plan.copied if plan.left_before[it] <= number]
         there = sum(it.freed_before > number for it in plan.temporary) * plan.slot_bytes
         used.append(each.forward_peak_bytes + there - sum(units[it].saved_bytes for it in left))
         away = [it for it in plan.copied if it + plan.fetch_ahead < number]
-        there = sum(it.made_in >= number for it in plan.temporary) * plan.slot_bytes
+        there = sum(made_in >= number for made_in in early) * plan.slot_bytes
         used.append(each.backward_peak_bytes + there - sum(units[it].saved_bytes for it in away))
     return max(used) + state_bytes
 
 
 def test_temporary_slots_where_a_step_waits(two_way: Hardware) -> None:
-    """Two slots for eight units of 40 MiB; beside all but the last unit there is room for four."""
+    """Two slots for eight units of 40 MiB; beside all but the last unit there is room for four.
+
+    So there is in clipping, and for two more in the step.
+    """
     units = [
         replace(
             unit(40, update_ms=0.1, forward_ms=2),
@@ -662,14 +671,24 @@ def test_temporary_slots_where_a_step_waits(two_way: Hardware) -> None:
         )
         for peak_mib in (*[140] * 7, 300)
     ]
-    settings: dict[str, Any] = {"hardware": two_way, "budget_bytes": 380 * MIB}
+    settings: dict[str, Any] = {
+        "hardware": two_way,
+        "budget_bytes": 380 * MIB,
+        "step_peak_bytes": 140 * MIB,
+    }
     with_none = plan_stream(units, is_deferred=False, may_have_temporary=False, **settings)
     plan = plan_stream(units, is_deferred=False, **settings)
     assert (len(with_none.temporary), len(plan.temporary)) == (0, 4)
     assert {it.made_in for it in plan.temporary} == {6}
     assert {it.freed_before for it in plan.temporary} == {7}
     assert plan.predicted.step_s < 0.95 * with_none.predicted.step_s
-    assert plan.peak_bytes == most_bytes(units, plan) <= 380 * MIB
+    assert plan.peak_bytes == most_bytes(units, plan, 140 * MIB, 140 * MIB) <= 380 * MIB
+    units = [replace(units[0], forward_peak_bytes=60 * MIB), *units[1:]]
+    more = plan_stream(units, is_deferred=False, update_peak_bytes=60 * MIB, **settings)
+    assert [it.made_in for it in more.temporary] == [6] * 4 + [None] * 2
+    assert [it.freed_before for it in more.temporary] == [1] * 2 + [7] * 4
+    assert more.predicted.step_s < plan.predicted.step_s
+    assert more.peak_bytes == most_bytes(units, more, 140 * MIB, 60 * MIB) <= 380 * MIB
     # A deferred step waits for nothing, and no more memory is taken for it.
     deferred = plan_stream(units, **settings)
     assert (deferred.temporary, deferred.predicted.exposed_s) == ((), 0.0)
@@ -882,6 +901,7 @@ def test_gradients_come_back_where_activations_have_made_room(
     st.integers(50, 1000),
     st.sampled_from(["deferred", "waits", "in backward"]),
     st.integers(1, 2),
+    st.tuples(st.integers(0, 300), st.integers(0, 300)),
 )
 def test_every_plan_fits_its_budget(
     machine: Hardware,
@@ -889,6 +909,7 @@ def test_every_plan_fits_its_budget(
     budget_mib: int,
     updates: str,
     batches: int,
+    between: tuple[int, int],
 ) -> None:
     units, before = [], 100
     for state, saved, forward, backward in sizes:
@@ -908,14 +929,18 @@ def test_every_plan_fits_its_budget(
         "in_backward": updates == "in backward",
         "batches": batches,
     }
+    update_bytes, step_bytes = (it * MIB for it in sorted(between))
+    peaks: dict[str, Any] = {"step_peak_bytes": step_bytes, "update_peak_bytes": update_bytes}
     try:
-        plan = plan_stream(units, budget_bytes=budget_mib * MIB, **settings)
+        plan = plan_stream(units, budget_bytes=budget_mib * MIB, **peaks, **settings)
     except PlanError as error:
         (needed,) = re.findall(r"\((\d+) bytes\)", str(error))
         assert int(needed) > budget_mib * MIB
-        plan = plan_stream(units, budget_bytes=int(needed), **settings)
+        plan = plan_stream(units, budget_bytes=int(needed), **peaks, **settings)
         budget_mib = int(needed) // MIB
-    assert plan.peak_bytes == most_bytes(units, plan) <= budget_mib * MIB
+    if updates == "in backward":
+        step_bytes = update_bytes = 0
+    assert plan.peak_bytes == most_bytes(units, plan, step_bytes, update_bytes) <= budget_mib * MIB
     for number, before in plan.left_before.items():
         assert number + 2 <= before <= len(units)
     assert set(plan.left_before) == plan.copied

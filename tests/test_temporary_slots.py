@@ -22,6 +22,9 @@ PLAN = TemporaryPlan(
 )
 """Behind the two pieces of the other slots, the state of three more."""
 
+AT_THE_STEP = TemporaryPlan(made_in=("layers.3", None, None), freed_before=PLAN.freed_before)
+"""Two of them are made when the step begins."""
+
 
 class Checkpointed(Net):
     """Its layers run twice."""
@@ -78,9 +81,12 @@ def test_bits_are_those_of_the_plain_step(
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("plan", [PLAN, AT_THE_STEP], ids=["", "at the step"])
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])
-def test_whatever_the_program_does(use: Callable[[Program], None], eagerness: float) -> None:
-    compare(use, eagerness, temporary=PLAN)
+def test_whatever_the_program_does(
+    use: Callable[[Program], None], plan: TemporaryPlan, eagerness: float
+) -> None:
+    compare(use, eagerness, temporary=plan)
 
 
 @pytest.mark.slow
@@ -90,7 +96,7 @@ def test_whatever_the_program_does(use: Callable[[Program], None], eagerness: fl
     seed=st.integers(0, 1000),
     slots=st.integers(1, 4),
     most_buffers=st.sampled_from([None, 2, 4]),
-    made_in=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    made_in=st.lists(st.integers(-1, 3), min_size=1, max_size=8),
     freed_before=st.lists(st.integers(-1, 4), min_size=8, max_size=8),
     resident=st.sets(st.sampled_from(["stem", "layers.0", "layers.2", "head", ""])),
     uses=st.lists(st.sampled_from(USES), max_size=1),
@@ -108,7 +114,7 @@ def test_any_plan(
     ends = sorted(freed_before)[: len(made_in)]
     names = {-1: "", 4: None} | {it: f"layers.{it}" for it in range(4)}
     plan = TemporaryPlan(
-        tuple(f"layers.{it}" for it in sorted(made_in, reverse=True)),
+        tuple(None if it < 0 else f"layers.{it}" for it in sorted(made_in, reverse=True)),
         tuple(names[it] for it in ends),
     )
 
@@ -127,7 +133,7 @@ def test_any_plan(
     )
 
 
-def streamed(**program: Any) -> tuple[Program, LazyLanes]:
+def streamed(temporary: TemporaryPlan = PLAN, **program: Any) -> tuple[Program, LazyLanes]:
     """A program with temporary slots, two steps behind its begin, and its lanes."""
     made: list[LazyLanes] = []
 
@@ -135,7 +141,7 @@ def streamed(**program: Any) -> tuple[Program, LazyLanes]:
         made.append(LazyLanes(model))
         return made[0]
 
-    run = Program(make, temporary=PLAN, **program)
+    run = Program(make, temporary=temporary, **program)
     run.step()
     run.stream()
     run.step()
@@ -186,6 +192,19 @@ def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_leave_behind_
     run.model(run.batch())
     assert seen == [5, 0]
     assert all(it.returned is not None and it.returned.is_done for it in staged[2:5])
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_last_slots_are_made_when_the_step_begins(batches: int) -> None:
+    plan = TemporaryPlan(AT_THE_STEP.made_in, AT_THE_STEP.freed_before, batches)
+    run, _ = streamed(temporary=plan, batches=batches)
+    seen = []
+    for _ in range(batches):
+        run.backward()
+        seen.append(counted(run))
+    assert seen == [0] * (batches - 1) + [1]
+    run.optimizer.step()
+    assert counted(run) == 3
 
 
 def test_an_evaluation_frees_them() -> None:

@@ -185,6 +185,7 @@ def _merged(one: StepFigures, other: StepFigures) -> StepFigures:
         blocks=blocks,
         other_s=pick(one.other_s, other.other_s),
         step_peak_bytes=max(one.step_peak_bytes, other.step_peak_bytes),
+        update_peak_bytes=max(one.update_peak_bytes, other.update_peak_bytes),
         batches=other.batches,
         peak_bytes=max(one.peak_bytes, other.peak_bytes),
         spilled_bytes=other.spilled_bytes,

@@ -46,7 +46,7 @@ def by_names(plan: StreamPlan, units: Sequence[StreamUnit], batches: int) -> Nam
         return units[number].name if number < len(units) else None
 
     temporary = TemporaryPlan(
-        tuple(units[it.made_in].name for it in plan.temporary),
+        tuple(None if it.made_in is None else units[it.made_in].name for it in plan.temporary),
         tuple(name_before(it.freed_before) for it in plan.temporary),
         batches,
     )

@@ -61,6 +61,8 @@ class StepFigures:
     step_peak_bytes: int = 0
     """Most bytes of live tensors outside of the passes: weights, gradients, and what clipping and
     updates make."""
+    update_peak_bytes: int = 0
+    """The same in the optimizer's step alone, when clipping is over."""
     batches: int = 0
     """Backward passes."""
     peak_bytes: int = 0
@@ -213,7 +215,8 @@ class StepMeter(StepListener):
         self._room.find_homes()  # the step may have made state
         step_bytes = self._room.take_peak_bytes()
         found.peak_bytes = max(found.peak_bytes, step_bytes)
-        found.step_peak_bytes = max(found.step_peak_bytes, step_bytes - self._placed())
+        found.update_peak_bytes = step_bytes - self._placed()
+        found.step_peak_bytes = max(found.step_peak_bytes, found.update_peak_bytes)
         for name, block in blocks.items():
             block.forward_s = forward_s[name] / found.batches
             block.backward_s = backward_s[name] / found.batches

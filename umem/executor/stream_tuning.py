@@ -497,6 +497,7 @@ class StreamTuner:
         measured = self._measured
         saved_bytes = {} if self._activations is None else self._activations.saved_bytes
         figures.step_peak_bytes = max(figures.step_peak_bytes, self._later_bytes)
+        figures.update_peak_bytes = max(figures.update_peak_bytes, self._later_bytes)
         measured.add(figures, saved_bytes)
         if self._frees_autocast_copies():
             self._measured = MeasuredSteps()
@@ -658,6 +659,7 @@ class StreamTuner:
             state_share=min(self._state_share, self._optimizers.movable_share),
             other_s=figures.other_s,
             step_peak_bytes=figures.step_peak_bytes,
+            update_peak_bytes=figures.update_peak_bytes,
             is_deferred=not self._optimizers.waits(),
             in_backward=self._optimizers.in_backward,
             batches=figures.batches,

@@ -29,7 +29,9 @@ class StepMemory:
     units
         In forward order.
     step_peak_bytes
-        When the step begins.
+        The most between the passes.
+    update_peak_bytes
+        The most from the step on, when what comes before it, such as clipping, is over.
     copied_gradients
         Number of units whose gradients are copied out, the last ones.
     batches
@@ -42,12 +44,14 @@ class StepMemory:
         self,
         units: Sequence[StreamUnit],
         step_peak_bytes: int,
+        update_peak_bytes: int,
         copied_gradients: int,
         batches: int,
         holds_gradients: bool,
     ) -> None:
         self.count = len(units)
         self.step_bytes = step_peak_bytes
+        self.update_bytes = update_peak_bytes
         self.gradient_bytes = [0] * self.count
         """Those that are copied out."""
         self._updated_bytes = np.zeros(self.count, np.int64)
@@ -73,11 +77,13 @@ class StepMemory:
                 forward -= copied_bytes
                 self._updated_bytes = (every - copied).cumsum() - (every - copied)
                 backward -= np.minimum(copied_bytes, every.cumsum() + left)
-                self.step_bytes -= copied_bytes
+                left_bytes = copied_bytes
             else:
                 forward -= behind[: self.count] if holds_gradients else 0
                 backward -= left
-                self.step_bytes -= int(behind[UNITS_WITH_GRADIENTS])
+                left_bytes = int(behind[UNITS_WITH_GRADIENTS])
+            self.step_bytes -= left_bytes
+            self.update_bytes -= left_bytes
         self.peak_bytes = np.concatenate((forward, backward[::-1]))
         # The last unit's backward pass comes at once.
         self.can_leave = [i for i, unit in enumerate(units[:-1]) if unit.saved_bytes]
@@ -171,8 +177,14 @@ class StepMemory:
         for number, unit in returning.items():
             used[2 * self.count - 1 - unit :] += size_bytes[number]
             first[: number + 1] += size_bytes[number]
-        step_bytes = self.step_bytes + sum(size_bytes[number] for number in returning)
-        return PlannedBytes(used[: self.count], used[self.count :][::-1], step_bytes, first)
+        back_bytes = sum(size_bytes[number] for number in returning)
+        return PlannedBytes(
+            used[: self.count],
+            used[self.count :][::-1],
+            self.step_bytes + back_bytes,
+            self.update_bytes + back_bytes,
+            first,
+        )
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,9 @@ class PlannedBytes:
     backward: ByteCounts
     """In its backward pass, int64[N]."""
     step: int
-    """When the step begins."""
+    """The most between the passes."""
+    update: int
+    """The most from the step on."""
     first_forward: ByteCounts
     """In the forward pass of the first batch, while updates free gradients, int64[N]."""
 
@@ -195,7 +209,7 @@ class PlannedBytes:
         return max(self.step, *(int(it.max(initial=0)) for it in passes))
 
     def temporary_slots(self, most: int, slot_bytes: int, room_bytes: int) -> list[TemporarySlot]:
-        """The slots for which there is room from a backward pass to the next forward pass.
+        """The slots for which there is room from a backward pass, or the step, to a forward pass.
 
         Parameters
         ----------
@@ -214,10 +228,11 @@ class PlannedBytes:
         )
         # What is outside of blocks comes first: nothing tells when the backward pass is there.
         counts = np.minimum(in_backward, (room_bytes - self.step) // slot_bytes)[1:]
-        most = min(most, int(counts.max(initial=0)))
+        early = min(most, int(counts.max(initial=0)))
+        most = max(early, min(most, (room_bytes - self.update) // slot_bytes))
         return [
             TemporarySlot(
-                made_in=1 + int(np.flatnonzero(counts > number)[-1]),
+                made_in=1 + int(np.flatnonzero(counts > number)[-1]) if number < early else None,
                 # Of the slots that the next forward pass begins with, the first are home first.
                 freed_before=int(np.searchsorted(-in_forward, number - most, side="right")),
             )
@@ -227,10 +242,11 @@ class PlannedBytes:
     def bytes_with(self, slots: Sequence[TemporarySlot], slot_bytes: int) -> int:
         """The most at any moment, with temporary slots."""
         forward, backward = self.first_forward.copy(), self.backward.copy()
+        step_bytes, update_bytes = self.step, self.update + len(slots) * slot_bytes
         for it in slots:
-            backward[: it.made_in + 1] += slot_bytes
+            if it.made_in is not None:
+                backward[: it.made_in + 1] += slot_bytes
+                step_bytes += slot_bytes
             forward[: it.freed_before] += slot_bytes
-        step_bytes = self.step + len(slots) * slot_bytes
-        return max(
-            self.most_bytes, step_bytes, *(int(it.max(initial=0)) for it in (forward, backward))
-        )
+        passes = (int(it.max(initial=0)) for it in (forward, backward))
+        return max(self.most_bytes, step_bytes, update_bytes, *passes)

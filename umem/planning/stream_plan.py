@@ -49,9 +49,9 @@ _COPIED_COUNTS = 6
 _FETCH_AHEAD = (1, 4)
 """Blocks by which activations come back early, for which room is left beside the state."""
 
-_TEMPORARY_COUNTS = 3
-"""Numbers of temporary slots to try: the most, and each time half as many. Where fewer are made,
-they are freed later."""
+_EARLY_COUNTS = 3
+"""Numbers of temporary slots to try, besides the most: those that are made before the step, and
+each time half as many. Where fewer are made, they are freed later."""
 
 _MOST_TASKS = 40_000
 """Tasks to simulate in all, so that plans for thousands of units take less than a second."""
@@ -107,10 +107,15 @@ class StreamPlan:
     """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming
 
-    def temporary_bytes(self, *, forward: int = -1, backward: int = 0) -> int:
-        """Bytes of temporary slots in a unit's forward or backward pass; by default in the step."""
+    def temporary_bytes(self, *, forward: int = -1, backward: int | None = None) -> int:
+        """Bytes of temporary slots in a unit's forward or backward pass; by default in the step.
+
+        Unit 0 ends the backward pass, and what comes between it and the step has as many.
+        """
         return self.slot_bytes * sum(
-            it.freed_before > forward and it.made_in >= backward for it in self.temporary
+            it.freed_before > forward
+            and (backward is None or (it.made_in is not None and it.made_in >= backward))
+            for it in self.temporary
         )
 
 
@@ -121,6 +126,7 @@ def plan_stream(
     hardware: Hardware,
     other_s: float = 0.0,
     step_peak_bytes: int = 0,
+    update_peak_bytes: int | None = None,
     is_deferred: bool = True,
     in_backward: bool = False,
     batches: int = 1,
@@ -153,8 +159,10 @@ def plan_stream(
     other_s
         Computation between the last backward pass and the step, such as gradient clipping.
     step_peak_bytes
-        Device memory of everything but streamed state and slots when the step begins, such as
-        weights and gradients. It does not count with `in_backward`.
+        Device memory of everything but streamed state and slots between the passes, such as
+        weights and gradients, and what clipping makes. It does not count with `in_backward`.
+    update_peak_bytes
+        The same from the step on, when clipping is over; None if that is not known.
     is_deferred, in_backward, batches
         As in :func:`umem.planning.stream_timing.simulate_stream`.
     holds_gradients
@@ -177,6 +185,8 @@ def plan_stream(
         gradients copied out. The message says how many bytes are needed.
     """
     most_resident_bytes = int(state_share * sum(unit.state_bytes for unit in units))
+    update_bytes = step_peak_bytes if update_peak_bytes is None else update_peak_bytes
+    between_bytes = (0, 0) if in_backward else (step_peak_bytes, update_bytes)
 
     def with_gradients_copied(count: int, *, stages_operands: bool) -> _Problem:
         first = len(units) - count
@@ -189,9 +199,7 @@ def plan_stream(
             size=np.array([unit.state_bytes for unit in units], np.int64),
             staged=np.array(staged, np.int64),
             stages_operands=stages_operands,
-            memory=StepMemory(
-                units, 0 if in_backward else step_peak_bytes, count, batches, holds_gradients
-            ),
+            memory=StepMemory(units, *between_bytes, count, batches, holds_gradients),
             budget_bytes=budget_bytes,
             hardware=hardware,
             other_s=other_s,
@@ -272,7 +280,7 @@ def _fastest(problem: _Problem) -> StreamPlan:
     units = problem.units
     pieces = sum(len(unit.pieces) for unit in units)
     per_plan = 3 * (3 * pieces + 2 * problem.batches * len(units))
-    per_plan *= 1 + _TEMPORARY_COUNTS * problem.may_have_temporary
+    per_plan *= 1 + (1 + _EARLY_COUNTS) * problem.may_have_temporary
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
             break
@@ -505,8 +513,10 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
     """The plan of a choice, with temporary slots if they gain time."""
     best = _simulated_with(problem, choice, ())
     longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
-    most = len(_temporary(problem, choice))
-    for count in [most >> halvings for halvings in range(_TEMPORARY_COUNTS)]:
+    every = _temporary(problem, choice)
+    early = sum(it.made_in is not None for it in every)
+    counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
+    for count in dict.fromkeys(counts):
         if count:
             plan = _simulated_with(problem, choice, _temporary(problem, choice, count))
             if plan.predicted.step_s < longest_s:
@@ -573,18 +583,23 @@ def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
         compute_s + 2.0 * all_bytes * slowdown,
         all_bytes / min(in_rate, out_rate, both_rate / 2.0),
     ]
-    slots = choice.slots + len(_temporary(problem, choice))
+    temporary = _temporary(problem, choice)
+    slots = choice.slots + len(temporary)
     if slots < len(size) and not problem.in_backward:
-        ahead_bytes = size[:slots].sum()
+        early = choice.slots + sum(it.made_in is not None for it in temporary)
+        ahead_bytes = size[:early].sum()
         # The last units to use each slot may still be on their way home.
         behind_bytes = size[-choice.slots :].sum() + size[choice.slots : slots].sum()
-        # Nothing leaves before the first update of a streamed unit, and nothing comes before that
-        # has left.
+        # Nothing leaves before the first update of a streamed unit. Without slots that the step
+        # makes, nothing comes before that has left.
         first = units[streamed[0]]
-        copies_s = first.update_s * size[0] / first.state_bytes + max(
-            (size.sum() - ahead_bytes) / in_rate + size[0] / out_rate,
-            (size.sum() - behind_bytes) / out_rate,
-            (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,
+        updated_s = first.update_s * size[0] / first.state_bytes
+        left_s = updated_s + size[0] / out_rate
+        copies_s = max(
+            (size.sum() - ahead_bytes) / in_rate + (left_s if early == slots else 0.0),
+            (size.sum() - behind_bytes) / out_rate + updated_s,
+            (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate
+            + (updated_s if early == slots else 0.0),
         )
         before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
         if not problem.is_deferred:

@@ -89,9 +89,9 @@ class StreamUnit:
 class TemporarySlot:
     """A slot for one piece of a step, while activations leave room for it."""
 
-    made_in: int
-    """The unit with whose backward pass, of the last batch, it begins to exist, and to be filled.
-    """
+    made_in: int | None
+    """The unit with whose backward pass, of the last batch, it begins to exist, and to be filled;
+    None for the step, behind all that comes between the backward pass and the step."""
     freed_before: int
     """The unit before whose next forward pass the program waits until the piece is home, and frees
     it; the number of units for the end of the forward pass."""
@@ -213,7 +213,7 @@ def simulate_stream(
     * The pieces of streamed units use the slots in turn, from the first slot on in each step. A
       copy to the device waits until the piece before it in its slot is back in its home. The first
       pieces, one for each slot, are fetched from the end of the first forward pass on. Behind these
-      come those with a temporary slot, fetched in the backward pass. They go home behind all
+      come those with a temporary slot, fetched from when it is made on. They go home behind all
       weights, which the next forward pass may wait for.
     * The forward pass of each unit waits for the unit's update.
     * Activations leave after their unit's forward pass, and come back before its backward pass, in
@@ -530,8 +530,7 @@ class _Step:
         """By slot, place of the last piece in it so far."""
         for place, it in enumerate(staged):
             if place in own:
-                behind = temporary[place - first].made_in + 1
-                tasks.wait(fetched[place], backward[behind] if behind < len(backward) else ahead)
+                tasks.wait(fetched[place], self._made(temporary[place - first], ahead))
             else:
                 slot = (place if place < first else place - len(own)) % slots
                 if place < first:
@@ -560,6 +559,13 @@ class _Step:
         for slot, place in users.items():
             # It makes room for the slot's first piece of the next step.
             tasks.wait(fetched[slot], home[place], steps_before=1)
+
+    def _made(self, slot: TemporarySlot, ahead: Task) -> Task:
+        """What a temporary slot is made behind; `ahead` is the end of the forward pass."""
+        if slot.made_in is None:
+            return self._clipped
+        backward, behind = self._batches[-1].backward, slot.made_in + 1
+        return backward[behind] if behind < len(backward) else ahead
 
     def add_waits_for_updates(self, *, is_deferred: bool) -> None:
         """Let the next forward pass wait: each unit for its update, or the first for all."""

@@ -208,9 +208,10 @@ def _plan_beside(
     extra: dict[str, tuple[int, int]] = {}
     peak_bytes = 0
     if most_state_bytes is None:
-        extra, peak_bytes = _extra_slots(
-            units, stream, placed, other_bytes, options.get("step_peak_bytes", 0)
-        )
+        step_bytes = options.get("step_peak_bytes", 0)
+        update_bytes = options.get("update_peak_bytes")
+        between_bytes = step_bytes, step_bytes if update_bytes is None else update_bytes
+        extra, peak_bytes = _extra_slots(units, stream, placed, other_bytes, *between_bytes)
     device_bytes = fixed_bytes + placed.device_bytes + max(stream.peak_bytes, peak_bytes)
     plan = TrainingPlan(tuple(units), stream, placed, extra, device_bytes)
     return _with_extra(plan, hardware, options) if extra else plan
@@ -250,6 +251,7 @@ def _extra_slots(
     weights: WeightPlan,
     room_bytes: int,
     step_peak_bytes: int,
+    update_peak_bytes: int,
 ) -> tuple[dict[str, tuple[int, int]], int]:
     """Buffers for which the passes leave room, such as all but the one of the loss.
 
@@ -262,8 +264,8 @@ def _extra_slots(
         The plan without them.
     room_bytes
         Device memory for all but weights and the usual buffers.
-    step_peak_bytes
-        Device memory of everything but state and weights when the step begins.
+    step_peak_bytes, update_peak_bytes
+        Device memory of everything but state and weights between the passes, and from the step on.
 
     Returns
     -------
@@ -294,7 +296,11 @@ def _extra_slots(
         state_bytes + max(backward_bytes[begin : end + 1])
         for begin, end in zip(begins, staged, strict=True)
     ]
-    between = [step_peak_bytes + stream.temporary_bytes(), *forward_bytes[: staged[0]]]
+    between = [
+        step_peak_bytes + stream.temporary_bytes(backward=0),
+        update_peak_bytes + stream.temporary_bytes(),
+        *forward_bytes[: staged[0]],
+    ]
     in_backward[0] = max(in_backward[0], state_bytes + max(between))
     forward, backward = (
         [max(0, room_bytes - it) // weights.slot_bytes for it in its]

@@ -1,9 +1,10 @@
 """Slots that exist from the backward pass to the next forward pass, while activations are gone.
 
 When the backward pass comes to a block that the plan names, buffers are made for pieces of state,
-from the memory that activations have left, and are filled beside the rest of the pass. ``step()``
-updates the pieces there. They go home beside the next forward pass, which frees each buffer before
-a block that needs the memory.
+from the memory that activations have left, and are filled beside the rest of the pass. Others are
+made when the step begins, if the memory is free only then: their pieces come while nothing leaves.
+``step()`` updates the pieces there. They go home beside the next forward pass, which frees each
+buffer before a block that needs the memory.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ __all__ = ["TemporaryPlan", "TemporarySlots"]
 class TemporaryPlan:
     """When slots are made and freed."""
 
-    made_in: tuple[str, ...] = ()
-    """For each slot the block in whose backward pass it is made, in the order of these."""
+    made_in: tuple[str | None, ...] = ()
+    """For each slot the block in whose backward pass it is made, in the order of these; None for
+    the step."""
     freed_before: tuple[str | None, ...] = ()
     """For each slot the block before whose forward pass it is freed, in the order of these; None
     for the pass's end."""
@@ -93,7 +95,9 @@ class TemporarySlots:
                 self._undo += hook_calls(block.module, enter, leave, fail)
 
     def step_begins(self) -> None:
-        """The optimizer steps: batches are counted anew."""
+        """The optimizer steps: the last slots are made, and batches are counted anew."""
+        if None in self.plan.made_in:
+            self._guard(self._make_all)()
         self._passes = 0
 
     def close(self) -> None:
@@ -136,8 +140,16 @@ class TemporarySlots:
 
     def _reached(self, name: str, *_: object) -> None:
         """The backward pass comes to a block."""
-        if self._passes < self.plan.batches or not self._may_make():
-            return
-        place = self._places[name]
-        made_in = [self._places.get(it, -1) for it in self.plan.made_in]
-        self._units.make_temporary(sum(it >= place for it in made_in))
+        if self._is_due():
+            place = self._places[name]
+            made_in = [self._places.get(it, -1) for it in self.plan.made_in if it is not None]
+            self._units.make_temporary(sum(it >= place for it in made_in))
+
+    def _make_all(self) -> None:
+        """The step begins."""
+        if self._is_due():
+            self._units.make_temporary(len(self.plan.made_in))
+
+    def _is_due(self) -> bool:
+        """Whether this is the last batch of a step that may have slots."""
+        return self._passes >= self.plan.batches and self._may_make()
