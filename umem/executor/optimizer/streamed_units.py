@@ -548,17 +548,14 @@ class StreamedUnits:
         if not leaving:
             return
         with self.lock:
-            for it in list(leaving) if slot is None else [slot]:
-                if it in leaving:
-                    unit, piece = leaving[it]
-                    assert piece.state is not None
-                    leave = functools.partial(
-                        piece.state.copy_out, self._lanes, piece.state.binding
-                    )
-                    after = [piece.updated, it.free]
-                    it.free = self._lanes.run(Lane.COPY_OUT, leave, after)
-                    piece.returned = unit.returned = it.free
-                    del leaving[it]  # not before: what an interrupt cuts short is done again
+            for it in [it for it in leaving if slot is None or it is slot]:
+                unit, piece = leaving[it]
+                state = piece.state
+                assert state is not None
+                leave = functools.partial(state.copy_out, self._lanes, state.binding)
+                it.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated, it.free])
+                piece.returned = unit.returned = it.free
+                del leaving[it]  # not before: what an interrupt cuts short is done again
 
     def free_temporary(self, count: int | None = None) -> None:
         """Free the first temporary slots, so many in all, when their state is home; None for all.
