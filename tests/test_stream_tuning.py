@@ -120,6 +120,19 @@ def test_what_is_away_counts_as_if_it_were_there() -> None:
     assert found.peak_bytes == BASE + LAYERS * SAVED - 500
 
 
+def test_what_clipping_takes_is_over_when_the_step_begins() -> None:
+    machine = Machine()
+    measured = Measured(machine, Net(machine))
+    measured.model(batch(0)).sum().backward()
+    machine.peak = BASE + 700
+    measured.tracker.optimizer_begins()
+    machine.peak = BASE + 300
+    measured.tracker.optimizer_ends()
+    found = measured.meter.take()
+    assert found is not None
+    assert (found.step_peak_bytes, found.update_peak_bytes) == (BASE + 700, BASE + 300)
+
+
 def test_a_step_with_an_exception_is_not_measured() -> None:
     machine = Machine()
     measured = Measured(machine, Net(machine))

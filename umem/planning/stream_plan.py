@@ -501,6 +501,11 @@ def _temporary(problem: _Problem, choice: _Choice, most: int = sys.maxsize) -> l
     )
 
 
+def _early_count(temporary: Sequence[TemporarySlot]) -> int:
+    """Number of slots that are made before the step."""
+    return sum(it.made_in is not None for it in temporary)
+
+
 def _passes(problem: _Problem, choice: _Choice) -> tuple[dict[int, int], int, dict[int, int]]:
     """When activations leave and come back, and gradients come back."""
     memory, room_bytes = problem.memory, problem.budget_bytes - _state_bytes(problem, choice)
@@ -514,7 +519,7 @@ def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
     best = _simulated_with(problem, choice, ())
     longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
     every = _temporary(problem, choice)
-    early = sum(it.made_in is not None for it in every)
+    early = _early_count(every)
     counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
     for count in dict.fromkeys(counts):
         if count:
@@ -586,7 +591,7 @@ def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
     temporary = _temporary(problem, choice)
     slots = choice.slots + len(temporary)
     if slots < len(size) and not problem.in_backward:
-        early = choice.slots + sum(it.made_in is not None for it in temporary)
+        early = choice.slots + _early_count(temporary)
         ahead_bytes = size[:early].sum()
         # The last units to use each slot may still be on their way home.
         behind_bytes = size[-choice.slots :].sum() + size[choice.slots : slots].sum()
@@ -594,12 +599,13 @@ def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
         # makes, nothing comes before that has left.
         first = units[streamed[0]]
         updated_s = first.update_s * size[0] / first.state_bytes
-        left_s = updated_s + size[0] / out_rate
+        idle_s, left_s = updated_s, updated_s + size[0] / out_rate
+        if early < slots:
+            idle_s = left_s = 0.0
         copies_s = max(
-            (size.sum() - ahead_bytes) / in_rate + (left_s if early == slots else 0.0),
-            (size.sum() - behind_bytes) / out_rate + updated_s,
-            (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate
-            + (updated_s if early == slots else 0.0),
+            left_s + (size.sum() - ahead_bytes) / in_rate,
+            updated_s + (size.sum() - behind_bytes) / out_rate,
+            idle_s + (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,
         )
         before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
         if not problem.is_deferred:

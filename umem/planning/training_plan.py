@@ -209,9 +209,10 @@ def _plan_beside(
     peak_bytes = 0
     if most_state_bytes is None:
         step_bytes = options.get("step_peak_bytes", 0)
-        update_bytes = options.get("update_peak_bytes")
-        between_bytes = step_bytes, step_bytes if update_bytes is None else update_bytes
-        extra, peak_bytes = _extra_slots(units, stream, placed, other_bytes, *between_bytes)
+        update_bytes = options.get("update_peak_bytes", step_bytes)
+        extra, peak_bytes = _extra_slots(
+            units, stream, placed, other_bytes, step_bytes, update_bytes
+        )
     device_bytes = fixed_bytes + placed.device_bytes + max(stream.peak_bytes, peak_bytes)
     plan = TrainingPlan(tuple(units), stream, placed, extra, device_bytes)
     return _with_extra(plan, hardware, options) if extra else plan

@@ -142,25 +142,25 @@ class PieceUpdates:
         lanes = self._lanes
         if slot is None:
             done = lanes.run(Lane.UPDATE, update, [ready])
+            piece.fetched, piece.updated = None, done
             # Behind the copies of other pieces, too.
             piece.returned = unit.returned = lanes.run(Lane.COPY_OUT, lambda: None, [done])
-        else:
-            if piece.fetched is None:
-                self._units.fetch(piece, ready)
-            arrived = piece.fetched
-            if operands is not None:
-                come = functools.partial(operands.copy_in, lanes)
-                free = [] if slot.free is None else [slot.free]
-                arrived = lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
-            slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived])
-            if operands is not None:
-                leave = functools.partial(operands.copy_out, lanes)
-                slot.free = lanes.run(Lane.COPY_OUT, leave, [done])
+            return
+        if piece.fetched is None:
+            self._units.fetch(piece, ready)
+        arrived = piece.fetched
+        if operands is not None:
+            come = functools.partial(operands.copy_in, lanes)
+            free = [] if slot.free is None else [slot.free]
+            arrived = lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
+        slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived])
+        if operands is not None:
+            leave = functools.partial(operands.copy_out, lanes)
+            slot.free = lanes.run(Lane.COPY_OUT, leave, [done])
         piece.fetched, piece.updated = None, done
-        if slot is not None:
-            self._units.pool.leaving[slot] = unit, piece
-            if state.is_shared:
-                self._units.send_state_home(slot)
+        self._units.pool.leaving[slot] = unit, piece
+        if state.is_shared:
+            self._units.send_state_home(slot)
 
 
 def work_on_dtensors(updates: Sequence[PieceUpdate]) -> bool:
