@@ -401,13 +401,13 @@ class StreamedTraining:
     # ------------------------------------------------------------------ hooks
 
     def _hook_blocks(self) -> None:
-        """Have each block wait for its update, if they do not yet."""
+        """Have each block send state home and wait for its update, if they do not yet."""
         if self._block_hooks:
             return
         for block in self._blocks:
             with contextlib.suppress(TraceError):  # the program has replaced it
-                wait = Hook(functools.partial(self._step.enter, block.name))
-                handle = block.module.register_forward_pre_hook(wait, prepend=True)
+                enter = Hook(functools.partial(self._step.enter, block.name))
+                handle = block.module.register_forward_pre_hook(enter, prepend=True)
                 self._block_hooks.append(handle.remove)
 
     def _unhook_blocks(self) -> None:
