@@ -519,6 +519,10 @@ def test_the_mechanism_that_is_fastest_is_chosen(machine: Hardware, training: Tr
 @example(
     layers=6, blocks=80, rates=(0.125, 1.0, 0.25, 1.0, 1.0, 0.5), slowdowns=(1e-11, 1e-12, 1e-11)
 )
+# The search without write-backs needs trials that the one with them has left.
+@example(
+    layers=4, blocks=50, rates=(0.125, 0.125, 0.5, 1.0, 0.125, 0.125), slowdowns=(0.0, 0.0, 1e-12)
+)
 def test_no_mechanism_for_all_classes_is_faster_than_the_choice(
     machine: Hardware,
     make_trace: MakeTrace,

@@ -65,7 +65,8 @@ _TRIED_ACCESSES = 600_000
 """Uses of tensors in all trials together, so that large steps are not planned for minutes."""
 
 _WITHOUT_WRITE_BACKS = 3
-"""Plans without write-backs have so many times fewer trials than those with them."""
+"""Plans without write-backs have so many times fewer trials than those with them, and what these
+have left."""
 
 
 def plan(
@@ -310,7 +311,7 @@ class _Search:
         self.hopeless: set[tuple[TensorClass, str]] = set()
         """Mechanisms that made a step much slower for a class."""
         if earlier is not None:
-            self.left //= _WITHOUT_WRITE_BACKS
+            self.left = self.left // _WITHOUT_WRITE_BACKS + earlier.left
             self.hopeless |= earlier.hopeless
 
     @property
