@@ -228,9 +228,8 @@ class StreamedTraining:
                 self._send_parameters_home,
                 lambda: self._step.waits,
                 self._temporary,
-                lambda: self.counts.early,
             )
-            tuner.attach(model, blocks, tuned, lanes, weights)
+            tuner.attach(model, blocks, tuned, weights)
             self._undo.append(lambda: tuner.detach(tuned))
         self._blocks = blocks
         self._block_hooks: list[Callable[[], None]] = []

@@ -45,7 +45,6 @@ __all__ = [
     "ParameterGuard",
     "StandingGuard",
     "TensorGuard",
-    "UseGuard",
     "WatchedParameterGuard",
     "are_all_on_memory",
     "are_plain",
@@ -448,45 +447,6 @@ class WatchedParameterGuard(TensorGuard):
     ) -> None:
         super().__init__(settle)
         self.changes_grad = changes_grad
-
-
-class UseGuard(WatchedParameterGuard):
-    """Sees uses of parameters, which it goes on to guard.
-
-    Parameters
-    ----------
-    seen
-        Called before each use, in the thread that uses a parameter.
-    taken
-        Called when another guard takes a parameter.
-    unseen
-        Functions whose use of a parameter does not count.
-    """
-
-    def __init__(
-        self,
-        seen: Callable[[torch.Tensor], None],
-        taken: Callable[[torch.Tensor], None],
-        unseen: frozenset[Any],
-    ) -> None:
-        super().__init__(_nothing)
-        self._seen = seen
-        self._taken = taken
-        self.functions = unseen  # type: ignore[misc]
-
-    def use(self, tensor: torch.Tensor) -> None:
-        """Tell of a use."""
-        self._seen(tensor)
-
-    def give_way(self, tensor: torch.Tensor) -> None:
-        """Leave a parameter to another guard, which sees its uses from now on."""
-        self._taken(tensor)
-        self.give_back([tensor])
-
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what does not count."""
-        with DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
 
 
 class ParameterGuard(TensorGuard):

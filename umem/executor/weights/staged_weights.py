@@ -239,8 +239,6 @@ class StagedWeights:
         """Calls and backward passes under way, all with the copy or all without one."""
         self.was_used = False
         """Whether the present copy has had a use."""
-        self.early_uses = 0
-        """Uses by the program while a copy was under way or waited for its use."""
         self.is_whole = False
         """Whether the present copy is of all weights, tables of experts included."""
         self._lanes = lanes
@@ -360,7 +358,6 @@ class StagedWeights:
     def _settle(self) -> None:
         """The program uses a weight whose copy is under way or waits for its use."""
         with self._lock:
-            self.early_uses += 1
             self.drop()
 
     def hold(self) -> None:

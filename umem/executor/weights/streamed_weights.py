@@ -207,11 +207,6 @@ class StreamedWeights:
         """The experts that are kept on the device."""
         return sum(it.cache.size_bytes for it in self._staged if it.cache is not None)
 
-    @property
-    def early_uses(self) -> int:
-        """Uses by the program while a copy of weights was under way or waited for its use."""
-        return sum(it.early_uses for it in self._staged)
-
     def expert_use(self) -> ExpertUse:
         """How often chosen experts were in the present cache. The device is waited for."""
         return ExpertUse.total(it.cache.counts for it in self._staged if it.cache is not None)

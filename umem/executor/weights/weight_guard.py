@@ -15,9 +15,7 @@ from torch import nn
 
 from umem.executor.optimizer.access_guard import (
     TensorGuard,
-    UseGuard,
     WatchedParameterGuard,
-    are_plain,
     is_guardable,
 )
 
@@ -54,9 +52,6 @@ class WeightGuard:
 
     def hold(self, weights: Sequence[torch.Tensor]) -> None:
         """Guard weights that nothing guards yet, and keep them alive."""
-        for weight in () if are_plain(weights) else weights:
-            if isinstance(guard := getattr(type(weight), "guard", None), UseGuard):
-                guard.give_way(weight)
         kinds = list(map(id, map(type, weights)))
         for key in set(kinds):
             some = list(compress(weights, map(key.__eq__, kinds)))
