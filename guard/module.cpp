@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
+#include "guard.hpp"
+
 namespace {
 
 // Whether torch calls the guard. The loader refuses a guard that torch does not call.
@@ -18,4 +20,10 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, UMEM_GUARD_NAME, nullptr, -1, f
 
 }  // namespace
 
-PyMODINIT_FUNC UMEM_GUARD_INIT() { return PyModule_Create(&definition); }
+PyMODINIT_FUNC UMEM_GUARD_INIT() {
+  PyObject* module = PyModule_Create(&definition);
+  if (module == nullptr) return nullptr;
+  auto bound = pybind11::reinterpret_borrow<pybind11::module_>(module);
+  umem::bind_guard(bound);
+  return module;
+}
