@@ -124,7 +124,7 @@ def test_the_swap_comes_after_everything_that_can_fail(guard: bool) -> None:
         python(STAND_INS, *(["guarded"] if guard else []))
     )
     assert enabled is True
-    functions = ["umem_malloc and umem_free of umem.so"]
+    functions: list[Any] = ["umem_malloc and umem_free of umem.so"]
     if guard:
         functions = [[0, 1], "umem_guard_malloc and umem_guard_free of guard.so"]
     assert order == [*functions, "install", "swap"]

@@ -343,7 +343,7 @@ def test_each_minor_version_of_torch_has_a_guard(configuration: Configuration) -
     status, said = configuration.run("none", f"-DUMEM_TORCH={folders}/[01];{folders}/2")
     assert status == 0, said
     assert re.findall(r"guard for torch (\S+)", said) == ["2.8.0+cpu", "2.14.1+cu130"]
-    cmake = [CMAKE, "--build", configuration.folder / "build", "--target", "help"]
+    cmake = (CMAKE, "--build", configuration.folder / "build", "--target", "help")
     assert {"_guard_torch2_8", "_guard_torch2_14", "guard"} <= set(re.findall(r"\w+", run(*cmake)))
 
 
