@@ -26,6 +26,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/stl.h>
@@ -391,10 +392,15 @@ void wait_for_use(const py::object& object) {
     settle(tensor, nullptr, nullptr);
 }
 
-}  // namespace
-}  // namespace umem
+/// Whether torch brings operators on a tensor with the key to the fallback.
+bool probe() {
+  const auto tensor = at::empty({1});
+  set_key(tensor.unsafeGetTensorImpl(), true);
+  tensor.alias();
+  return !is_guarded(tensor);
+}
 
-namespace umem {
+}  // namespace
 
 void bind_guard(py::module_& module) {
   // Kept to the end. Another library may have taken the key: then torch raises here.
@@ -413,6 +419,7 @@ void bind_guard(py::module_& module) {
       .def("__enter__", [](Unguarded& self) { self.enter(); })
       .def("__exit__", [](Unguarded& self, const py::args&) { self.leave(); });
   module.attr("KEY") = static_cast<int>(kKey);
+  module.def("probe", &probe);
   module.def("guard_of", &guard_of);
   module.def("are_plain", &are_plain);
   module.def("addresses_of", &addresses_of);

@@ -1,4 +1,4 @@
-"""Loads the guard, the native part that is built for one minor version of torch."""
+"""Loads the guard: the native part that is built for one minor version of torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["guard_problem", "native_guard"]
+from umem.core.install import build_command
 
-REBUILD_GUARD = "pip install --no-build-isolation --no-deps --force-reinstall umem"
-"""The command that builds umem again, for the torch that is installed."""
+__all__ = ["guard_problem", "guard_remedy", "native_guard"]
 
 
 def native_guard() -> ModuleType | None:
@@ -25,25 +24,28 @@ def native_guard() -> ModuleType | None:
 
 
 def guard_problem() -> str:
-    """Why there is no guard, with the remedy; "" where there is one."""
+    """Say why there is no guard; "" where there is one."""
     return _load()[1]
 
 
-def module_name(torch_version: str) -> str:
-    """The module with the guard for a version of torch: `_guard_torch2_13` for "2.13.0+cpu"."""
-    major, minor = torch_version.split(".")[:2]
-    return f"umem.runtime._guard_torch{major}_{minor}"
+def guard_remedy() -> str:
+    """Write the command that builds umem again, for the torch that is installed."""
+    major = (torch.version.cuda or "13").partition(".")[0]
+    return build_command(f"cuda{major}")
 
 
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
-    name = module_name(torch.__version__)
+    version = torch.__version__
+    major, minor = version.split(".")[:2]
+    name = f"umem.runtime._guard_torch{major}_{minor}"
     if importlib.util.find_spec(name) is None:
-        return None, f"umem was built without torch {torch.__version__}; run `{REBUILD_GUARD}`"
+        return None, f"umem was built without the headers of torch {major}.{minor}"
     try:
         guard = importlib.import_module(name)
-    except ImportError as error:
-        return None, f"{name} does not load ({error}); run `{REBUILD_GUARD}`"
-    if not guard.probe():
-        return None, f"torch {torch.__version__} does not call it: please report this"
+        works = guard.probe()
+    except (ImportError, RuntimeError) as error:  # the second comes from torch's C++ side
+        return None, f"{name} does not load beside torch {version}: {error}"
+    if not works:
+        return None, f"torch {version} does not call {name}"
     return guard, ""
