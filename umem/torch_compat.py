@@ -280,6 +280,23 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
+        "wrapped: a CUDA graph is no operator, and reads and writes memory by address",
+        "a replayed or captured graph may read weights whose update is under way",
+        {
+            "graph_capture_begin": "torch._C:_CUDAGraph.capture_begin",
+            "graph_replay": "torch._C:_CUDAGraph.replay",
+        },
+        is_cuda=True,
+    ),
+    **_names(
+        "wrapped: what torch.autograd.backward and grad call",
+        "a backward pass may read saved weights whose update is under way",
+        {
+            "run_backward": "torch.autograd:_engine_run_backward",
+            "run_backward_of_graph": "torch.autograd.graph:_engine_run_backward",
+        },
+    ),
+    **_names(
         "the current stream's handle, without an object for it",
         "hints could not be ordered behind the computation",
         {"current_raw_stream": "torch._C:_cuda_getCurrentRawStream"},

@@ -139,6 +139,8 @@ class StreamedStep:
         """Units in the order of their first call since the last step."""
         self._is_begun = False
         """Whether updates of a step are queued, and its others are not known to have run."""
+        self._may_be_under_way = False
+        """False if no update of a step is under way: a look at all units takes longer."""
         self._failure = ""
         """The error that has left some parameters updated and others not; empty if none has."""
         self._loaded: set[str] = set()
@@ -194,7 +196,8 @@ class StreamedStep:
             for moment in filter(None, updates):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
-            if any(unit.pending is not None for unit in self.units):
+            self._may_be_under_way = any(unit.pending is not None for unit in self.units)
+            if self._may_be_under_way:
                 self._lanes.count_behind(call.ready, self._updates.last)
         self.counts.streamed += 1
         return shadow
@@ -497,14 +500,23 @@ class StreamedStep:
     @property
     def is_under_way(self) -> bool:
         """Whether there are updates of a step that nothing has waited for yet."""
-        return any(unit.pending is not None and not unit.ahead for unit in self.units)
+        if not self._may_be_under_way:
+            return False
+        with self.lock:
+            under_way = (unit.pending is not None and not unit.ahead for unit in self.units)
+            self._may_be_under_way = any(under_way)
+            return self._may_be_under_way
 
-    def join(self) -> None:
-        """Let the current stream wait for all updates. State in host memory may still arrive."""
+    def join(self, *, is_early: bool = False) -> None:
+        """Let the current stream wait for all updates. State in host memory may still arrive.
+
+        Early, if what comes may use any parameter, and change it.
+        """
         # What is waited for may hold the last reference to the optimizer, whose end clears units.
         for unit in list(self.units):
             if unit.pending is not None and not unit.ahead:
-                self.settle(unit)
+                self.counts.early += is_early
+                self.settle(unit, is_early=is_early)
 
     def settle(self, unit: StreamedUnit, *, is_early: bool = False) -> None:
         """Let the current stream wait for a unit's update, and guard the unit no more."""
