@@ -49,6 +49,7 @@ STARTS = (
 _listeners: tuple[Callable[[], None], ...] = ()
 _undo: list[Callable[[], None]] = []
 """Each puts a function of torch back."""
+_replacements: set[Any] = set()
 
 
 def before_work(listener: Callable[[], None]) -> Callable[[], None]:
@@ -58,8 +59,8 @@ def before_work(listener: Callable[[], None]) -> Callable[[], None]:
     """
     global _listeners
     _listeners = (*_listeners, listener)
-    if not _undo:
-        _undo.extend(undo for start in STARTS if (undo := _replace(start.path)) is not None)
+    for start in STARTS:
+        _replace(start.path)
 
     def undo() -> None:
         global _listeners
@@ -70,24 +71,28 @@ def before_work(listener: Callable[[], None]) -> Callable[[], None]:
     return undo
 
 
-def _replace(path: str) -> Callable[[], None] | None:
-    """Replace one function; None where this torch lacks it."""
+def _replace(path: str) -> None:
+    """Replace a function, unless this torch lacks it, or it is replaced already."""
     module, _, attributes = path.partition(":")
     *parents, name = attributes.split(".")
     try:
         owner = pkgutil.resolve_name(f"{module}:{'.'.join(parents)}")
         original = vars(owner)[name]  # not what an access makes of it: this is put back
     except (AttributeError, ImportError, KeyError):
-        return None
+        return
+    if original in _replacements:
+        return
     start = _listening(getattr(owner, name))
+    _replacements.add(start)
     setattr(owner, name, start)
 
     def undo() -> None:
+        _replacements.discard(start)
         # Where another function has replaced this one since, both stay.
         if vars(owner)[name] is start:
             setattr(owner, name, original)
 
-    return undo
+    _undo.append(undo)
 
 
 def _listening(original: Callable[..., Any]) -> Callable[..., Any]:
