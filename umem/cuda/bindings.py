@@ -315,10 +315,11 @@ def is_capturing(stream: int) -> bool:
     True also for the default stream while a capture forbids that stream to anything.
     """
     error, status = _runtime().cudaStreamIsCapturing(stream)
-    if error == _runtime().cudaError_t.cudaErrorStreamCaptureImplicit:
-        return True
-    _check("cudaStreamIsCapturing", error, subject=f"stream {stream:#x}")
-    return bool(status != _runtime().cudaStreamCaptureStatus.cudaStreamCaptureStatusNone)
+    if int(error) == 0:
+        return int(status) != 0  # cudaStreamCaptureStatusNone
+    if error != _runtime().cudaError_t.cudaErrorStreamCaptureImplicit:
+        _check("cudaStreamIsCapturing", error, subject=f"stream {stream:#x}")
+    return True
 
 
 def compile_kernels(source: str, name: str, device: int, kernels: Sequence[str]) -> list[Any]:

@@ -108,7 +108,8 @@ class StreamOrder:
 
     def _have_wait(self, stream: Any, behind: Any) -> None:
         """Let a stream wait for what an event carries."""
-        if behind is not None and not self._is_capturing(self._of_class(stream).cuda_stream):
+        stream = self._of_class(stream)
+        if behind is not None and not self._is_capturing(stream.cuda_stream):
             self._wait(behind, stream)
 
     def _has_waited(self, stream: Any, behind: Any = None) -> None:
