@@ -92,7 +92,12 @@ def change_by_a_graph(program: Program) -> None:
         program.kept = [it.data_ptr() for it in program.model.parameters()]
     else:
         assert program.training is None or program.training.step.is_under_way
-    Graph(lambda: [ctypes.memset(it, 0, 4) for it in program.kept]).replay()  # one element of each
+
+    def work() -> None:
+        for it in program.kept:
+            ctypes.memset(it, 0, 4)  # one element
+
+    Graph(work).replay()
 
 
 @pytest.mark.parametrize("streams_weights", [False, True])
@@ -217,7 +222,7 @@ def test_torch_is_as_it_was_when_nothing_listens_any_more() -> None:
     gc.collect()  # trainings of other tests
     before = {it.path: original(it.path) for it in STARTS}
     heard: list[str] = []
-    ends = [before_work(lambda name=name: heard.append(name)) for name in "ab"]
+    ends = [before_work(functools.partial(heard.append, name)) for name in "ab"]
     now = {path: original(path) for path in before}
     assert all(now[path] is not it for path, it in before.items() if it is not None)
     assert sum(it is not None for it in now.values()) >= 4

@@ -109,7 +109,7 @@ class Training:
         self.rows = ROWS
         torch.manual_seed(1)
         layers = [Checkpointed() if casts else Layer() for _ in range(LAYERS)]
-        self.model = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
+        self.model: Any = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.side = torch.cuda.Stream()
         self.losses: list[torch.Tensor] = []
