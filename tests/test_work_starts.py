@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_lanes import LazyLanes
-from streamed_programs import WIDTH, Program, bits, compare
+from streamed_programs import WIDTH, Net, Program, bits, compare
 
 from umem.runtime.torch_hooks.work_starts import STARTS, before_work
 
@@ -205,6 +205,43 @@ def test_a_backward_pass_into_an_older_graph(
     use: Callable[[Program], None], eagerness: float
 ) -> None:
     compare(use, eagerness, make_optimizer=fused)
+
+
+# ------------------------------------------------------------------ operators past Python
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A function of TorchScript."""
+    return x + torch.tanh(weight).sum(0)
+
+
+def differentiated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of a penalty, by ``torch.func``."""
+    y: torch.Tensor = x + torch.func.grad(lambda it: (it**3).sum())(weight).sum(0)
+    return y
+
+
+def mapped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Row by row, by ``torch.vmap``."""
+    y: torch.Tensor = torch.vmap(lambda row, it: row + torch.tanh(it).sum(0), (0, None))(x, weight)
+    return y
+
+
+_NOT_SEEN = pytest.mark.xfail(strict=True, reason="scripted functions do not ask a tensor's class")
+
+
+@pytest.mark.parametrize(
+    "function", [pytest.param(scripted, id="scripted", marks=_NOT_SEEN), differentiated, mapped]
+)
+def test_a_function_in_the_forward_pass_takes_the_weight_of_a_later_block(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    class Borrowing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(function(x, self.layers[3].weight))
+
+    compare(make_model=Borrowing)
 
 
 # ------------------------------------------------------------------ what is replaced

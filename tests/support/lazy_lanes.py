@@ -187,7 +187,8 @@ class LazyLanes(Lanes):
         """Parameters with the class and the gradient that they had when the work was queued."""
         gradient: Any = nn.Parameter.grad
         queued = []
-        with DisableTorchFunctionSubclass():
+        # What has waited may be within a transform of torch.func.
+        with DisableTorchFunctionSubclass(), torch._C._DisableFuncTorch():
             for parameter, of in task.gradients:
                 kind, seen = type(parameter), gradient.__get__(parameter)
                 if kind is not nn.Parameter or seen is not of:  # most are as they were

@@ -189,15 +189,14 @@ class StreamedStep:
         left_out = done | self.units.absent
         shadow = call.shadow(_without(self.units.in_line, done), optimizer.state)
         with self.changing():
-            self._is_begun = True
+            self._is_begun = self._may_be_under_way = True
             self.waits = not self.may_defer
             sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
             updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
             for moment in filter(None, updates):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
-            self._may_be_under_way = any(unit.pending is not None for unit in self.units)
-            if self._may_be_under_way:
+            if any(unit.pending is not None for unit in self.units):
                 self._lanes.count_behind(call.ready, self._updates.last)
         self.counts.streamed += 1
         return shadow
