@@ -374,6 +374,7 @@ def test_methods_of_torch_in_c_are_replaced_and_put_back() -> None:
     assert len(seen) == 2
 
 
+@pytest.mark.slow
 def test_torchs_classes_can_be_wrapped() -> None:
     """In a process of its own: the wraps stay."""
     code = """
