@@ -239,7 +239,8 @@ def test_a_function_in_the_forward_pass_takes_the_weight_of_a_later_block(
 ) -> None:
     class Borrowing(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(function(x, self.layers[3].weight))
+            later: Any = self.layers[3]
+            return super().forward(function(x, later.weight))
 
     compare(make_model=Borrowing)
 
