@@ -23,7 +23,6 @@ from umem.core.errors import PlanError
 from umem.executor.optimizer.freed_gradient import is_freed
 from umem.executor.optimizer.lanes import HostLanes
 from umem.executor.streamed_training import StreamedTraining
-from umem.runtime.model_parts import storage_addresses
 
 EAGERNESS = [0.0, 0.8]
 UNITS = ["", "stem", *(f"layers.{it}" for it in range(4)), "norm", "head"]

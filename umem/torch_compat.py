@@ -60,10 +60,10 @@ __all__ = [
     "fsdp_modules",
     "is_distributed",
     "let_pass_higher_order_operators",
-    "runs_compiled",
     "missing",
     "replace",
     "require",
+    "runs_compiled",
     "set_allocator_functions",
 ]
 
@@ -274,6 +274,23 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
+        "wrapped: a CUDA graph is no operator, and reads and writes memory by address",
+        "a replayed or captured graph may read weights whose update is under way",
+        {
+            "graph_capture_begin": "torch._C:_CUDAGraph.capture_begin",
+            "graph_replay": "torch._C:_CUDAGraph.replay",
+        },
+        is_cuda=True,
+    ),
+    **_names(
+        "wrapped: what torch.autograd.backward and grad call",
+        "a backward pass may read saved weights whose update is under way",
+        {
+            "run_backward": "torch.autograd:_engine_run_backward",
+            "run_backward_of_graph": "torch.autograd.graph:_engine_run_backward",
+        },
+    ),
+    **_names(
         "the current stream's handle, without an object for it",
         "hints could not be ordered behind the computation",
         {"current_raw_stream": "torch._C:_cuda_getCurrentRawStream"},
@@ -325,6 +342,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "their matrix products would count as no work",
         {"grouped_matmul": "torch:ops.aten._grouped_mm"},
         Need.TRACE,
+    ),
+    **_names(
+        "calls a scripted module, whose fused kernels take the addresses of its weights",
+        "a scripted model may read weights that are being updated",
+        {"scripted_method": "torch._C:ScriptMethod"},
     ),
     **_names(
         "refuses to measure beside torch.profiler, which takes the same records",

@@ -59,3 +59,20 @@ def test_an_interrupt_leaves_the_program_its_stream_and_device(device: int) -> N
             met += 1
         assert torch.cuda.current_device() == 0
         assert (torch.cuda.current_stream(), torch.cuda.current_stream(device)) == before
+
+
+def test_a_captured_stream_is_told_from_others() -> None:
+    captured, forked, other = (torch.cuda.Stream() for _ in range(3))
+    streams = [captured.cuda_stream, forked.cuda_stream, other.cuda_stream, 0]
+    assert list(map(bindings.is_capturing, streams)) == [False] * 4
+    values = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=captured):
+        values.add_(1)
+        assert list(map(bindings.is_capturing, streams)) == [True, False, False, False]
+        forked.wait_stream(captured)
+        assert list(map(bindings.is_capturing, streams)) == [True, True, False, False]
+        captured.wait_stream(forked)
+    assert list(map(bindings.is_capturing, streams)) == [False] * 4
+    graph.replay()
+    assert values.eq(1).all()

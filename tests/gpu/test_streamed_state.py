@@ -29,6 +29,12 @@ STREAMED_MODES = (
     "gradients_clipped",
     "buffers_filled_late",
     "in_backward",
+    "averaged_by_a_graph",
+    "evaluated_by_a_graph",
+    "captured_with_a_fork",
+    "copied_behind_any_event",
+    "graphed",
+    "graphed_late",
 )
 
 STATE_BYTES = 2 * 4 * (8 * 2 * 4 * 1024**2 + 1024**2)
@@ -39,6 +45,13 @@ STATE_BYTES = 2 * 4 * (8 * 2 * 4 * 1024**2 + 1024**2)
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
 TIGHT = "1400MiB"
 """A budget that not all of the state fits."""
+FEWER_ACTIVATIONS: dict[str, dict[str, str]] = {
+    "graphed": {"ROWS": "512"},
+    "graphed_late": {"ROWS": "512"},
+}
+"""Modes with a graph that holds all activations, of smaller batches then."""
+TIGHT_FOR_FEWER = "1100MiB"
+"""The same for them."""
 
 
 MORE_BYTES = 64 << 20
@@ -58,14 +71,15 @@ def pairs(start: Callable[..., Job]) -> Callable[[str], tuple[Any, Any]]:
     """What the program of a mode saw, stock and streamed."""
     jobs = {
         mode: (
-            start("streaming.py", mode, str(STEPS), **VARIABLES),
+            start("streaming.py", mode, str(STEPS), **VARIABLES, **FEWER_ACTIVATIONS.get(mode, {})),
             start(
                 "streaming.py",
                 mode,
                 str(STEPS),
                 UMEM_POLICY="sft",
-                UMEM_DEVICE_BUDGET=TIGHT,
+                UMEM_DEVICE_BUDGET=TIGHT_FOR_FEWER if mode in FEWER_ACTIVATIONS else TIGHT,
                 **VARIABLES,
+                **FEWER_ACTIVATIONS.get(mode, {}),
             ),
         )
         for mode in STREAMED_MODES

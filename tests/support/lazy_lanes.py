@@ -186,7 +186,8 @@ class LazyLanes(Lanes):
         """Parameters with the gradient that they had when the work was queued."""
         gradient: Any = nn.Parameter.grad
         queued = []
-        with Unguarded():
+        # What has waited may be within a transform of torch.func.
+        with Unguarded(), torch._C._DisableFuncTorch():
             for parameter, of in task.gradients:
                 seen = gradient.__get__(parameter)
                 if seen is not of:  # most are as they were

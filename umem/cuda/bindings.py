@@ -40,6 +40,7 @@ __all__ = [
     "driver_release",
     "driver_version",
     "free",
+    "is_capturing",
     "is_read_mostly",
     "launch",
     "memory_type",
@@ -306,6 +307,19 @@ def create_stream(priority: int) -> int:
     flags = _runtime().cudaStreamNonBlocking
     stream = _call("cudaStreamCreateWithPriority", flags, priority, subject=f"priority {priority}")
     return int(stream)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a stream, by its handle, is captured into a graph.
+
+    True also for the default stream while a capture forbids that stream to anything.
+    """
+    error, status = _runtime().cudaStreamIsCapturing(stream)
+    if int(error) == 0:
+        return int(status) != 0  # cudaStreamCaptureStatusNone
+    if error != _runtime().cudaError_t.cudaErrorStreamCaptureImplicit:
+        _check("cudaStreamIsCapturing", error, subject=f"stream {stream:#x}")
+    return True
 
 
 def compile_kernels(source: str, name: str, device: int, kernels: Sequence[str]) -> list[Any]:

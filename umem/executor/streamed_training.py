@@ -43,6 +43,7 @@ from umem.executor.weights.model_weights import ModelWeights
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.modules import Hook
+from umem.runtime.torch_hooks.work_starts import before_work
 from umem.torch_compat import (
     InferenceMode,
     before_compiled_code,
@@ -69,7 +70,8 @@ def _watch_compiler() -> None:
     """Have all updates waited for before code is compiled, and before it runs if it reads them."""
 
     def settle() -> bool:
-        return any([training.compilation_begins() for training in streamed_trainings()])
+        found = [training.compilation_begins() for training in streamed_trainings()]
+        return any(found)
 
     before_compiled_code(settle)
 
@@ -254,6 +256,11 @@ class StreamedTraining:
         # The model may be trained again, by another optimizer.
         for owner in (model, optimizer):
             weakref.finalize(owner, _close, weakref.ref(self)).atexit = False
+        if streams_state:
+            undo = before_work(functools.partial(_work_begins, weakref.ref(self)))
+            self._undo.append(undo)
+            # Collected together with the model, it is not closed.
+            weakref.finalize(self, undo).atexit = False
         _trainings.add(self)
         _watch_compiler()
 
@@ -332,6 +339,11 @@ class StreamedTraining:
     def join(self) -> None:
         """Let the current stream wait for all updates that are under way."""
         self._step.join()
+
+    def work_begins(self) -> None:
+        """Let the current stream wait for all updates: what comes may use any parameter."""
+        if self._step.is_under_way:
+            self._step.join(is_early=True)
 
     def status(self) -> StreamedStatus:
         """Current state, and counts over the training so far."""
@@ -648,6 +660,12 @@ def _computes_anew() -> bool:
         and current_graph_task_id() == -1
         and function_transform_level() is None
     )
+
+
+def _work_begins(reference: weakref.ref[StreamedTraining]) -> None:
+    training = reference()
+    if training is not None:
+        training.work_begins()
 
 
 def _late(reference: weakref.ref[StreamedTraining]) -> int | None:

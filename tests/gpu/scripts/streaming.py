@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from cuda.bindings import runtime as runtime_api
 from torch import nn
 
 import umem
@@ -100,12 +101,16 @@ class Training:
         self.rows = ROWS
         torch.manual_seed(1)
         layers = [Layer() for _ in range(LAYERS)]
-        self.model = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
+        self.model: Any = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.side = torch.cuda.Stream()
         self.losses: list[torch.Tensor] = []
         self.seen: list[torch.Tensor] = []
         self.averages = [torch.zeros_like(it) for it in self.model.parameters()]
+        self.places: list[int] = []
+        """Addresses of the weights, asked for before the step: nothing guards them then."""
+        self.graph = torch.cuda.CUDAGraph()
+        self.replayed: torch.Tensor | None = None
 
     def step(self) -> None:
         torch.manual_seed(100 + len(self.losses))
@@ -114,6 +119,7 @@ class Training:
         loss.backward()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.places = [it.data_ptr() for it in self.model.parameters()]
         self.optimizer.step()
         self.losses.append(loss.detach())
 
@@ -192,6 +198,82 @@ def captured(training: Training) -> None:
         training.seen.append(result.clone())
 
 
+def averaged_by_a_graph(training: Training) -> None:
+    """Captured right behind a step, and replayed behind this one and all later ones."""
+    if len(training.losses) == 6:
+        with torch.cuda.graph(training.graph):
+            training.average()
+    if len(training.losses) >= 6:
+        training.graph.replay()
+
+
+def evaluated_by_a_graph(training: Training) -> None:
+    """The same with a forward pass of the whole model."""
+    if len(training.losses) == 6:
+        batch = torch.ones(8, HIDDEN, device="cuda")
+        with torch.no_grad(), torch.cuda.graph(training.graph):
+            training.replayed = training.model(batch)
+    if training.replayed is not None:
+        training.graph.replay()
+        training.seen.append(training.replayed.clone())
+
+
+def captured_with_a_fork(training: Training) -> None:
+    """On the stream of the training, right behind a step."""
+    if len(training.losses) in (6, 9):
+        values, forked = torch.zeros(2, 1024, device="cuda"), torch.cuda.Stream()
+        here = torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=here):
+            values[0].add_(1)
+            with torch.cuda.stream(forked):
+                forked.wait_stream(here)
+                values[1].add_(2)
+            here.wait_stream(forked)
+        graph.replay()
+        training.seen.append(values)
+
+
+def copied_behind_any_event(training: Training) -> None:
+    """By address, on another stream, behind events and streams of torch's generic classes."""
+    here = torch.accelerator.current_stream()
+    way = len(training.losses) % 4
+    if way == 0:
+        event = torch.Event(device="cuda")
+        event.record()
+        training.side.wait_event(event)
+    elif way == 1:
+        training.side.wait_event(here.record_event())
+    elif way == 2:
+        training.side.wait_stream(here)
+    else:
+        here.synchronize()
+    kind = runtime_api.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+    for to, place in zip(training.averages, training.places, strict=True):
+        stream = training.side.cuda_stream
+        runtime_api.cudaMemcpyAsync(to.data_ptr(), place, to.nbytes, kind, stream)
+    here.wait_stream(training.side)
+    training.seen.append(torch.stack([it.double().sum() for it in training.averages]))
+
+
+def graph_model(training: Training) -> None:
+    """From now on, calls of the model replay a graph, and its blocks are not called."""
+    training.optimizer.zero_grad()
+    batch = torch.randn(training.rows, HIDDEN, device="cuda")
+    training.model = torch.cuda.make_graphed_callables(training.model, (batch,))
+    training.optimizer.zero_grad()
+
+
+def graphed(training: Training) -> None:
+    """Before the first step: see :func:`main`."""
+
+
+def graphed_late(training: Training) -> None:
+    """In the middle of the training."""
+    if len(training.losses) == 6:
+        graph_model(training)
+
+
 def gradients_clipped(training: Training) -> None:
     """Gradients of all units leave for the host, where nothing but clipping and the step is due."""
     for streamed in streamed_trainings():
@@ -248,6 +330,8 @@ MODES: dict[str, Callable[[Training], None]] = {
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
         *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
         *(gradients_clipped, buffers_filled_late, varied),
+        *(averaged_by_a_graph, evaluated_by_a_graph, captured_with_a_fork),
+        *(copied_behind_any_event, graphed, graphed_late),
     )
 }
 
@@ -259,12 +343,17 @@ def main() -> None:
     card = CardMemory()
     between = MODES[sys.argv[1]]
     training = Training(clips=between is not in_backward)
+    if between is graphed:
+        graph_model(training)
     steps, waited = int(sys.argv[2]), 0
-    for number in range(steps):
-        if number == steps - 4:
-            waited = sum(it.counts.waited for it in streamed_trainings())
-        training.step()
-        between(training)
+    training.side.wait_stream(torch.cuda.current_stream())
+    # Captures are not made on the default stream.
+    with torch.cuda.stream(training.side if between is captured_with_a_fork else None):
+        for number in range(steps):
+            if number == steps - 4:
+                waited = sum(it.counts.waited for it in streamed_trainings())
+            training.step()
+            between(training)
     torch.cuda.synchronize()
     card.stop()
     state = [it for values in training.optimizer.state.values() for it in values.values()]

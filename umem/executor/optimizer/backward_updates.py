@@ -291,7 +291,9 @@ class BackwardUpdates:
                 if unit.state is None or not unit.state.is_current(optimizer.state):
                     raise self._refused("state is replaced between backward() and step()")
                 if not all(is_freed(parameter.grad) for parameter in unit.ahead):
-                    raise self._refused("gradients are set or dropped between backward() and step()")
+                    raise self._refused(
+                        "gradients are set or dropped between backward() and step()"
+                    )
         others = [unit.queued for unit in self._step.units.queued if not unit.ahead]
         for _, some in chain(self._step.units.in_line, *others):
             if any(is_freed(parameter.grad) for parameter in some):

@@ -82,7 +82,7 @@ class Lanes(Protocol):
         """Let later work of the stream of a call of :meth:`mark` wait for a moment."""
 
     def events_of(self, moment: Moment) -> list[tuple[int, int]] | None:
-        """The CUDA events that make up a moment, each with its device's number; None without any."""
+        """The CUDA events of a moment, each with its device's number; None without any."""
         del moment
         return None
 

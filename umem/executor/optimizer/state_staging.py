@@ -20,7 +20,13 @@ from umem.runtime.guard import (
     has_alias,
     has_guard,
 )
-from umem.runtime.model_parts import can_guard_dtensor, layout_of, local_part, local_parts, wrapper_of
+from umem.runtime.model_parts import (
+    can_guard_dtensor,
+    layout_of,
+    local_part,
+    local_parts,
+    wrapper_of,
+)
 from umem.runtime.unfilled_memory import unfilled_like
 
 __all__ = [

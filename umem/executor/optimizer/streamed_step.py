@@ -128,6 +128,8 @@ class StreamedStep:
         """Units in the order of their first call since the last step."""
         self._is_begun = False
         """Whether updates of a step are queued, and its others are not known to have run."""
+        self._may_be_under_way = False
+        """False if no update of a step is under way: a look at all units takes longer."""
         self._failure = ""
         """The error that has left some parameters updated and others not; empty if none has."""
         self._loaded: set[str] = set()
@@ -176,7 +178,7 @@ class StreamedStep:
         left_out = done | self.units.absent
         shadow = call.shadow(_without(self.units.in_line, done), optimizer.state)
         with self.changing():
-            self._is_begun = True
+            self._is_begun = self._may_be_under_way = True
             self.waits = not self.may_defer
             sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
             updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
@@ -463,14 +465,23 @@ class StreamedStep:
     @property
     def is_under_way(self) -> bool:
         """Whether there are updates of a step that nothing has waited for yet."""
-        return any(unit.pending is not None and not unit.ahead for unit in self.units)
+        if not self._may_be_under_way:
+            return False
+        with self.lock:
+            under_way = (unit.pending is not None and not unit.ahead for unit in self.units)
+            self._may_be_under_way = any(under_way)
+            return self._may_be_under_way
 
-    def join(self) -> None:
-        """Let the current stream wait for all updates. State in host memory may still arrive."""
+    def join(self, *, is_early: bool = False) -> None:
+        """Let the current stream wait for all updates. State in host memory may still arrive.
+
+        Early, if what comes may use any parameter, and change it.
+        """
         # What is waited for may hold the last reference to the optimizer, whose end clears units.
         for unit in list(self.units):
             if unit.pending is not None and not unit.ahead:
-                self.settle(unit)
+                self.counts.early += is_early
+                self.settle(unit, is_early=is_early)
 
     def settle(self, unit: StreamedUnit, *, is_early: bool = False) -> None:
         """Let the current stream wait for a unit's update, and guard the unit no more."""

@@ -2,9 +2,10 @@
 
 Python reads addresses by ``data_ptr``, and so do Triton and ``__cuda_array_interface__``. Files,
 pickles, copies of optimizers and shared memory begin with ``untyped_storage``. Memory that a tensor
-gives up for another one by ``data`` must not be an update's any more. These attributes of
-``torch.Tensor`` are replaced while tensors are guarded, and no longer. Functions of DLPack are
-replaced for good: programs import them by name.
+gives up for another one by ``data`` must not be an update's any more. Kernels that TorchScript has
+fused take the addresses of a function's arguments. All these are replaced while tensors are
+guarded, and no longer. What hands memory to other libraries is replaced for good: programs import
+some of it by name.
 """
 
 from __future__ import annotations
@@ -15,21 +16,18 @@ from typing import Any
 
 import torch
 
+from umem.torch_compat import tree_leaves
+
 __all__ = ["on_export", "wait_at_attributes", "watch_exports"]
 
 _DATA: Any = torch.Tensor.data
 _METHODS = ("data_ptr", "untyped_storage")
 _INTERFACE = "__cuda_array_interface__"
-_DLPACK = (
-    (torch._C, "_to_dlpack"),
-    (torch._C, "_to_dlpack_versioned"),
-    (torch.utils.dlpack, "to_dlpack"),
-    (torch, "to_dlpack"),
-)
+_DLPACK = ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack"))
 
 _wait: Callable[[Any], None] | None = None
-_replaced: list[tuple[str, Any]] = []
-"""Attributes to put back: a name, and what `torch.Tensor` itself had; None if it had nothing."""
+_replaced: list[tuple[Any, str, Any]] = []
+"""Attributes to put back: a class, a name, and what it had itself; None if it had nothing."""
 _listeners: list[Callable[[torch.Tensor], None]] = []
 
 
@@ -40,21 +38,23 @@ def wait_at_attributes(wait: Callable[[Any], None] | None) -> None:
         return
     _wait = wait
     while _replaced:
-        name, before = _replaced.pop()
+        owner, name, before = _replaced.pop()
         if before is None:
-            delattr(torch.Tensor, name)
+            delattr(owner, name)
         else:
-            setattr(torch.Tensor, name, before)
+            setattr(owner, name, before)
     if wait is not None:
         watch_exports()
         for name in _METHODS:
-            _replace(name, _behind(wait, getattr(torch.Tensor, name)))
-        _replace("data", _waiting_data(wait))
+            _replace(torch.Tensor, name, _behind(wait, getattr(torch.Tensor, name)))
+        _replace(torch.Tensor, "data", _waiting_data(wait))
+        scripted: Any = torch.jit.ScriptFunction
+        _replace(scripted, "__call__", _behind_arguments(wait, scripted.__call__))
 
 
-def _replace(name: str, by: Any) -> None:
-    _replaced.append((name, vars(torch.Tensor).get(name)))
-    setattr(torch.Tensor, name, by)
+def _replace(owner: Any, name: str, by: Any) -> None:
+    _replaced.append((owner, name, vars(owner).get(name)))
+    setattr(owner, name, by)
 
 
 def _behind(before: Callable[[Any], None], function: Any) -> Any:
@@ -62,6 +62,16 @@ def _behind(before: Callable[[Any], None], function: Any) -> Any:
     def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         before(tensor)
         return function(tensor, *args, **kwargs)
+
+    return call
+
+
+def _behind_arguments(wait: Callable[[Any], None], function: Any) -> Any:
+    @functools.wraps(function)
+    def call(scripted: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            wait(value)
+        return function(scripted, *args, **kwargs)
 
     return call
 
@@ -88,7 +98,7 @@ def on_export(listener: Callable[[torch.Tensor], None]) -> None:
 def watch_exports() -> None:
     """See memory that leaves by DLPack or ``__cuda_array_interface__``, until the process ends."""
     for owner, name in _DLPACK:
-        if hasattr(owner, name):
+        if hasattr(owner, name):  # the last one is not in all versions
             setattr(owner, name, _behind(_export, getattr(owner, name)))
     interface: Any = vars(torch.Tensor)[_INTERFACE]
 
