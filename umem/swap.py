@@ -30,6 +30,7 @@ from umem.runtime.host_room import divide_host
 from umem.runtime.live_figures import live_figures
 from umem.runtime.live_socket import serve
 from umem.runtime.memory_stats import install_memory_stats
+from umem.runtime.model_parts import memory_bytes
 from umem.runtime.native_library import native
 from umem.runtime.state import (
     Runtime,
@@ -437,7 +438,7 @@ def _device_types(optimizer: Optimizer) -> set[str]:
 
 def _model_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | None:
     """The outermost module with the most bytes of an optimizer's parameters."""
-    trained = {id(p): p.nbytes for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p): memory_bytes(p) for group in optimizer.param_groups for p in group["params"]}
 
     def held_bytes(module: nn.Module) -> int:
         return sum(trained.get(id(parameter), 0) for parameter in module.parameters())
@@ -455,7 +456,7 @@ def _model_beside(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module
 
     def trained(module: nn.Module) -> tuple[int, int]:
         its = (p for p in module.parameters() if p.requires_grad)
-        sizes = [p.nbytes for p in its if {p.device} == devices]
+        sizes = [memory_bytes(p) for p in its if {p.device} == devices]
         return sum(sizes), len(sizes)
 
     model = max(roots, key=trained, default=None)
