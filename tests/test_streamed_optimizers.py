@@ -244,7 +244,7 @@ def in_line(**program: Any) -> int:
     return run.training.counts.in_line
 
 
-@pytest.mark.parametrize(("foreach", "expected"), [(True, 4), (False, 0)])
+@pytest.mark.parametrize(("foreach", "expected"), [(True, 4), (False, 4)])
 def test_sparse_gradients_change_the_way_of_a_whole_group(foreach: bool, expected: int) -> None:
     found = in_line(
         make_model=Looked,

@@ -26,6 +26,7 @@ from umem.hardware.host_share import HostShare, host_share
 from umem.hardware.load import describe_machine
 from umem.policy import Policy, ResolvedPolicy, check_environment, load_policy, resolve
 from umem.runtime.array_libraries import import_libraries, share_with
+from umem.runtime.convolution_search import leave_search_off
 from umem.runtime.host_room import divide_host
 from umem.runtime.live_figures import live_figures
 from umem.runtime.live_socket import serve
@@ -211,6 +212,7 @@ def _enable(policy: Policy) -> Runtime:
         part = _LOADING_SHARE if its.streams_weights else 1
         allocator.set_device_budget(device, int(part * (its.device_budget_bytes or 0)))
     install_memory_stats(allocator)
+    leave_search_off()
     budgets = tuple(its.device_budget_bytes for its in by_device)
     # Room is given as memory of class `other`.
     has_room = resolved.streams_state and resolved.rules[TensorClass.OTHER.number].kind == "device"
@@ -450,7 +452,9 @@ def _device_types(optimizer: Optimizer) -> set[str]:
 
 def _model_of(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module | None:
     """The outermost module with the most bytes of an optimizer's parameters."""
-    trained = {id(p): p.nbytes for group in optimizer.param_groups for p in group["params"]}
+    from umem.runtime.model_parts import memory_bytes  # it uses private names of torch
+
+    trained = {id(p): memory_bytes(p) for group in optimizer.param_groups for p in group["params"]}
 
     def held_bytes(module: nn.Module) -> int:
         return sum(trained.get(id(parameter), 0) for parameter in module.parameters())
@@ -464,11 +468,13 @@ def _model_beside(optimizer: Optimizer, roots: Sequence[nn.Module]) -> nn.Module
 
     Between uses, the parameters of ZeRO-3 have no memory: then the number of parameters decides.
     """
+    from umem.runtime.model_parts import memory_bytes  # it uses private names of torch
+
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
 
     def trained(module: nn.Module) -> tuple[int, int]:
         its = (p for p in module.parameters() if p.requires_grad)
-        sizes = [p.nbytes for p in its if {p.device} == devices]
+        sizes = [memory_bytes(p) for p in its if {p.device} == devices]
         return sum(sizes), len(sizes)
 
     model = max(roots, key=trained, default=None)

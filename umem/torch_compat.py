@@ -62,6 +62,7 @@ __all__ = [
     "let_pass_higher_order_operators",
     "missing",
     "replace",
+    "replace_setter",
     "require",
     "runs_compiled",
     "set_allocator_functions",
@@ -177,6 +178,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
             "accelerator_reset_accumulated_stats": "torch._C:_accelerator_resetAccumulatedStats",
         },
         since=(2, 9),
+    ),
+    **_names(
+        "replaced: a search for algorithms asks for what torch's own allocator alone answers",
+        "a program that sets torch.backends.cudnn.benchmark would end at its first convolution",
+        {"set_cudnn_benchmark": "torch._C:_set_cudnn_benchmark"},
     ),
     **_names(
         "wrapped, so that what Module.to, .cuda and .half allocate is counted as weights",
@@ -645,3 +651,13 @@ def replace(name: str, function: Callable[..., Any]) -> None:
     owner, attribute = PRIVATE_NAMES[name].owner()
     if hasattr(owner, attribute):
         setattr(owner, attribute, function)
+
+
+def replace_setter(flags: Any, name: str, function: Callable[[Any], None]) -> None:
+    """Put a function in the place of what sets a flag of a module such as ``torch.backends.cudnn``.
+
+    Nothing where this torch has no such flag. The function gets the value.
+    """
+    flag = vars(type(flags)).get(name)
+    if hasattr(flag, "setter"):
+        flag.setter = function

@@ -30,7 +30,7 @@ def compiled(mode: str) -> float:
 
 
 def convolve(channels: int, *, benchmark: bool) -> torch.Size:
-    # cuDNN remembers what it has chosen for a shape, and then searches no more.
+    # cuDNN remembers what it has chosen for a shape, and then would search no more.
     with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
         layer = nn.Conv2d(channels, 32, 3).cuda()
         outputs = layer(torch.randn(4, channels, 32, 32, device="cuda"))
@@ -47,14 +47,21 @@ def test_compile_without_cuda_graphs_works() -> None:
     assert compiled("max-autotune-no-cudagraphs") < 1e-2
 
 
-def test_convolution_works() -> None:
-    assert convolve(16, benchmark=False) == (4, 32, 30, 30)
+@pytest.mark.parametrize(("channels", "benchmark"), [(16, False), (24, True)])
+def test_convolution_works(channels: int, benchmark: bool) -> None:
+    assert convolve(channels, benchmark=benchmark) == (4, 32, 30, 30)
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_convolution_works_where_the_program_sets_the_search() -> None:
+    torch.backends.cudnn.benchmark = True
+    assert not torch.backends.cudnn.benchmark
+    assert convolve(40, benchmark=True) == (4, 32, 30, 30)
 
 
 @pytest.mark.parametrize(
     ("use", "missing"),
     [
-        pytest.param(lambda: convolve(24, benchmark=True), "cacheInfo", id="cudnn.benchmark"),
         pytest.param(torch.cuda.MemPool, "createOrIncrefPool", id="MemPool"),
         pytest.param(
             lambda: torch.cuda.memory._record_memory_history(), "recordHistory", id="history"

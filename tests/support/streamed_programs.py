@@ -249,6 +249,8 @@ class Program:
 def bits(value: Any) -> Any:
     """A value that compares equal if all bits of all tensors do."""
     if isinstance(value, torch.Tensor):
+        if value.is_sparse:
+            return bits([value._indices(), value._values()])
         parts = list(plain_tensors(value))
         if len(parts) > 1:
             return bits(parts)

@@ -59,8 +59,8 @@ _FAILS = {
     ),
     "torch.backends.cudnn.benchmark = True": (
         "the search asks for the allocator's largest cached block (cacheInfo), which torch does "
-        "not pass on",
-        "leave it False, torch's default",
+        "not pass on: it stays False, with one warning",
+        "none needed: convolutions use what cuDNN takes without a search",
     ),
     "CUDA IPC: CUDA tensors through torch.multiprocessing": (
         "the handle comes from shareIpcHandle, which torch offers for its own allocator only",

@@ -28,7 +28,7 @@ from umem.core.classes import TensorClass
 from umem.core.units import format_bytes
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.phase_measurement import DeviceRoom
-from umem.runtime.model_parts import buffers_of, tensors_in
+from umem.runtime.model_parts import buffers_of, plain_tensors, tensors_in
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
 from umem.torch_compat import (
     current_graph_task_id,
@@ -166,8 +166,11 @@ class KeptOutputs:
         self._stream_key = 0
         """The model's stream."""
         self._undo_outputs: list[Undo] = []
-        parameters = [*model.parameters(), *buffers_of(model)]
-        self._weights = {storage_key(it.untyped_storage()) for it in parameters}
+        self._weights = {
+            storage_key(part.untyped_storage())
+            for it in (*model.parameters(), *buffers_of(model))
+            for part in plain_tensors(it)
+        }
 
     def close(self) -> None:
         """Move nothing any more. What was moved stays in host memory."""

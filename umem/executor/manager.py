@@ -35,7 +35,7 @@ from umem.offloading import ActivationStore
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine
 from umem.runtime.managed_runs import new_run
-from umem.runtime.model_parts import buffers_of, optimizer_parameters
+from umem.runtime.model_parts import buffers_of, memory_bytes, optimizer_parameters
 from umem.runtime.torch_hooks.modules import Guard
 from umem.torch_compat import current_graph_task_id
 from umem.trace import Trace, live_bytes
@@ -194,7 +194,7 @@ class Manager:
     def updated_bytes(self) -> int:
         """The parameters of its optimizer; 0 once that was collected."""
         optimizer = self._optimizer()
-        return 0 if optimizer is None else sum(it.nbytes for it in optimizer_parameters(optimizer))
+        return 0 if optimizer is None else sum(map(memory_bytes, optimizer_parameters(optimizer)))
 
     def stand_back(self, reason: str) -> None:
         """Plan nothing any more, and leave the training to itself; safe in any hook."""

@@ -60,7 +60,7 @@ class CudaStateMemory(StateMemory):
     def may_stage(self, tensor: torch.Tensor) -> bool:
         """Whether it is on this GPU, whole, and not small."""
         return (
-            tensor.device == self._device and tensor.nbytes >= self._min_bytes and is_whole(tensor)
+            tensor.device == self._device and is_whole(tensor) and tensor.nbytes >= self._min_bytes
         )
 
     def is_home(self, tensor: torch.Tensor) -> bool:

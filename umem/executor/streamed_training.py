@@ -29,7 +29,6 @@ from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.executor.optimizer.step_hooks import (
     LastBeforeStep,
-    add_first_after_step,
     named_arguments,
 )
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
@@ -234,23 +233,24 @@ class StreamedTraining:
         """Each removes one; none while no update can be under way in a forward pass."""
         self._hook_blocks()
         self._undo.append(self._unhook_blocks)
-        begins = Hook(self._before_model)
+        begins, ends = Hook(self._before_model, self._fail), Hook(self._after_model, self._fail)
         self._undo.append(model.register_forward_pre_hook(begins, prepend=True).remove)
-        self._undo.append(model.register_forward_hook(Hook(self._after_model)).remove)
+        self._undo.append(model.register_forward_hook(ends).remove)
+        model_loads = Hook(self._model_loads, self._fail)
+        self._undo.append(model.register_load_state_dict_pre_hook(model_loads).remove)
         self._step_hook = LastBeforeStep(optimizer, self._before_step)
-        self._undo.append(self._step_hook.remove)
-        self._undo.append(add_first_after_step(optimizer, lambda *_: self._step.step_ended()))
-        self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
-        self._undo.append(
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._step.join()).remove
+        loads, loaded = (
+            Hook(it, self._fail)
+            for it in (self._optimizer_loads, lambda *_: self._step.have_loaded("optimizer"))
         )
-        model_loads = Hook(self._model_loads)
-        self._undo += [
-            model.register_load_state_dict_pre_hook(model_loads).remove,
-            optimizer.register_load_state_dict_post_hook(
-                lambda _: self._step.have_loaded("optimizer")
-            ).remove,
+        self._unhook_optimizer = [
+            self._step_hook.remove,
+            optimizer.register_step_post_hook(Hook(self._after_step, self._fail)).remove,
+            optimizer.register_load_state_dict_pre_hook(loads).remove,
+            optimizer.register_load_state_dict_post_hook(loaded).remove,
         ]
+        """Not for a hook of the optimizer's own, which iterates over its hooks."""
+        self._step.failed = self._fail
         if step_in_backward:
             self.move_into_backward()
         # The model may be trained again, by another optimizer.
@@ -285,11 +285,10 @@ class StreamedTraining:
         self._backward = BackwardUpdates(self._step, optimizer, self._lanes)
         if self._tuner is not None:
             self._tuner.expect_backward(self._tuned)
-        loads, loaded = Hook(self._backward.model_loads), self._backward.optimizer_loads
-        self._undo += [
-            model.register_load_state_dict_pre_hook(loads).remove,
-            optimizer.register_load_state_dict_post_hook(lambda _: loaded()).remove,
-        ]
+        loads = Hook(self._backward.model_loads, self._fail)
+        loaded = Hook(lambda *_: self._backward_loads(), self._fail)
+        self._undo.append(model.register_load_state_dict_pre_hook(loads).remove)
+        self._unhook_optimizer.append(optimizer.register_load_state_dict_post_hook(loaded).remove)
 
     @property
     def model(self) -> nn.Module | None:
@@ -369,6 +368,7 @@ class StreamedTraining:
         if self._backward is not None:
             self._backward.close()
         self._release()
+        self._remove_hooks_of_optimizer()
 
     def _release(self) -> None:
         self._rest = None  # which has the optimizer's state
@@ -378,11 +378,40 @@ class StreamedTraining:
             undo()
         self._undo.clear()
 
+    def _remove_hooks_of_optimizer(self) -> None:
+        for unhook in self._unhook_optimizer:
+            unhook()
+        self._unhook_optimizer.clear()
+
     def abandon(self) -> None:
         """Close when model or optimizer is gone, whatever has become of the last step."""
+        self._leave()
+        self._remove_hooks_of_optimizer()
+
+    def _leave(self) -> None:
         if self._backward is not None:
             self._backward.close(is_checked=False)
         self._release()
+
+    def _fail(self, error: Exception) -> None:
+        """An error must not end the training, which goes on as without umem.
+
+        What raises here all the same: what `step_in_backward` does not allow, and an error without
+        whose end the program would see other values, as an update that cannot be waited for.
+        """
+        backward = self._backward
+        if backward is not None and (isinstance(error, PlanError) or backward.is_ahead):
+            raise error
+        if self.is_closed:  # by an earlier one
+            return
+        _LOG.warning(
+            "umem: optimizer state is not streamed any more, and used where it is, which may be "
+            "slow: %s: %s",
+            type(error).__name__,
+            str(error),
+            exc_info=_LOG.isEnabledFor(logging.DEBUG),
+        )
+        self._leave()
 
     def compilation_begins(self) -> bool:
         """Let the stream wait for all updates; returns whether there were any.
@@ -394,6 +423,13 @@ class StreamedTraining:
         PlanError
             Between an update in the backward pass and ``step()``.
         """
+        try:
+            return self._wait_for_compiler()
+        except Exception as error:
+            self._fail(error)
+            return True
+
+    def _wait_for_compiler(self) -> bool:
         if self._backward is not None:
             self._backward.compilation_begins()
         was_under_way = self._step.is_under_way
@@ -411,7 +447,7 @@ class StreamedTraining:
             return
         for block in self._blocks:
             with contextlib.suppress(TraceError):  # the program has replaced it
-                enter = Hook(functools.partial(self._step.enter, block.name))
+                enter = Hook(functools.partial(self._step.enter, block.name), self._fail)
                 handle = block.module.register_forward_pre_hook(enter, prepend=True)
                 self._block_hooks.append(handle.remove)
 
@@ -449,6 +485,8 @@ class StreamedTraining:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.is_closed:
+            return None
         if self._rest is not None:
             if self._rest.holds(optimizer) and self._tuner is not None and self._tuner.rests:
                 return None
@@ -456,14 +494,26 @@ class StreamedTraining:
         named = named_arguments(args, kwargs)
         may_call = named.keys() == {"closure"} and self._streams_state and self._backward is None
         if not may_call or not self._step_hook.is_last:
-            return self._begin_step(optimizer, named)
+            return self._begin(optimizer, named)
         closure = named.pop("closure")
         # Known optimizers call it once, before they use a gradient.
         with InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(True)
             loss = closure()
-        done = self._begin_step(optimizer, named)
+        done = self._begin(optimizer, named)
         return (optimizer,) if done is None else done[0], {"closure": lambda: loss}
+
+    def _begin(
+        self, optimizer: Optimizer, arguments: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._step.is_begun = False
+        try:
+            return None if self.is_closed else self._begin_step(optimizer, arguments)
+        except Exception as error:
+            if self._step.is_begun:  # the optimizer's own error, as without umem
+                raise
+            self._fail(error)
+            return None  # the optimizer runs the step itself
 
     def _begin_step(
         self, optimizer: Optimizer, arguments: Mapping[str, Any]
@@ -530,17 +580,23 @@ class StreamedTraining:
             self._sharded = layout, [weakref.ref(it) for it in modules]
         return GatheredParameters.of(it for of in self._sharded[1] if (it := of()) is not None)
 
+    def _optimizer_loads(self, *_: object) -> None:
+        """Before the state of the optimizer is loaded."""
+        self._step.join()
+
+    def _backward_loads(self) -> None:
+        if self._backward is not None:
+            self._backward.optimizer_loads()
+
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self.is_closed:
+            return
         if self._rest is not None and self._tuner is not None:
             self._step.counts.resident += self._streams_state
             self._count_step()
             if not self._tuner.look():
                 self._rest = None
             return
-        with self._step.changing():
-            self._end_step(optimizer)
-
-    def _end_step(self, optimizer: Optimizer) -> None:
         if not self._is_in_line:
             self._step.find_state(optimizer)
         if self._tuner is not None:

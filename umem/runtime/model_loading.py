@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from umem.core.classes import TensorClass
+from umem.runtime.model_parts import lies_in_memory
 from umem.runtime.native_library import native
 from umem.runtime.refused_memory import unless_refused
 from umem.runtime.state import runtime
@@ -190,10 +191,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
+        and lies_in_memory(tensor)
         and tensor.is_contiguous()
         and tensor.numel() > 0
     )

@@ -28,10 +28,12 @@ __all__ = [
     "find_chains",
     "gpu_of",
     "layout_of",
+    "lies_in_memory",
     "local_part",
     "local_parts",
     "main_chain",
     "members",
+    "memory_bytes",
     "named_parts",
     "named_tensors",
     "optimizer_parameters",
@@ -79,7 +81,7 @@ def main_chain(model: nn.Module) -> nn.Module | None:
     """
 
     def weight(chain: nn.Module) -> tuple[int, int]:
-        length, sizes = len(members(chain)), [it.nbytes for it in chain.parameters()]
+        length, sizes = len(members(chain)), list(map(memory_bytes, chain.parameters()))
         return length * sum(sizes), length * len(sizes)
 
     return max(find_chains(model), key=weight, default=None)
@@ -206,6 +208,27 @@ def _add_tensors(values: Iterable[object], found: list[torch.Tensor], depth: int
             _add_tensors(value.values(), found, depth + 1)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             _add_tensors(vars(value).values(), found, depth + 1)
+
+
+def lies_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor's storage, its sizes and strides are all that its values need.
+
+    Not so for a sparse, nested or quantised tensor, for one without data, and for one whose values
+    are the conjugates or the negatives of its bytes.
+    """
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor.is_meta
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def memory_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements; 0 for a sparse one, whose elements are in tensors inside."""
+    return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

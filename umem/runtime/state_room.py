@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from umem.core.classes import TensorClass
 from umem.planning.stream_plan import least_slack_bytes
 from umem.planning.stream_timing import FIRST_SLOTS, staged_bytes
-from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.model_parts import memory_bytes, optimizer_parameters
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -71,7 +71,7 @@ def _devices(optimizer: Optimizer) -> Collection[int]:
 def _temporary_bytes(optimizer: Optimizer) -> int:
     """What functions over lists of tensors allocate in a step: as much as the parameters."""
     return sum(
-        parameter.nbytes
+        memory_bytes(parameter)
         for group in optimizer.param_groups
         if not group.get("fused") and group.get("foreach") is not False
         for parameter in group["params"]

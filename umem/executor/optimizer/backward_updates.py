@@ -113,6 +113,11 @@ class BackwardUpdates:
         """Whether units are updated behind the backward pass still."""
         return self._observer is not None
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether parameters are updated whose ``step()`` is still to come."""
+        return bool(self._ahead)
+
     # ------------------------------------------------------------------ around the backward pass
 
     def forward_begins(self) -> None:

@@ -51,6 +51,10 @@ class PieceUpdates:
     def __init__(self, units: StreamedUnits, lanes: Lanes, clipped: ClippedGradients) -> None:
         self.last: Moment = None
         """The moment after the update that was queued last."""
+        self.queued: set[StreamedUnit] = set()
+        """The pieces whose updates were queued in this step, or have run."""
+        self._staying: dict[StreamedUnit, StagedOperands] = {}
+        """By piece, weights that were staged for an update and are not on their way home."""
         self._units = units
         self._lanes = lanes
         self._clipped = clipped
@@ -138,10 +142,12 @@ class PieceUpdates:
         state, slot = piece.state, piece.slot
         assert state is not None
         state.bind(slot)
-        update = call.update(state, updated.part, operands, is_last=updated.is_last)
+        note = functools.partial(self.queued.add, piece)
+        update = call.update(state, updated.part, operands, is_last=updated.is_last, note=note)
         lanes = self._lanes
         if slot is None:
             done = lanes.run(Lane.UPDATE, update, [ready])
+            self.queued.add(piece)
             piece.fetched, piece.updated = None, done
             # Behind the copies of other pieces, too.
             piece.returned = unit.returned = lanes.run(Lane.COPY_OUT, lambda: None, [done])
@@ -153,14 +159,35 @@ class PieceUpdates:
             come = functools.partial(operands.copy_in, lanes)
             free = [] if slot.free is None else [slot.free]
             arrived = lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
-        slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived])
         if operands is not None:
-            leave = functools.partial(operands.copy_out, lanes)
-            slot.free = lanes.run(Lane.COPY_OUT, leave, [done])
-        piece.fetched, piece.updated = None, done
+            self._staying[piece] = operands
+        # Before it runs: behind an error, what the update has changed goes home all the same.
         self._units.pool.leaving[slot] = unit, piece
+        slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived])
+        self.queued.add(piece)
+        if operands is not None:
+            self._send_weights(piece, operands, done)
+        piece.fetched, piece.updated = None, done
         if state.is_shared:
             self._units.send_state_home(slot)
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.queued.clear()
+        self._staying.clear()
+
+    def send_weights(self, after: Moment) -> None:
+        """Send home what an error has kept from it."""
+        for piece, operands in list(self._staying.items()):
+            if piece in self.queued:
+                self._send_weights(piece, operands, after)
+
+    def _send_weights(self, piece: StreamedUnit, operands: StagedOperands, after: Moment) -> None:
+        leave = functools.partial(operands.copy_out, self._lanes)
+        moment = self._lanes.run(Lane.COPY_OUT, leave, [after])
+        del self._staying[piece]  # not before: what an error cuts short is done again
+        if piece.slot is not None:
+            piece.slot.free = moment
 
 
 def work_on_dtensors(updates: Sequence[PieceUpdate]) -> bool:

@@ -9,6 +9,7 @@ the choice between two implementations for a whole group, is looked up before ea
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,6 +48,9 @@ _AT_ONCE = 256
 """Parameters of a group that are looked at together: the processor's caches hold so many."""
 
 _IS_CONTIGUOUS = torch.Tensor.is_contiguous
+_LAYOUT = attrgetter("layout")
+_STRIDED = frozenset((torch.strided,))
+_SPARSE = "gradients are sparse"
 
 _BITSANDBYTES = frozenset(
     f"bitsandbytes.optim.{name.lower()}.{name}{bits}"
@@ -170,7 +174,15 @@ def whole_step_reason(optimizer: Optimizer) -> str:
         is_foreach = group.get("foreach", False) is not False and not group.get("fused")
         if is_foreach or not is_torch:
             reason = reason or _mixed_reason(group, optimizer, is_torch=is_torch)
+        elif is_elementwise(optimizer) and not group.get("fused"):  # which takes none
+            reason = reason or _sparse_reason(group)
     return reason
+
+
+def _sparse_reason(group: dict[str, Any]) -> str:
+    """Why elements of a group's parameters cannot be told apart: a gradient lacks some of them."""
+    gradients = [gradient for it in group["params"] if (gradient := it.grad) is not None]
+    return "" if _STRIDED.issuperset(map(_LAYOUT, gradients)) else _SPARSE
 
 
 def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool) -> str:
@@ -186,7 +198,13 @@ def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool
         if len(gradients) < len(some):
             updated = [it for it in some if it.grad is not None]
         kinds.update(map(type, updated))
-        if not all(map(_IS_CONTIGUOUS, gradients)) or not all(map(_IS_CONTIGUOUS, updated)):
+        try:
+            are_contiguous = all(map(_IS_CONTIGUOUS, gradients)) and all(
+                map(_IS_CONTIGUOUS, updated)
+            )
+        except RuntimeError:  # of compressed rows, which have no such order
+            return _SPARSE
+        if not are_contiguous:
             reason = _order_reason(updated, gradients, is_torch=is_torch)
             if reason:
                 return reason
@@ -201,10 +219,10 @@ def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool
 def _order_reason(updated: list[Any], gradients: list[Any], *, is_torch: bool) -> str:
     """The same by the order of elements in memory, of parameters and their gradients."""
     for it, gradient in zip(updated, gradients, strict=True):
+        if gradient.layout is not torch.strided:
+            return _SPARSE
         if (gradient.is_contiguous() and it.is_contiguous()) or is_freed(gradient):
             continue
-        if gradient.layout is not torch.strided:
-            return "gradients are sparse"
         if not is_torch or gradient.stride() != it.stride():  # bitsandbytes replaces both
             return "a parameter or its gradient is not contiguous"
     return ""

@@ -9,7 +9,7 @@ import torch
 
 from umem.executor.optimizer.state_staging import OptimizerState, StateMemory, find_spans
 from umem.planning.stream_timing import divide_state
-from umem.runtime.model_parts import local_part
+from umem.runtime.model_parts import local_part, memory_bytes
 
 __all__ = ["StatePiece", "StatePlacement"]
 
@@ -95,7 +95,9 @@ class StatePlacement:
             spans = []
             if piece_bytes is not None and len(some) == 1:
                 (parameter,) = some
-                count = math.ceil(max(parameter.nbytes / piece_bytes, run_bytes / most_bytes))
+                count = math.ceil(
+                    max(memory_bytes(parameter) / piece_bytes, run_bytes / most_bytes)
+                )
                 staged = self.movable[parameter]
                 spans = find_spans(parameter, self._state[parameter], staged, count)
             for begin, end in spans:

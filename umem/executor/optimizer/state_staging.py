@@ -23,6 +23,7 @@ from umem.runtime.guard import (
 from umem.runtime.model_parts import (
     can_guard_dtensor,
     layout_of,
+    lies_in_memory,
     local_part,
     local_parts,
     wrapper_of,
@@ -101,7 +102,7 @@ def is_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of torch's own classes and fills its memory, which others may see."""
     return (
         can_guard(tensor)
-        and tensor.layout is torch.strided
+        and lies_in_memory(tensor)
         and tensor.storage_offset() == 0
         and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
     )
@@ -132,19 +133,24 @@ def find_spans(
     """
     elements = parameter.numel()
     keys = {id(value) for value in staged}
-    can_divide = parameter.is_contiguous() and all(
-        isinstance(value, int)
-        or (
-            isinstance(value, torch.Tensor)
-            and (
-                value.shape == parameter.shape and value.is_contiguous()
-                if id(value) in keys
-                else value.numel() == 1
+    can_divide = (
+        bool(keys)
+        and lies_in_memory(parameter)
+        and parameter.is_contiguous()
+        and all(
+            isinstance(value, int)
+            or (
+                isinstance(value, torch.Tensor)
+                and (
+                    value.shape == parameter.shape and value.is_contiguous()
+                    if id(value) in keys
+                    else value.numel() == 1
+                )
             )
+            for value in values.values()
         )
-        for value in values.values()
     )
-    if not keys or not can_divide or count < 2 or elements % _VECTOR_ELEMENTS:
+    if not can_divide or count < 2 or elements % _VECTOR_ELEMENTS:
         return []
     length = math.ceil(elements / count / _SPAN_ELEMENTS) * _SPAN_ELEMENTS
     return [(begin, min(begin + length, elements)) for begin in range(0, elements, length)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
+from umem.core.interrupts import call_all
 from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.separable import plain_step, replaces_state
 from umem.executor.optimizer.staged_operands import StagedOperands
@@ -25,6 +27,10 @@ ParameterGroups = list[tuple[int, list[Any]]]
 def parameters_of(groups: ParameterGroups) -> list[Any]:
     """All parameters, in their order."""
     return [parameter for _, some in groups for parameter in some]
+
+
+def _nothing() -> None:
+    pass
 
 
 class StepCall:
@@ -46,8 +52,19 @@ class StepCall:
         self._signature = _signature(optimizer)
         self._replaces_state = replaces_state(optimizer)
         self._plain_step = plain_step(optimizer)
+        self.has_failed = False
+        """Whether the optimizer's own step has raised, as it would have without umem."""
         self.ready = lanes.mark()
         """The moment at which gradients and hyperparameters are complete."""
+
+    def run(self, part: Any, note: Callable[[], object] = _nothing) -> None:
+        """Run the optimizer's own step on what :meth:`shadow` has made.
+
+        `note`, a function of C, is called behind it: no interrupt comes between.
+        """
+        succeeds = partial(setattr, self, "has_failed", False)
+        self.has_failed = True  # unless it comes to its end
+        call_all(partial(self._plain_step, part), note, succeeds)
 
     def has_hyperparameters_of(self, optimizer: Optimizer) -> bool:
         """Whether the hyperparameters are the same now. Nothing waits for the device."""
@@ -70,6 +87,7 @@ class StepCall:
         operands: StagedOperands | None,
         *,
         is_last: bool,
+        note: Callable[[], object] = _nothing,
     ) -> Callable[[], None]:
         """The update of some parameters, or of the span of one that `state` has.
 
@@ -83,9 +101,13 @@ class StepCall:
             Copies of their weights and gradients; None to use both where they are.
         is_last
             Whether no other span of the parameter comes behind in this step: it counts the step.
+        note
+            As of :meth:`run`.
         """
         if state.span is not None:
-            return self._update_of_span(state, state.span, part, operands, is_last=is_last)
+            return self._update_of_span(
+                state, state.span, part, operands, is_last=is_last, note=note
+            )
         # Only where something stands in for parameters: each key takes a call of Python.
         gradients: dict[Any, Any] = {}
         parts: dict[Any, Tensor] = {}
@@ -108,7 +130,7 @@ class StepCall:
             if made:
                 groups = [(number, [made[it] for it in some]) for number, some in part]
                 views = {made[it]: binding.views[it] for it in made}
-            self._plain_step(self.shadow(groups, views))
+            self.run(self.shadow(groups, views), note)
             if self._replaces_state:
                 state.keep(binding, parameters_of(part), self.optimizer.state)
 
@@ -122,6 +144,7 @@ class StepCall:
         operands: StagedOperands | None,
         *,
         is_last: bool,
+        note: Callable[[], object],
     ) -> Callable[[], None]:
         ((number, parameter),) = [(number, it) for number, some in part for it in some]
         gradient, binding = parameter.grad, state.binding
@@ -137,7 +160,7 @@ class StepCall:
             own = self.optimizer.state
             values = state.values_of_span(binding, parameter, own, is_last=is_last)
             before = dict(values)
-            self._plain_step(self.shadow([(number, [piece])], {piece: values}))
+            self.run(self.shadow([(number, [piece])], {piece: values}), note)
             for name, value in values.items():
                 if isinstance(value, Tensor) and value is not before[name]:
                     before[name].copy_(value)

@@ -1,4 +1,4 @@
-"""Hooks on an optimizer's step: behind all of the program's before it, ahead of them after it."""
+"""A hook on an optimizer's step, behind all of the program's before it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["LastBeforeStep", "add_first_after_step", "named_arguments"]
+__all__ = ["LastBeforeStep", "named_arguments"]
 
 
 class LastBeforeStep:
@@ -46,22 +46,6 @@ class LastBeforeStep:
     def _hooks(self) -> dict[int, Any]:
         """The optimizer's hooks before a step, in their order."""
         return self._handle.hooks_dict_ref() or {}
-
-
-def add_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Callable[[], None]:
-    """Add a hook after the step, ahead of the program's, which may raise; returns what removes it.
-
-    Parameters
-    ----------
-    optimizer
-        The optimizer.
-    hook
-        Called with the optimizer, and with the arguments of ``step()``.
-    """
-    handle = optimizer.register_step_post_hook(hook)
-    hooks: Any = handle.hooks_dict_ref()
-    hooks.move_to_end(handle.id, last=False)
-    return handle.remove
 
 
 def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

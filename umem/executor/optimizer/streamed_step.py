@@ -15,10 +15,9 @@ A unit may also be updated ahead of ``step()``, in the backward pass (``backward
 Until ``step()`` nothing can use the unit then: the program would see the result of a step that it
 has not called yet.
 
-An error before the first update leaves all as it was, and ``step()`` may be called again. Behind
-one that comes later some parameters are updated and others are not: a second step would update the
-first ones twice. So all later steps raise PlanError, until the state of the model and of the
-optimizer is loaded.
+An error of umem does not end a step, nor does an interrupt leave half of it: what was not queued is
+updated in place, and the training goes on without umem. An error of the optimizer's own step is
+raised as without umem, and as without umem some parameters are updated then and others are not.
 """
 
 from __future__ import annotations
@@ -126,12 +125,15 @@ class StreamedStep:
         self._updates = PieceUpdates(units, lanes, clipped)
         self._called: dict[str, None] = {}
         """Units in the order of their first call since the last step."""
-        self._is_begun = False
-        """Whether updates of a step are queued, and its others are not known to have run."""
+        self.failed: Callable[[Exception], None] | None = None
+        """Called with an error of umem, behind which a step was made whole."""
+        self.is_begun = False
+        """Whether the present step may have updated parameters."""
         self._may_be_under_way = False
         """False if no update of a step is under way: a look at all units takes longer."""
         self._failure = ""
-        """The error that has left some parameters updated and others not; empty if none has."""
+        """The error behind which the backward pass has updated some parameters and others not;
+        empty if none has."""
         self._loaded: set[str] = set()
         """What was loaded since."""
 
@@ -154,11 +156,13 @@ class StreamedStep:
             optimizer has to run the step itself.
         """
         with self.lock:
+            self.is_begun = False
             self.check_known()
             self.join()
             is_deferred = is_deferred and self.may_defer
             if self._units_ahead():
-                with self.changing():
+                self.is_begun = True
+                with _Changing(self._fail):
                     return self._step(optimizer, self._end_ahead(is_deferred), is_deferred)
             return self._step(optimizer, frozenset(), is_deferred)
 
@@ -177,18 +181,59 @@ class StreamedStep:
         call = StepCall(optimizer, self._lanes)
         left_out = done | self.units.absent
         shadow = call.shadow(_without(self.units.in_line, done), optimizer.state)
-        with self.changing():
-            self._is_begun = self._may_be_under_way = True
-            self.waits = not self.may_defer
-            sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
+        self.waits = not self.may_defer
+        sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
+        self._updates.begin()
+        self.is_begun = self._may_be_under_way = True
+        try:
             updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
             for moment in filter(None, updates):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
             if any(unit.pending is not None for unit in self.units):
                 self._lanes.count_behind(call.ready, self._updates.last)
+        except BaseException as error:
+            self._end_lanes()
+            if call.has_failed:
+                raise
+            self._complete(call, queued, left_out)
+            if not isinstance(error, Exception):
+                call.run(shadow)
+                raise
+            if self.failed is not None:
+                self.failed(error)
         self.counts.streamed += 1
         return shadow
+
+    def _end_lanes(self) -> None:
+        """Let the program's stream wait for all that is queued, behind an error amid a step."""
+        self._wait_for(Lane.COPY_IN, Lane.UPDATE)
+        now = self._lanes.mark()
+        for _, piece in self.units.pool.leaving.values():
+            piece.updated = now
+        self._updates.send_weights(now)
+        self._wait_for(Lane.COPY_OUT)
+
+    def _wait_for(self, *lanes: Lane) -> None:
+        for lane in lanes:
+            self._lanes.wait(self._lanes.run(lane, lambda: None))
+
+    def _complete(
+        self, call: StepCall, queued: list[StreamedUnit], left_out: frozenset[Any]
+    ) -> None:
+        """Update in place what an error has kept from being queued."""
+        self.join()
+        self.units.leave_slots()
+        for unit in queued:
+            part = _with_gradients(_without(unit.queued, left_out))
+            for it in self._updates.of(unit, part):
+                state = it.piece.state
+                if it.piece in self._updates.queued or state is None:
+                    continue
+                for parameter in parameters_of(it.part):
+                    if self._clipped.is_held(parameter.grad):
+                        self._clipped.use(parameter.grad)
+                call.update(state, it.part, None, is_last=it.is_last)()
 
     def _find_sharded(self, optimizer: Optimizer, queued: list[StreamedUnit]) -> ShardedStep | None:
         """Find what is on the memory of DTensors; None if no unit has any."""
@@ -202,39 +247,30 @@ class StreamedStep:
 
     # ------------------------------------------------------------------ errors in a step
 
-    def changing(self) -> AbstractContextManager[None]:
-        """For what must run as a whole: behind an exception in the block, later steps raise."""
-        return _Changing(self._fail)
-
     def _fail(self, error: BaseException) -> None:
-        """An error has left some parameters updated and others not."""
+        """An error has left some parameters updated in the backward pass, and others not."""
         self._failure = f"{type(error).__name__}: {error}"
         self._loaded.clear()
-        for lane in (Lane.COPY_IN, Lane.UPDATE, Lane.COPY_OUT):
-            self._lanes.wait(self._lanes.run(lane, lambda: None))
-
-    def step_ended(self) -> None:
-        """The optimizer has run its part of a step."""
-        self._is_begun = False
+        self._end_lanes()
 
     def check_known(self) -> None:
-        """Raise PlanError if an error has left some parameters updated and others not."""
-        if self._is_begun and not self._failure:
-            self._failure = "the optimizer's own step has raised"
-            self._loaded.clear()
+        """Raise PlanError if an error has ended an update in the backward pass.
+
+        Without umem, the weights would be the old ones.
+        """
         if self._failure:
             raise PlanError(
-                "an earlier step() or backward() has ended with an error when some parameters were "
-                f"updated already ({self._failure}), so weights and optimizer state are no longer "
-                "those of any step. Load the state of the model and of the optimizer, by "
-                "load_state_dict() of both, before the training goes on"
+                "step_in_backward: an earlier backward() has ended with an error when some "
+                f"parameters were updated already ({self._failure}), so weights and optimizer "
+                "state are no longer those of any step. Load the state of the model and of the "
+                "optimizer, by load_state_dict() of both, before the training goes on"
             )
 
     def have_loaded(self, what: str) -> None:
         """Note that the state of the "model" or of the "optimizer" was loaded as a whole."""
         self._loaded.add(what)
         if len(self._loaded) == 2:
-            self._failure, self._is_begun = "", False
+            self._failure = ""
             self._loaded.clear()
             if self.loaded is not None:
                 self.loaded()
@@ -408,7 +444,7 @@ class StreamedStep:
             Returns what a parameter gets in the place of its gradient.
         """
         self.check_known()
-        with self.changing():
+        with _Changing(self._fail):
             self._update_ahead(unit, call, freed)
 
     def _update_ahead(

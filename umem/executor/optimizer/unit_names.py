@@ -8,6 +8,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.capture.live import NO_BLOCK, Block
+from umem.runtime.model_parts import memory_bytes
 
 __all__ = ["UnitNames", "is_outside"]
 
@@ -45,7 +46,7 @@ class UnitNames:
         are_whole = True
         for block in blocks:
             parameters = list(block.module.parameters())
-            sizes.append(sum(it.nbytes for it in parameters))
+            sizes.append(sum(map(memory_bytes, parameters)))
             are_whole &= all(it.numel() for it in parameters)
             for parameter in parameters:
                 self._names.setdefault(parameter, block.name)
@@ -57,9 +58,10 @@ class UnitNames:
         """The name of a parameter's unit, which is always the same."""
         name: str | None = self._names.get(parameter)
         if name is None:
-            if self._last_bytes and self._last_bytes + parameter.nbytes > self.part_bytes:
+            size_bytes = memory_bytes(parameter)
+            if self._last_bytes and self._last_bytes + size_bytes > self.part_bytes:
                 self.outside.append(f"{_PART}{len(self.outside) + 1}")
                 self._last_bytes = 0
-            self._last_bytes += parameter.nbytes
+            self._last_bytes += size_bytes
             name = self._names[parameter] = self.outside[-1]
         return name

@@ -21,6 +21,7 @@ from umem.executor.weights.expert_cache import CachedExperts, make_cached_table
 from umem.executor.weights.experts import Experts
 from umem.planning.weight_plan import staged_bytes
 from umem.runtime.guard import Guard, Unguarded, addresses_of, has_alias, has_guard
+from umem.runtime.model_parts import lies_in_memory
 from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import (
     InferenceMode,
@@ -55,9 +56,8 @@ def is_movable_weight(tensor: torch.Tensor) -> bool:
     """
     with Unguarded():
         return (
-            tensor.layout is torch.strided
+            lies_in_memory(tensor)
             and not tensor.is_inference()
-            and not tensor.is_quantized
             and tensor.storage_offset() == 0
             and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
             and not has_alias((tensor,))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from umem.core.interrupts import call_all
+from umem.runtime.model_parts import lies_in_memory
 from umem.torch_compat import (
     InferenceMode,
     pop_saved_tensor_hooks,
@@ -97,9 +98,7 @@ def may_leave(tensor: torch.Tensor) -> bool:
     Not for a leaf that gradients are taken of, which the program has in its hands: a parameter, or
     an input. Nor for kinds of tensors that bytes alone do not make up.
     """
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        return False
-    if tensor.is_conj() or tensor.is_neg():
+    if not lies_in_memory(tensor):
         return False
     base = view_base(tensor)
     base = tensor if base is None else base
