@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -59,17 +62,32 @@ class Lanes(Protocol):
     def mark(self) -> Moment:
         """The moment after the current work of the calling thread's stream."""
 
-    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        after: Sequence[Moment] = (),
+        uses: Sequence[torch.Tensor] = (),
+    ) -> Moment:
         """Queue work, and return the moment after it.
+
+        A lane reads and writes memory later than the function returns, and keeps no reference to
+        the function. So each tensor that the work uses has one of three owners until the lane has
+        passed the work: somebody who waits for the moment, on the stream that owns the memory,
+        before the tensor is freed (weights, gradients, state, slots and buffers); the lane itself,
+        for what the function allocates on an update's stream; or `uses`, for all else.
 
         Parameters
         ----------
         lane
             Its queue.
         work
-            A function that launches kernels or copies. It keeps alive what they use.
+            A function that launches kernels or copies.
         after
             Moments that the work waits for, besides the earlier work of its lane.
+        uses
+            Small tensors that nobody else holds. The lane holds them until it has passed the work;
+            it looks when it is given others. Pass one sequence for all work that uses it.
         """
 
     def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
@@ -126,9 +144,15 @@ class HostLanes(Lanes):
         """The present."""
         return _OVER
 
-    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        after: Sequence[Moment] = (),
+        uses: Sequence[torch.Tensor] = (),
+    ) -> Moment:
         """Run the work."""
-        del lane, after
+        del lane, after, uses
         work()
         return _OVER
 
@@ -160,6 +184,13 @@ class _Moment(NamedTuple):
     stream: torch.cuda.Stream
 
 
+@dataclass(slots=True)
+class _Held:
+    uses: Sequence[torch.Tensor]
+    event: torch.cuda.Event
+    """Behind the last work that uses them."""
+
+
 class CudaLanes(Lanes):
     """Streams of a GPU, one for each lane.
 
@@ -180,6 +211,9 @@ class CudaLanes(Lanes):
             own_stream(device, lane.name, priority=-1 if lane is Lane.UPDATE else 0)
             for lane in Lane
         ]
+        self._held: list[deque[_Held]] = [deque() for _ in Lane]
+        """By lane, what nobody else holds, in the order of the work."""
+        self._lock = threading.Lock()
 
     def mark(self) -> Moment:
         """An event on the current stream."""
@@ -190,7 +224,13 @@ class CudaLanes(Lanes):
         event.record(stream)
         return _Moment(event, stream)
 
-    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        after: Sequence[Moment] = (),
+        uses: Sequence[torch.Tensor] = (),
+    ) -> Moment:
         """Launch the work on the lane's stream."""
         stream = self._streams[lane]
         for moment in after:
@@ -200,7 +240,23 @@ class CudaLanes(Lanes):
             run_on(stream, work)
         else:  # copies name their stream, which takes less time than to change torch's
             work()
-        return self._moment_of(stream)
+        moment = self._moment_of(stream)
+        if uses:
+            self._hold(self._held[lane], uses, moment.event)
+        return moment
+
+    def _hold(
+        self, held: deque[_Held], uses: Sequence[torch.Tensor], event: torch.cuda.Event
+    ) -> None:
+        """Hold tensors until a lane has passed an event, and forget others that it has passed."""
+        with self._lock:  # trainings of several threads share the lanes
+            if held and held[-1].uses is uses:  # pieces of one step
+                held[-1].event = event
+                return
+            with bindings.relaxed_capture():
+                while held and held[0].event.query():
+                    held.popleft()
+            held.append(_Held(uses, event))
 
     def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
         """Copy by a copy engine, on the lane's stream.

@@ -141,7 +141,7 @@ class PieceUpdates:
         update = call.update(state, updated.part, operands, is_last=updated.is_last)
         lanes = self._lanes
         if slot is None:
-            done = lanes.run(Lane.UPDATE, update, [ready])
+            done = lanes.run(Lane.UPDATE, update, [ready], call.tensors)
             piece.fetched, piece.updated = None, done
             # Behind the copies of other pieces, too.
             piece.returned = unit.returned = lanes.run(Lane.COPY_OUT, lambda: None, [done])
@@ -153,7 +153,7 @@ class PieceUpdates:
             come = functools.partial(operands.copy_in, lanes)
             free = [] if slot.free is None else [slot.free]
             arrived = lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
-        slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived])
+        slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived], call.tensors)
         if operands is not None:
             leave = functools.partial(operands.copy_out, lanes)
             slot.free = lanes.run(Lane.COPY_OUT, leave, [done])

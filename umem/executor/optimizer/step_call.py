@@ -32,13 +32,15 @@ class StepCall:
 
     def __init__(self, optimizer: Optimizer, lanes: Lanes) -> None:
         self.optimizer = optimizer
+        self.tensors: list[Tensor] = []
+        """Hyperparameters that are tensors: copies, which the lanes hold until the updates end."""
         self._attributes = {
-            name: _fixed(value)
+            name: self._fixed(value)
             for name, value in vars(optimizer).items()
             if name not in ("param_groups", "state")
         }
         self._groups = [
-            {name: _fixed(value) for name, value in group.items() if name != "params"}
+            {name: self._fixed(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
         self._values = [dict(group) for group in optimizer.param_groups]
@@ -48,6 +50,15 @@ class StepCall:
         self._plain_step = plain_step(optimizer)
         self.ready = lanes.mark()
         """The moment at which gradients and hyperparameters are complete."""
+
+    def _fixed(self, value: Any) -> Any:
+        """A hyperparameter that later changes in place do not reach."""
+        if isinstance(value, Tensor):
+            self.tensors.append(value.clone())
+            return self.tensors[-1]
+        if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+            return tuple(map(self._fixed, value))
+        return value
 
     def has_hyperparameters_of(self, optimizer: Optimizer) -> bool:
         """Whether the hyperparameters are the same now. Nothing waits for the device."""
@@ -154,15 +165,6 @@ def _parts_of(parameters: Collection[Tensor], gradients: Iterable[Tensor]) -> di
     for part, gradient in zip(parts.values(), gradients, strict=True):
         part.grad = gradient
     return parts
-
-
-def _fixed(value: Any) -> Any:
-    """A hyperparameter that later changes in place do not reach."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
-        return tuple(map(_fixed, value))
-    return value
 
 
 def _signature(optimizer: Optimizer) -> list[Any]:
