@@ -12,7 +12,9 @@ import functools
 import gc
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from operator import methodcaller
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -21,6 +23,8 @@ import torch
 from umem.torch_compat import DisableTorchFunctionSubclass, storage_address, storage_use_count
 
 __all__ = ["lose_memory"]
+
+_use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 
 _CONTAINERS = {tuple, list, dict, set, frozenset, CellType, MethodType, functools.partial}
 
@@ -44,13 +48,18 @@ def lose_memory(works: Iterable[object]) -> None:
     by_storage = defaultdict(list)
     with DisableTorchFunctionSubclass():
         for it in found.values():
-            # More than Python's object: a parameter's gradient, or saved by a graph.
-            if isinstance(it, torch.Tensor) and it.is_cpu and it._use_count() == 1:
+            # With more than Python's object it is a parameter's gradient, or saved by a graph.
+            if _is_memory(it) and _use_count(it) == 1:
                 by_storage[storage_address(it)].append(it)
         for address, tensors in by_storage.items():
             if storage_use_count(address) == len(tensors):
                 storage = tensors[0].untyped_storage()
-                ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
+                with suppress(RuntimeError):  # a freed gradient has none
+                    ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
+
+
+def _is_memory(it: object) -> bool:
+    return isinstance(it, torch.Tensor) and it.is_cpu and it.layout is torch.strided
 
 
 def _reach(works: Iterable[object]) -> tuple[dict[int, Any], Counter[int]]:
@@ -62,7 +71,7 @@ def _reach(works: Iterable[object]) -> tuple[dict[int, Any], Counter[int]]:
         it = left.pop()
         if id(it) not in found:
             found[id(it)] = it
-            parts = _parts(it)
+            parts = [*_parts(it)]
             known.update(map(id, parts))
             left += parts
     return found, known
@@ -70,19 +79,24 @@ def _reach(works: Iterable[object]) -> tuple[dict[int, Any], Counter[int]]:
 
 def _parts(whole: Any) -> Iterable[Any]:
     """What an object refers to, as far as that is looked at."""
-    kind = type(whole)
+    kind: Any = type(whole)
     if kind is FunctionType:
         return () if whole.__closure__ is None else (whole.__closure__,)
-    return [it for it in gc.get_referents(whole) if _is_known(type(it))] if _leads(kind) else ()
+    return filter(_is_looked_at, gc.get_referents(whole)) if _leads(kind) else ()
+
+
+def _is_looked_at(it: object) -> bool:
+    kind: Any = type(it)
+    return _is_known(kind)
 
 
 @functools.cache
-def _leads(kind: type) -> bool:
+def _leads(kind: Any) -> bool:
     return kind in _CONTAINERS or kind.__module__.startswith("umem.")
 
 
 @functools.cache
-def _is_known(kind: type) -> bool:
+def _is_known(kind: Any) -> bool:
     return kind is FunctionType or _leads(kind) or issubclass(kind, torch.Tensor)
 
 
