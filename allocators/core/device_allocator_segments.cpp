@@ -75,6 +75,7 @@ std::size_t take_least(std::vector<Spare> from, std::size_t bytes, std::vector<S
 Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t bytes,
                              Shortage& shortage) {
   const Stopwatch stopwatch(stats_.uncached_ns);
+  settle_freed();
   Block* block = end_aliases_for(heap, bytes);
   if (block == nullptr) block = place(heap, tensor_class, bytes, shortage);
   if (block != nullptr || !active_pools_.empty()) return block;
