@@ -103,13 +103,16 @@ class CardMemory:
 class Training:
     """The same model and batches in every process."""
 
-    def __init__(self, *, clips: bool, casts: bool = False) -> None:
+    def __init__(
+        self, *, clips: bool, casts: bool = False, scales: bool = False, rate: Any = 1e-3
+    ) -> None:
         self.clips, self.casts = clips, casts
+        self.scaler = torch.amp.GradScaler("cuda", 2.0**10, enabled=scales)
         self.rows = ROWS
         torch.manual_seed(1)
         layers = [Checkpointed() if casts else Layer() for _ in range(LAYERS)]
         self.model = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True)
         self.side = torch.cuda.Stream()
         self.losses: list[torch.Tensor] = []
         self.seen: list[torch.Tensor] = []
@@ -118,13 +121,18 @@ class Training:
     def step(self) -> None:
         torch.manual_seed(100 + len(self.losses))
         batch = torch.randn(self.rows, HIDDEN, device="cuda")
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.casts):
+        scales = self.scaler.is_enabled()
+        dtype = torch.float16 if scales else torch.bfloat16
+        with torch.autocast("cuda", dtype, enabled=self.casts or scales):
             loss = self.model(batch).float().square().mean()
+        if scales and len(self.losses) % 3 == 2:
+            loss = loss * float("inf")
         self.optimizer.zero_grad()
-        loss.backward()
+        self.scaler.scale(loss).backward()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.losses.append(loss.detach())
 
     def average(self) -> None:
@@ -246,6 +254,23 @@ def cast(_training: Training) -> None:
     """Under autocast, with checkpoints."""
 
 
+def numbers() -> list[torch.Tensor]:
+    """Requests of the size that a number has, all at once: they get what was freed just now."""
+    return [torch.full((), float("nan"), device="cuda") for _ in range(64)]
+
+
+def scaled(_training: Training) -> None:
+    """In float16, with a scaler that skips each third step."""
+    numbers()
+
+
+def rate_changed(training: Training) -> None:
+    """A learning rate on the device, right behind the step."""
+    for group in training.optimizer.param_groups:
+        group["lr"].mul_(0.9)
+    numbers()
+
+
 def varied(training: Training) -> None:
     """Batches of three sizes, evaluations, and a checkpoint that is saved and loaded."""
     saved_and_loaded(training)
@@ -261,7 +286,7 @@ MODES: dict[str, Callable[[Training], None]] = {
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
         *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
-        *(gradients_clipped, buffers_filled_late, varied, cast),
+        *(gradients_clipped, buffers_filled_late, varied, cast, scaled, rate_changed),
     )
 }
 
@@ -272,7 +297,12 @@ def main() -> None:
         assert umem.enable(os.environ["UMEM_POLICY"])
     card = CardMemory()
     between = MODES[sys.argv[1]]
-    training = Training(clips=between is not in_backward, casts=between is cast)
+    training = Training(
+        clips=between not in (in_backward, scaled),
+        casts=between is cast,
+        scales=between is scaled,
+        rate=torch.tensor(1e-3, device="cuda") if between is rate_changed else 1e-3,
+    )
     log = logging.handlers.BufferingHandler(1 << 20)
     logging.getLogger("umem").addHandler(log)
     logging.getLogger("umem").setLevel(logging.INFO)

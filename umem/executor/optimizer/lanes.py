@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +13,7 @@ import torch
 from umem.core.classes import TensorClass
 from umem.core.report import Direction
 from umem.cuda import bindings
+from umem.executor.optimizer.held_tensors import HeldTensors
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import CurrentStream, is_own_stream, own_stream, run_on
@@ -184,11 +182,9 @@ class _Moment(NamedTuple):
     stream: torch.cuda.Stream
 
 
-@dataclass(slots=True)
-class _Held:
-    uses: Sequence[torch.Tensor]
-    event: torch.cuda.Event
-    """Behind the last work that uses them."""
+def _has_passed(moment: _Moment) -> bool:
+    with bindings.relaxed_capture():  # to ask would break a capture of the program
+        return moment.event.query()
 
 
 class CudaLanes(Lanes):
@@ -211,9 +207,7 @@ class CudaLanes(Lanes):
             own_stream(device, lane.name, priority=-1 if lane is Lane.UPDATE else 0)
             for lane in Lane
         ]
-        self._held: list[deque[_Held]] = [deque() for _ in Lane]
-        """By lane, what nobody else holds, in the order of the work."""
-        self._lock = threading.Lock()
+        self._held = [HeldTensors(_has_passed) for _ in Lane]
 
     def mark(self) -> Moment:
         """An event on the current stream."""
@@ -242,21 +236,8 @@ class CudaLanes(Lanes):
             work()
         moment = self._moment_of(stream)
         if uses:
-            self._hold(self._held[lane], uses, moment.event)
+            self._held[lane].hold(uses, moment)
         return moment
-
-    def _hold(
-        self, held: deque[_Held], uses: Sequence[torch.Tensor], event: torch.cuda.Event
-    ) -> None:
-        """Hold tensors until a lane has passed an event, and forget others that it has passed."""
-        with self._lock:  # trainings of several threads share the lanes
-            if held and held[-1].uses is uses:  # pieces of one step
-                held[-1].event = event
-                return
-            with bindings.relaxed_capture():
-                while held and held[0].event.query():
-                    held.popleft()
-            held.append(_Held(uses, event))
 
     def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
         """Copy by a copy engine, on the lane's stream.
