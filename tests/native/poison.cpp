@@ -3,6 +3,8 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <thread>
+#include <vector>
 
 #include "core/host.hpp"
 #include "steps.hpp"
@@ -203,6 +205,29 @@ void live_blocks_are_left_alone() {
   check_consistent(machine.device);
 }
 
+void threads_share_the_allocator() {
+  constexpr int kThreads = 4;
+  Machine machine(poisoned(budget_config(kBudget), true));
+  std::vector<std::thread> threads;
+  for (int number = 0; number < kThreads; ++number)
+    threads.emplace_back([&machine, number] {
+      const StreamId stream = 10 + static_cast<StreamId>(number % 2);
+      for (std::size_t step = 0; step < 300; ++step) {
+        const std::size_t bytes = step % 5 == 0 ? 2 * MiB : 512 * (1 + step % 40);
+        const std::uintptr_t first = machine.allocate(bytes, stream);
+        const std::uintptr_t second = machine.allocate(bytes, stream);
+        machine.device.record_stream(first, kSide);
+        machine.free(first);
+        machine.free(second);
+        if (step % 50 == 0) machine.device.empty_cache();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  machine.device.empty_cache();
+  check_consistent(machine.device);
+  CHECK_EQUAL(machine.device.stats().active.all.current, 0);
+}
+
 void reads_of_freed_and_of_new_memory_give_nan() {
   Config config;
   config.poisons = true;
@@ -233,5 +258,6 @@ int main() {
   RUN(what_is_freed_in_a_pause_is_not_touched);
   RUN(a_graph_gets_no_poison);
   RUN(live_blocks_are_left_alone);
+  RUN(threads_share_the_allocator);
   RUN(reads_of_freed_and_of_new_memory_give_nan);
 }
