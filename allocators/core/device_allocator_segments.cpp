@@ -75,7 +75,6 @@ std::size_t take_least(std::vector<Spare> from, std::size_t bytes, std::vector<S
 Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t bytes,
                              Shortage& shortage) {
   const Stopwatch stopwatch(stats_.uncached_ns);
-  settle_freed();
   Block* block = end_aliases_for(heap, bytes);
   if (block == nullptr) block = place(heap, tensor_class, bytes, shortage);
   if (block != nullptr || !active_pools_.empty()) return block;
@@ -116,6 +115,7 @@ Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t 
   };
   bool room_was_made = false;
   if (over_budget(profile, more_bytes()) && active_pools_.empty()) {
+    settle_freed();
     if (Block* block = gather_block(heap, bytes)) return block;
     growth = growth_for(heap, bytes);
     if (waiting_helps(heap, bytes, more_bytes(), growth)) {
