@@ -11,6 +11,7 @@ from lazy_lanes import LazyLanes
 from streamed_programs import Net, Program, Tied, compare
 from torch import nn
 
+from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.runtime.guard import Unguarded, guard_of
 
 EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
@@ -209,6 +210,31 @@ def test_no_bit_changes_in_other_programs(
 ) -> None:
     for resident in (frozenset(), frozenset(["head", "layers.0"])):
         compare(change, 0.5, copied_gradients=EVERY, resident=resident, **options)
+
+
+class TwoStreams(LazyLanes):
+    """Lanes of a program that says which of its streams is the current one."""
+
+    current = 0
+
+    def stream_key(self) -> int:
+        return self.current
+
+
+def test_a_norm_is_for_the_stream_that_owns_its_memory() -> None:
+    """Another stream may still read it when the program has freed it."""
+    lanes = TwoStreams(Net())
+    clipped = ClippedGradients(lanes)
+    first, second = torch.ones(4), torch.ones(4)
+    clipped.hold(first, None, lanes.mark())
+    torch._foreach_norm([first], 2.0)  # so it is known which norm the program asks for
+    (norm,) = clipped.norms([second])
+    assert norm is not None
+    clipped.hold(second, norm, lanes.mark())
+    lanes.current = 1
+    assert torch._foreach_norm([second], 2.0)[0] is not norm.value
+    lanes.current = 0
+    assert torch._foreach_norm([second], 2.0)[0] is norm.value
 
 
 class Halves(Net):

@@ -221,6 +221,12 @@ def test_without_the_guard() -> None:
             "unset UMEM_WITHOUT",
             id="unknown call to do without",
         ),
+        pytest.param(
+            {"variables": {"UMEM_POISON": "yes"}},
+            "UMEM_POISON",
+            "unset UMEM_POISON",
+            id="poison that is neither on nor off",
+        ),
     ],
 )
 def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, remedy: str) -> None:

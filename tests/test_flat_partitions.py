@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -378,8 +378,9 @@ class UpdatesSeen(LazyLanes):
         super().__init__(model)
         self.made: list[list[str]] = []
 
-    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
-        return super().run(lane, partial(self._see, work) if lane is Lane.UPDATE else work, after)
+    def run(self, lane: Lane, work: Callable[[], None], *arguments: Any) -> Any:
+        seen = partial(self._see, work) if lane is Lane.UPDATE else work
+        return super().run(lane, seen, *arguments)
 
     def _see(self, work: Callable[[], None]) -> None:
         with MadeMemory() as mode:

@@ -107,12 +107,12 @@ class FailingLanes(LazyLanes):
         super().__init__(model, 0.5)
         self.copies = copies
 
-    def run(self, lane: Lane, work: Any, after: Any = ()) -> Any:
+    def run(self, lane: Lane, *arguments: Any) -> Any:
         if lane is Lane.WEIGHTS_IN:
             self.copies -= 1
             if not self.copies:
                 raise RuntimeError("the driver is gone")
-        return super().run(lane, work, after)
+        return super().run(lane, *arguments)
 
 
 def make(

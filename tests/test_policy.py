@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
 import json
@@ -41,6 +42,7 @@ from umem.policy import (
     class_rule,
     find_problems,
     load_policy,
+    poisons,
     policy_schema,
     preset_names,
     resolve,
@@ -60,8 +62,8 @@ CARD = dataclasses.replace(PCIE, device_bytes=80 * GIB)
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER", "UMEM_WITHOUT"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("MANAGED_LIMIT", "DEVICE_BUDGET", "PLANNER", "WITHOUT", "POISON"):
+        monkeypatch.delenv(f"UMEM_{name}", raising=False)
 
 
 def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
@@ -783,6 +785,30 @@ def test_an_unknown_call_to_do_without_is_refused() -> None:
         check_environment({"UMEM_WITHOUT": "discard,prefech"})
 
 
+@pytest.mark.parametrize(("text", "expected"), [(None, False), ("0", False), ("1", True)])
+def test_the_allocator_poisons_if_it_is_told_to(
+    text: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {} if text is None else {"UMEM_POISON": text}
+    assert poisons(environ) == expected
+    check_environment(environ)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    allocator = native().Allocator.on_host(native_config(resolve(load_policy("managed"), CARD)))
+    address = allocator.malloc(4096)
+    ctypes.memset(address, 1, 4096)
+    allocator.free(address)
+    assert (allocator.malloc(4096), ctypes.string_at(address, 4096)) == (
+        address,
+        (b"\xff" if expected else b"\x01") * 4096,
+    )
+
+
+def test_any_other_word_for_poison_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"UMEM_POISON: 'yes'.*or unset it"):
+        check_environment({"UMEM_POISON": "yes"})
+
+
 def test_resolve_refuses_sizes_that_do_not_fit_the_device() -> None:
     tiny = dataclasses.replace(CARD, device_bytes=10)
     with pytest.raises(PolicyError, match="device_budget: 1% of 10 B is less than a byte"):
@@ -840,6 +866,7 @@ def test_docs_name_every_key_value_preset_and_variable() -> None:
         "UMEM_DEVICE_BUDGET",
         "UMEM_PLANNER",
         "UMEM_WITHOUT",
+        "UMEM_POISON",
         "UMEM_LOG",
     }
     assert first_cells == fields | values | set(PRESETS) | variables

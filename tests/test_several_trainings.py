@@ -104,7 +104,7 @@ class Program:
                 min_bytes=WIDTH * WIDTH,
             )
             self.weights.begin_call()
-        pool = SlotPool(memory)
+        pool = SlotPool(memory, lanes)
         for optimizer in self.optimizers:
             training = StreamedTraining(
                 self.model, optimizer, lanes, memory, weights=self.weights, pool=pool

@@ -185,9 +185,9 @@ class FailingLanes(LazyLanes):
         if self.calls - 1 == self.fails_at:
             raise DriverError("unspecified launch failure")
 
-    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
+    def run(self, lane: Lane, *arguments: Any) -> Any:
         self._call()
-        return super().run(lane, work, after)
+        return super().run(lane, *arguments)
 
     def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
         self._call()

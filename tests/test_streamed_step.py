@@ -177,6 +177,40 @@ def test_torch_chooses_kernels_for_guarded_tensors_as_for_others() -> None:
     assert {type(it) for it in gradients}.isdisjoint({nn.Parameter})
 
 
+class StreamsOfMoments(LazyLanes):
+    """Notes for whose streams moments are waited for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.waiting: list[Any] = []
+
+    def wait_on_stream_of(self, marked: Any, moment: Any) -> None:
+        self.waiting.append(marked)
+        super().wait_on_stream_of(marked, moment)
+
+
+def test_slots_are_given_back_behind_their_last_copy_on_the_stream_that_owns_them() -> None:
+    """It is another one than the current where the program has changed its stream since."""
+    made: list[StreamsOfMoments] = []
+
+    def make(model: nn.Module) -> StreamsOfMoments:
+        made.append(StreamsOfMoments(model))
+        return made[0]
+
+    run = Program(make)
+    run.step()
+    run.stream()
+    run.step()
+    assert run.training is not None
+    units = run.training.step.units
+    slots = [it.made for it in units.pool.slots]
+    made[0].waiting.clear()
+    units.set_plan(frozenset(), 3)
+    run.step()
+    assert len(units.pool.slots) == 3
+    assert all(any(it is other for other in made[0].waiting) for it in slots)
+
+
 def test_join_waits_for_all() -> None:
     run, _ = streaming()
     run.step()

@@ -870,6 +870,19 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
     assert torch.autograd.backward is before
 
 
+def test_a_model_that_is_gone_leaves_buffers_behind_copies_under_way() -> None:
+    model = Net()
+    lanes = LazyLanes(model)
+    stream_weights(model, lanes, HostStateMemory())
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(1, WIDTH))
+    assert lanes.open_tasks > 0  # weights for the next forward pass
+    del model
+    gc.collect()
+    assert lanes.open_tasks == 0
+
+
 class Packed(nn.Parameter):
     """A parameter of another class, as a library for quantised weights makes one."""
 

@@ -181,7 +181,7 @@ def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_leave_behind_
     staged = [it for it in pieces if it.state is not None and it.state.homes]
     assert [it.fetched is not None for it in staged[:6]] == [True] * 5 + [False]
     slots = [it.slot for it in staged[:6] if it.slot is not None]
-    assert [it.made is not None for it in slots] == [False] * 2 + [True] * 3 + [False]
+    assert [it.instead_of is not None for it in slots] == [False] * 2 + [True] * 3 + [False]
     run.optimizer.step()
     leaving = run.training.step.units.pool.leaving
     # And those that have the other slots last.

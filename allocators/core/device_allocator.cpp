@@ -149,6 +149,7 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
 
 std::pair<Heap*, std::size_t> DeviceAllocator::heap_and_bytes_for(Request& request) {
   if (!pending_events_.empty()) process_events();
+  if (!freed_.empty()) poison_freed(request.stream);
   if (!request.in_room) request.in_room = take_device_room(request.tensor_class, request.bytes);
   const std::uint8_t route =
       route_for(*request.in_room ? TensorClass::other : request.tensor_class, request.bytes);
@@ -273,6 +274,7 @@ void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
   if (heap.pool != nullptr) heap.pool->allocated_bytes += block->bytes;
   count_class(*block, true);
   if (block->advice != heap.profile) apply_advice(block, heap.profile);
+  poison(*block);
   return reinterpret_cast<void*>(block->address);
 }
 
@@ -346,7 +348,7 @@ bool DeviceAllocator::free(std::uintptr_t address) {
   if (heap.pool != nullptr) heap.pool->allocated_bytes -= block->bytes;
   count_class(*block, false);
   if (block->other_streams.empty())
-    settle(block);
+    retire(block);
   else
     wait_for_streams(block);
   return true;
@@ -363,7 +365,48 @@ void DeviceAllocator::count_active(const Block& block, bool born) {
   }
 }
 
-// No other stream uses the block any more: it goes back to its heap, or to its borrower.
+// No other stream uses the block any more. If it is to be poisoned, that is done before the next
+// request of its stream, and not now: a program may free a tensor that another stream reads, and
+// have the tensor's stream wait for that one before it asks for memory. So FSDP2 frees gradients.
+void DeviceAllocator::retire(Block* block) {
+  if (!config_.caching || !poisons(*block)) return settle(block);
+  block->state = BlockState::pending;
+  freed_[user_of(*block).stream].push_back(block);
+}
+
+// A graph's memory is the graph's from one replay to the next, freed or not; and nothing is added to
+// a graph that the program did not ask for.
+bool DeviceAllocator::poisons(const Block& block) const {
+  return config_.poisons && active_pools_.empty() && block.segment->heap->pool == nullptr &&
+         !driver_.capturing(user_of(block).stream);
+}
+
+// On the stream whose requests the block serves. With `mutex_`, though the driver may keep the
+// caller waiting: nobody gets the block before.
+void DeviceAllocator::poison(const Block& block) {
+  if (poisons(block))
+    driver_.fill(device_, user_of(block).stream, {block.address, block.bytes}, kPoison);
+}
+
+void DeviceAllocator::poison_freed(StreamId stream) {
+  const auto found = freed_.find(stream);
+  if (found == freed_.end()) return;
+  const std::vector<Block*> blocks = std::move(found->second);
+  freed_.erase(found);
+  for (Block* block : blocks) {
+    poison(*block);
+    settle(block);
+  }
+}
+
+// Where memory of other streams is needed: what they have freed goes back as it is. Whoever gets it
+// comes behind all streams, and gets it poisoned.
+void DeviceAllocator::settle_freed() {
+  for (const auto& [stream, blocks] : std::exchange(freed_, {}))
+    for (Block* block : blocks) settle(block);
+}
+
+// A block goes back to its heap, or to its borrower.
 void DeviceAllocator::settle(Block* block) {
   Heap& heap = *block->segment->heap;
   if (block->borrower != nullptr) {
@@ -442,13 +485,14 @@ void DeviceAllocator::process_events() {
     while (!events.empty() && driver_.finished(events.front().event)) {
       Block* block = events.front().block;
       events.pop_front();
-      if (--block->pending_events == 0) settle(block);
+      if (--block->pending_events == 0) retire(block);
     }
     queue = events.empty() ? pending_events_.erase(queue) : std::next(queue);
   }
 }
 
 void DeviceAllocator::synchronize_events() {
+  settle_freed();
   if (pending_events_.empty()) return;
   ++stats_.num_sync_all_streams;
   for (auto& [stream, events] : std::exchange(pending_events_, {}))

@@ -464,6 +464,11 @@ class DeviceAllocator {
 
   Block* live_block(std::uintptr_t address);
   void count_active(const Block& block, bool born);
+  void retire(Block* block);
+  bool poisons(const Block& block) const;
+  void poison(const Block& block);
+  void poison_freed(StreamId stream);
+  void settle_freed();
   void settle(Block* block);
   void wait_for_streams(Block* block);
   void process_events();
@@ -510,6 +515,7 @@ class DeviceAllocator {
   std::set<StreamId> own_streams_;  // see add_own_stream()
   EventQueues pending_events_;
   std::vector<EventId> earlier_uses_;  // of aliases that have ended again since
+  std::map<StreamId, std::vector<Block*>> freed_;  // by user: they are poisoned before its next one
   std::vector<Block*> deferred_;  // freed during a capture: their events must wait for its end
 
   DeviceStats stats_;

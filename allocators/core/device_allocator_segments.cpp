@@ -115,6 +115,7 @@ Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t 
   };
   bool room_was_made = false;
   if (over_budget(profile, more_bytes()) && active_pools_.empty()) {
+    settle_freed();
     if (Block* block = gather_block(heap, bytes)) return block;
     growth = growth_for(heap, bytes);
     if (waiting_helps(heap, bytes, more_bytes(), growth)) {

@@ -54,6 +54,9 @@ class HostDriver final : public Driver {
     std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
     return true;
   }
+  void fill(int, StreamId, Range range, unsigned char value) noexcept override {
+    std::memset(reinterpret_cast<void*>(range.address), value, range.bytes);
+  }
   bool evict(int, Range) noexcept override { return true; }
   VirtualMemory* virtual_memory() noexcept override { return virtual_memory_.get(); }
 

@@ -69,6 +69,7 @@ struct Config {
   bool caching = true;                    // false: every free goes back to the source at once
   bool advises = true;                    // false: as with a driver that takes no advice
   bool prefetches = true;                 // false: as with one that moves no pages when asked
+  bool poisons = false;                   // overwrite what is freed, and what is handed out
 };
 
 using StreamId = std::uint64_t;  // a cudaStream_t; 0 is the default stream of each device
@@ -107,6 +108,9 @@ class PauseError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
+
+// What poisoned memory has: NaN as any floating-point number.
+inline constexpr unsigned char kPoison = 0xFF;
 
 // 2 MiB is the driver's largest migration block and a GPU's large page. Segments that blocks are
 // cut from are multiples of it, and requests from here on get blocks that move alone.

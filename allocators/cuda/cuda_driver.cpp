@@ -208,6 +208,13 @@ bool CudaDriver::copy(int device, std::uintptr_t to, std::uintptr_t from,
          succeeded(cudaStreamSynchronize(stream));
 }
 
+void CudaDriver::fill(int device, StreamId stream, Range range, unsigned char value) noexcept {
+  if (in_forked_child()) return;
+  const CurrentDevice current(device);
+  succeeded(cudaMemsetAsync(reinterpret_cast<void*>(range.address), value, range.bytes,
+                            stream_handle(stream)));
+}
+
 bool CudaDriver::evict(int device, Range range) noexcept {
   if (in_forked_child()) return false;
   const RelaxedCaptureMode relaxed;

@@ -28,6 +28,7 @@ class CudaDriver final : public Driver {
   bool synchronize(int device) noexcept override;
   bool copy(int device, std::uintptr_t to, std::uintptr_t from,
             std::size_t bytes) noexcept override;
+  void fill(int device, StreamId stream, Range range, unsigned char value) noexcept override;
   bool evict(int device, Range range) noexcept override;
   VirtualMemory* virtual_memory() noexcept override;
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import weakref
+from typing import Any
 
 import pytest
 from faults import Signal
@@ -10,6 +12,7 @@ from faults import Signal
 torch = pytest.importorskip("torch")
 
 from umem.cuda import bindings  # noqa: E402
+from umem.executor.optimizer.lanes import CudaLanes, Lane, cuda_lanes  # noqa: E402
 from umem.runtime.cuda_streams import own_stream, run_on  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +47,31 @@ def test_a_purpose_has_one_stream() -> None:
     device = torch.device("cuda", 0)
     assert own_stream(device, "test") is own_stream(device, "test")
     assert own_stream(device, "test") != own_stream(device, "test of another")
+
+
+def _launch(lanes: CudaLanes) -> tuple[Any, Any, Any]:
+    """Work that comes late and uses a tensor which nobody else has: its result, and its moment."""
+    used = torch.full((1000,), 3.0, device="cuda")
+    result = torch.empty_like(used)
+
+    def work() -> None:
+        torch.cuda._sleep(50_000_000)  # cycles
+        result.copy_(used)
+
+    return lanes.run(Lane.UPDATE, work, [lanes.mark()], [used]), result, weakref.ref(used)
+
+
+def test_a_lane_holds_what_its_work_uses_until_it_has_passed_it() -> None:
+    lanes = cuda_lanes(torch.device("cuda", 0))
+    moment, result, used = _launch(lanes)
+    taken = [torch.full((1000,), 7.0, device="cuda") for _ in range(64)]
+    assert used() is not None
+    lanes.wait(moment)
+    assert result.eq(3).all()
+    assert all(it.eq(7).all() for it in taken)
+    lanes.finish(moment)
+    _launch(lanes)
+    assert used() is None
 
 
 @pytest.mark.parametrize("device", range(max(torch.cuda.device_count(), 1)))

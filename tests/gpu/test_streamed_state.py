@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,11 @@ STREAMED_MODES = (
     "copied_behind_any_event",
     "graphed",
     "graphed_late",
+    "scaled",
+    "rate_changed",
 )
+POISONED_MODES = ("averaged_beside", "captured", "gradients_clipped", "scaled", "rate_changed")
+"""Run once more with memory that is overwritten when it is freed and when it is new."""
 
 STATE_BYTES = 2 * 4 * (8 * 2 * 4 * 1024**2 + 1024**2)
 """Of the moments of all weight matrices."""
@@ -66,28 +71,34 @@ def values(facts: Any) -> dict[str, Any]:
     return {name: facts[name] for name in VALUES}
 
 
+def streamed(start: Callable[..., Job], mode: str, **variables: str) -> Job:
+    """The program of a mode under a budget that not all of the state fits."""
+    return start(
+        "streaming.py",
+        mode,
+        str(STEPS),
+        UMEM_POLICY="sft",
+        UMEM_DEVICE_BUDGET=TIGHT_FOR_FEWER if mode in FEWER_ACTIVATIONS else TIGHT,
+        **VARIABLES,
+        **FEWER_ACTIVATIONS.get(mode, {}),
+        **variables,
+    )
+
+
 @pytest.fixture(scope="module")
 def pairs(start: Callable[..., Job]) -> Callable[[str], tuple[Any, Any]]:
     """What the program of a mode saw, stock and streamed."""
     jobs = {
         mode: (
             start("streaming.py", mode, str(STEPS), **VARIABLES, **FEWER_ACTIVATIONS.get(mode, {})),
-            start(
-                "streaming.py",
-                mode,
-                str(STEPS),
-                UMEM_POLICY="sft",
-                UMEM_DEVICE_BUDGET=TIGHT_FOR_FEWER if mode in FEWER_ACTIVATIONS else TIGHT,
-                **VARIABLES,
-                **FEWER_ACTIVATIONS.get(mode, {}),
-            ),
+            streamed(start, mode),
         )
         for mode in STREAMED_MODES
     }
 
     def facts_of(mode: str) -> tuple[Any, Any]:
-        stock, streamed = jobs[mode]
-        return stock.facts(), streamed.facts()
+        stock, other = jobs[mode]
+        return stock.facts(), other.facts()
 
     return facts_of
 
@@ -100,6 +111,20 @@ def test_all_bits_equal_the_stock_run(mode: str, pairs: Callable[[str], tuple[An
     assert values(facts) == values(stock)
     assert streaming["streamed"] >= STEPS - 1
     assert streaming["in_line"] == 0
+
+
+@pytest.mark.parametrize("mode", POISONED_MODES)
+def test_nothing_reads_freed_or_new_memory(
+    mode: str, pairs: Callable[[str], tuple[Any, Any]], start: Callable[..., Job]
+) -> None:
+    facts = streamed(start, mode, UMEM_POISON="1").facts()
+    assert values(facts) == values(pairs(mode)[0])
+    assert facts["streaming"]["streamed"] >= STEPS - 1
+
+
+def test_a_scaler_has_skipped_steps(pairs: Callable[[str], tuple[Any, Any]]) -> None:
+    losses = [float.fromhex(it) for it in pairs("scaled")[1]["losses"]]
+    assert [math.isinf(it) for it in losses] == [number % 3 == 2 for number in range(STEPS)]
 
 
 def test_a_plain_loop_waits_for_blocks_only(pairs: Callable[[str], tuple[Any, Any]]) -> None:

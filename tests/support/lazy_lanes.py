@@ -14,9 +14,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
+from lost_memory import lose_memory
 from torch import nn
 
 from umem.core.classes import TensorClass
@@ -35,12 +38,16 @@ class _Task:
     after: Sequence[_Task]
     gradients: list[tuple[nn.Parameter, torch.Tensor | None]]
     """Of all parameters, when the work was queued: on a GPU it is launched then."""
+    uses: Sequence[torch.Tensor] = ()
+    """What the lanes hold until the work has run."""
     is_done: bool = False
 
 
 def _nothing() -> None:
     pass
 
+
+_WORK, _GRADIENTS = attrgetter("work"), attrgetter("gradients")
 
 _OVER = _Task(Lane.UPDATE, _nothing, (), [], is_done=True)
 """A moment of the program's own work."""
@@ -125,16 +132,34 @@ class LazyLanes(Lanes):
 
         self._queue(None, work, ())
 
-    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[_Task] = ()) -> _Task:
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        after: Sequence[_Task] = (),
+        uses: Sequence[torch.Tensor] = (),
+    ) -> _Task:
         """Queue the work."""
         assert None not in after, "a GPU's lanes wait for moments alone"
-        return self._queue(lane, work, after)
+        return self._queue(lane, work, after, uses)
 
-    def _queue(self, lane: Lane | None, work: Callable[[], None], after: Sequence[_Task]) -> _Task:
-        task = _Task(lane, work, list(after), [(it, it.grad) for it in self._parameters()])
+    def _queue(
+        self,
+        lane: Lane | None,
+        work: Callable[[], None],
+        after: Sequence[_Task],
+        uses: Sequence[torch.Tensor] = (),
+    ) -> _Task:
+        gradients = [(it, it.grad) for it in self._parameters()]
+        task = _Task(lane, work, list(after), gradients, uses)
         self._queues[lane].append(task)
         self.progress()
         return task
+
+    def _lose_memory(self) -> None:
+        """Before work runs late: on a GPU, nothing is kept for it once it is launched."""
+        every = [it for queue in self._queues.values() for it in queue]
+        lose_memory(chain(map(_WORK, every), map(_GRADIENTS, every)))
 
     def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
         """Copy now: the caller is late."""
@@ -147,6 +172,7 @@ class LazyLanes(Lanes):
         self.progress()
         if moment is not None and not moment.is_done:
             self.waits += 1
+            self._lose_memory()
             self._complete(moment)
 
     def wait_on_stream_of(self, marked: _Task, moment: _Task | None) -> None:
@@ -179,7 +205,7 @@ class LazyLanes(Lanes):
             task.work()
         task.is_done = True
         # As an event of a GPU, it keeps nothing alive.
-        task.work, task.after, task.gradients = _nothing, (), []
+        task.work, task.after, task.gradients, task.uses = _nothing, (), [], ()
 
     @contextmanager
     def _as_queued(self, task: _Task) -> Iterator[None]:

@@ -29,6 +29,7 @@ from umem.policy.resolve import (
     ResolvedPolicy,
     check_environment,
     check_resolved,
+    poisons,
     resolve,
     without,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "class_rule",
     "find_problems",
     "load_policy",
+    "poisons",
     "policy_schema",
     "preset_names",
     "resolve",

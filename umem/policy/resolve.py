@@ -32,6 +32,7 @@ __all__ = [
     "ResolvedPolicy",
     "check_environment",
     "check_resolved",
+    "poisons",
     "resolve",
     "without",
 ]
@@ -249,12 +250,26 @@ def without(environ: Mapping[str, str] = os.environ) -> tuple[Refusable, ...]:
     return _from_environment("UMEM_WITHOUT", environ, _read_without) or ()
 
 
+def _read_switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"{text!r} is neither 0 nor 1: set it to 1")
+    return text == "1"
+
+
+def poisons(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``UMEM_POISON`` has the allocator overwrite freed and new memory.
+
+    ``PolicyError`` for any value but 0 and 1.
+    """
+    return _from_environment("UMEM_POISON", environ, _read_switch) or False
+
+
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Check the variables that change a policy, where there may be no device to resolve one for.
 
     ``PolicyError`` names the first that holds no usable value.
     """
-    for read in (_managed_limit, _budget, _planner, without):
+    for read in (_managed_limit, _budget, _planner, without, poisons):
         read(environ)
 
 

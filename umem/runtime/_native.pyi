@@ -42,6 +42,7 @@ class Config:
         managed_bytes_of_device: list[int] = [],  # added to the cap by each GPU in use
         advises: bool = True,  # False: as with a driver that takes no advice
         prefetches: bool = True,  # False: as with one that moves no pages when asked
+        poisons: bool = False,  # overwrite what is freed, and what is handed out
     ) -> None: ...
 
 class ClassOverride:

@@ -54,8 +54,8 @@ def own_stream(device: torch.device, purpose: str, *, priority: int = 0) -> torc
     On one H100 (driver 580.159, torch 2.11, 2026-11-23) they took 70 MiB of the card, which a
     training without streams of its own has for itself.
 
-    What its work uses of other streams' memory has to be freed behind the wait of a stream of the
-    program: the allocator counts on that.
+    What its work uses of other streams' memory has to be freed when the work is over, or behind the
+    wait of a stream of the program: the allocator counts on that.
     """
     create = functools.partial(bindings.create_stream, priority)
     handle = run_on(torch.cuda.current_stream(device), create)

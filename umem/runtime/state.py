@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from umem.core.errors import EnableError
 from umem.hardware.capabilities import Capabilities
-from umem.policy import Policy, ResolvedPolicy, without
+from umem.policy import Policy, ResolvedPolicy, poisons, without
 from umem.runtime.native_library import native
 
 if TYPE_CHECKING:
@@ -121,4 +121,5 @@ def native_config(
         pinned_limit_bytes=pinned_limit_bytes,
         advises="advice" not in refused,
         prefetches="prefetch" not in refused,
+        poisons=poisons(),
     )

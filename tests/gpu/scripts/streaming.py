@@ -96,13 +96,14 @@ class CardMemory:
 class Training:
     """The same model and batches in every process."""
 
-    def __init__(self, *, clips: bool) -> None:
+    def __init__(self, *, clips: bool, scales: bool = False, rate: Any = 1e-3) -> None:
         self.clips = clips
+        self.scaler = torch.amp.GradScaler("cuda", 2.0**10, enabled=scales)
         self.rows = ROWS
         torch.manual_seed(1)
         layers = [Layer() for _ in range(LAYERS)]
         self.model: Any = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True)
         self.side = torch.cuda.Stream()
         self.losses: list[torch.Tensor] = []
         self.seen: list[torch.Tensor] = []
@@ -114,13 +115,18 @@ class Training:
 
     def step(self) -> None:
         torch.manual_seed(100 + len(self.losses))
-        loss = self.model(torch.randn(self.rows, HIDDEN, device="cuda")).square().mean()
+        batch = torch.randn(self.rows, HIDDEN, device="cuda")
+        with torch.autocast("cuda", torch.float16, enabled=self.scaler.is_enabled()):
+            loss = self.model(batch).float().square().mean()
+        if self.scaler.is_enabled() and len(self.losses) % 3 == 2:
+            loss = loss * float("inf")
         self.optimizer.zero_grad()
-        loss.backward()
+        self.scaler.scale(loss).backward()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.places = [it.data_ptr() for it in self.model.parameters()]
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.losses.append(loss.detach())
 
     def average(self) -> None:
@@ -314,6 +320,23 @@ def buffers_filled_late(training: Training) -> None:
     setattr(CudaStateMemory, "buffer", late)  # noqa: B010, the type checker takes no new method
 
 
+def numbers() -> list[torch.Tensor]:
+    """Requests of the size that a number has, all at once: they get what was freed just now."""
+    return [torch.full((), float("nan"), device="cuda") for _ in range(64)]
+
+
+def scaled(_training: Training) -> None:
+    """In float16, with a scaler that skips each third step."""
+    numbers()
+
+
+def rate_changed(training: Training) -> None:
+    """A learning rate on the device, right behind the step."""
+    for group in training.optimizer.param_groups:
+        group["lr"].mul_(0.9)
+    numbers()
+
+
 def varied(training: Training) -> None:
     """Batches of three sizes, evaluations, and a checkpoint that is saved and loaded."""
     saved_and_loaded(training)
@@ -329,7 +352,7 @@ MODES: dict[str, Callable[[Training], None]] = {
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
         *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
-        *(gradients_clipped, buffers_filled_late, varied),
+        *(gradients_clipped, buffers_filled_late, varied, scaled, rate_changed),
         *(averaged_by_a_graph, evaluated_by_a_graph, captured_with_a_fork),
         *(copied_behind_any_event, graphed, graphed_late),
     )
@@ -342,7 +365,11 @@ def main() -> None:
         assert umem.enable(os.environ["UMEM_POLICY"])
     card = CardMemory()
     between = MODES[sys.argv[1]]
-    training = Training(clips=between is not in_backward)
+    training = Training(
+        clips=between not in (in_backward, scaled),
+        scales=between is scaled,
+        rate=torch.tensor(1e-3, device="cuda") if between is rate_changed else 1e-3,
+    )
     if between is graphed:
         graph_model(training)
     steps, waited = int(sys.argv[2]), 0

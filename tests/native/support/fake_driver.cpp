@@ -237,6 +237,13 @@ bool FakeDriver::copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t b
   return true;
 }
 
+void FakeDriver::fill(int device, StreamId stream, Range range, unsigned char value) noexcept {
+  const std::lock_guard lock(mutex_);
+  CHECK(!capturing_.contains(stream));
+  CHECK_EQUAL(value, kPoison);
+  fills_.push_back({key(stream, device), range, ++streams_[key(stream, device)].launched});
+}
+
 bool FakeDriver::evict(int, Range range) noexcept {
   slow.enter("evict");
   const std::lock_guard lock(mutex_);
@@ -297,6 +304,11 @@ std::size_t FakeDriver::copied_bytes() const {
 std::vector<Range> FakeDriver::evicted() const {
   const std::lock_guard lock(mutex_);
   return evicted_;
+}
+
+std::vector<Fill> FakeDriver::take_fills() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(fills_, {});
 }
 
 std::size_t FakeDriver::events() const {

@@ -67,6 +67,12 @@ struct AdviceCall {
   Advice advice;
 };
 
+struct Fill {
+  DeviceStream stream;
+  Range range;
+  std::uint64_t mark;  // of the stream's work that it is
+};
+
 // Streams whose work is done when the test says so, or when the core waits for it. Every event must
 // be asked about until it is done, and never again after that.
 class FakeDriver final : public Driver {
@@ -87,6 +93,7 @@ class FakeDriver final : public Driver {
   bool synchronize(int) noexcept override;
   // Counts only: the memory of the fakes cannot be accessed. One side must be mapped.
   bool copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) noexcept override;
+  void fill(int device, StreamId stream, Range range, unsigned char value) noexcept override;
   bool evict(int, Range range) noexcept override;
   FakeVirtualMemory* virtual_memory() noexcept override { return virtual_memory_.get(); }
 
@@ -105,6 +112,8 @@ class FakeDriver final : public Driver {
   void refuse_copies(bool refuse);
   std::size_t copied_bytes() const;
   std::vector<Range> evicted() const;
+  // Fills since the last call.
+  std::vector<Fill> take_fills();
   std::size_t events() const;
   std::vector<AdviceCall> advice() const;
   std::vector<Range> populated() const;
@@ -146,6 +155,7 @@ class FakeDriver final : public Driver {
   std::vector<Range> evicted_;
   std::vector<AdviceCall> advice_;
   std::vector<Range> populated_;
+  std::vector<Fill> fills_;
 };
 
 struct MachineSettings {

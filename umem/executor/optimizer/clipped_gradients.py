@@ -45,6 +45,8 @@ class GradientNorm(NamedTuple):
 
     value: torch.Tensor
     order: float
+    stream: int
+    """The key of the stream that owns the value's memory: the program frees it behind its own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +95,7 @@ class ClippedGradients(Guard):
         order = self._order
         if order is None:
             return found
+        stream = self._lanes.stream_key()
         numbers: dict[torch.dtype, list[int]] = {}
         for number, gradient in enumerate(gradients):
             numbers.setdefault(gradient.dtype, []).append(number)
@@ -102,7 +105,7 @@ class ClippedGradients(Guard):
                 alike = [gradients[it] for it in some]
                 if _is_uniform(alike):
                     for number, norm in zip(some, _NORM(alike, order), strict=True):
-                        found[number] = GradientNorm(norm, order)
+                        found[number] = GradientNorm(norm, order, stream)
         return found
 
     def keep(self, gradient: torch.Tensor, norm: GradientNorm | None, moment: Moment) -> None:
@@ -223,8 +226,9 @@ class ClippedGradients(Guard):
         """A norm that is known and right, once: the program may write to it."""
         if held is None or held.norm is None or held.factors:
             return None
-        with Unguarded():
-            is_right = (held.norm.order, held.version) == (order, version_counter(gradient))
+        norm, stream = held.norm, self._lanes.stream_key()
+        known = norm.order, norm.stream, held.version
+        is_right = known == (order, stream, version_counter(gradient))
         if not is_right:
             return None
         self._lanes.wait(held.moment)

@@ -13,6 +13,7 @@ import torch
 from umem.core.classes import TensorClass
 from umem.core.report import Direction
 from umem.cuda import bindings
+from umem.executor.optimizer.held_tensors import HeldTensors
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import CurrentStream, is_own_stream, own_stream, run_on
@@ -59,17 +60,32 @@ class Lanes(Protocol):
     def mark(self) -> Moment:
         """The moment after the current work of the calling thread's stream."""
 
-    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        after: Sequence[Moment] = (),
+        uses: Sequence[torch.Tensor] = (),
+    ) -> Moment:
         """Queue work, and return the moment after it.
+
+        A lane reads and writes memory later than the function returns, and keeps no reference to
+        the function. So each tensor that the work uses has one of three owners until the lane has
+        passed the work: somebody who waits for the moment, on the stream that owns the memory,
+        before the tensor is freed (weights, gradients, state, slots and buffers); the lane itself,
+        for what the function allocates on an update's stream; or `uses`, for all else.
 
         Parameters
         ----------
         lane
             Its queue.
         work
-            A function that launches kernels or copies. It keeps alive what they use.
+            A function that launches kernels or copies.
         after
             Moments that the work waits for, besides the earlier work of its lane.
+        uses
+            Small tensors that nobody else holds. The lane holds them until it has passed the work;
+            it looks when it is given others. Pass one sequence for all work that uses it.
         """
 
     def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
@@ -131,9 +147,15 @@ class HostLanes(Lanes):
         """The present."""
         return _OVER
 
-    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        after: Sequence[Moment] = (),
+        uses: Sequence[torch.Tensor] = (),
+    ) -> Moment:
         """Run the work."""
-        del lane, after
+        del lane, after, uses
         work()
         return _OVER
 
@@ -165,6 +187,11 @@ class _Moment(NamedTuple):
     stream: torch.cuda.Stream
 
 
+def _has_passed(moment: _Moment) -> bool:
+    with bindings.relaxed_capture():  # to ask would break a capture of the program
+        return moment.event.query()
+
+
 class CudaLanes(Lanes):
     """Streams of a GPU, one for each lane.
 
@@ -185,6 +212,7 @@ class CudaLanes(Lanes):
             own_stream(device, lane.name, priority=-1 if lane is Lane.UPDATE else 0)
             for lane in Lane
         ]
+        self._held = [HeldTensors(_has_passed) for _ in Lane]
 
     def mark(self) -> Moment:
         """An event on the current stream."""
@@ -195,7 +223,13 @@ class CudaLanes(Lanes):
         event.record(stream)
         return _Moment(event, stream)
 
-    def run(self, lane: Lane, work: Callable[[], None], after: Sequence[Moment] = ()) -> Moment:
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        after: Sequence[Moment] = (),
+        uses: Sequence[torch.Tensor] = (),
+    ) -> Moment:
         """Launch the work on the lane's stream."""
         stream = self._streams[lane]
         for moment in after:
@@ -205,7 +239,10 @@ class CudaLanes(Lanes):
             run_on(stream, work)
         else:  # copies name their stream, which takes less time than to change torch's
             work()
-        return self._moment_of(stream)
+        moment = self._moment_of(stream)
+        if uses:
+            self._held[lane].hold(uses, moment)
+        return moment
 
     def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
         """Copy by a copy engine, on the lane's stream.

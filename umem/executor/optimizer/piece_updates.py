@@ -146,7 +146,7 @@ class PieceUpdates:
         update = call.update(state, updated.part, operands, is_last=updated.is_last, note=note)
         lanes = self._lanes
         if slot is None:
-            done = lanes.run(Lane.UPDATE, update, [ready])
+            done = lanes.run(Lane.UPDATE, update, [ready], call.tensors)
             self.queued.add(piece)
             piece.fetched, piece.updated = None, done
             # Behind the copies of other pieces, too.
@@ -163,7 +163,7 @@ class PieceUpdates:
             self._staying[piece] = operands
         # Before it runs: behind an error, what the update has changed goes home all the same.
         self._units.pool.leaving[slot] = unit, piece
-        slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived])
+        slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived], call.tensors)
         self.queued.add(piece)
         if operands is not None:
             self._send_weights(piece, operands, done)

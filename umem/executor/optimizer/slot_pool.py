@@ -6,6 +6,7 @@ import threading
 import weakref
 from typing import Protocol
 
+from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.state_staging import Slot, StateMemory
 from umem.executor.optimizer.streamed_unit import StreamedUnit
 from umem.planning.stream_timing import FIRST_SLOTS
@@ -30,9 +31,11 @@ class SlotPool:
     ----------
     memory
         The device's memory.
+    lanes
+        Tells the stream that slots are made on.
     """
 
-    def __init__(self, memory: StateMemory) -> None:
+    def __init__(self, memory: StateMemory, lanes: Lanes) -> None:
         self.lock = threading.RLock()
         """Held by all users while they change units or slots."""
         self.count = FIRST_SLOTS
@@ -46,6 +49,7 @@ class SlotPool:
         self.is_current = False
         """Whether they are for the users' pieces as they are now."""
         self._memory = memory
+        self._lanes = lanes
         self._users: list[weakref.ref[SlotUser]] = []
 
     @property
@@ -91,7 +95,8 @@ class SlotPool:
         sizes = [size_bytes for user in self.users for size_bytes in user.piece_bytes()]
         wanted = min(max(self.count, 1), len(sizes))
         buffers = [self._memory.buffer(max(sizes)) for _ in range(wanted)]
-        self.slots = [Slot(memory) for memory in buffers if memory is not None]
+        made = self._lanes.mark()
+        self.slots = [Slot(memory, made) for memory in buffers if memory is not None]
         # Where the device has no room for one, the next step asks again.
         self.is_current = bool(self.slots) or not wanted
 

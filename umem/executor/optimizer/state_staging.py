@@ -164,14 +164,12 @@ class Slot:
     memory
         The buffer.
     made
-        For a temporary one, the moment when it was made, on the stream that owns its memory.
+        The moment when it was made, on the stream that owns its memory.
     instead_of
         For a temporary one, the slot that its piece of state has otherwise.
     """
 
-    def __init__(
-        self, memory: torch.Tensor, made: Moment = None, instead_of: Slot | None = None
-    ) -> None:
+    def __init__(self, memory: torch.Tensor, made: Moment, instead_of: Slot | None = None) -> None:
         self.memory = memory
         self.made = made
         self.instead_of = instead_of

@@ -38,13 +38,15 @@ class StepCall:
 
     def __init__(self, optimizer: Optimizer, lanes: Lanes) -> None:
         self.optimizer = optimizer
+        self.tensors: list[Tensor] = []
+        """Hyperparameters that are tensors: copies, which the lanes hold until the updates end."""
         self._attributes = {
-            name: _fixed(value)
+            name: self._fixed(value)
             for name, value in vars(optimizer).items()
             if name not in ("param_groups", "state")
         }
         self._groups = [
-            {name: _fixed(value) for name, value in group.items() if name != "params"}
+            {name: self._fixed(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
         self._values = [dict(group) for group in optimizer.param_groups]
@@ -65,6 +67,15 @@ class StepCall:
         succeeds = partial(setattr, self, "has_failed", False)
         self.has_failed = True  # unless it comes to its end
         call_all(partial(self._plain_step, part), note, succeeds)
+
+    def _fixed(self, value: Any) -> Any:
+        """A hyperparameter that later changes in place do not reach."""
+        if isinstance(value, Tensor):
+            self.tensors.append(value.clone())
+            return self.tensors[-1]
+        if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+            return tuple(map(self._fixed, value))
+        return value
 
     def has_hyperparameters_of(self, optimizer: Optimizer) -> bool:
         """Whether the hyperparameters are the same now. Nothing waits for the device."""
@@ -177,15 +188,6 @@ def _parts_of(parameters: Collection[Tensor], gradients: Iterable[Tensor]) -> di
     for part, gradient in zip(parts.values(), gradients, strict=True):
         part.grad = gradient
     return parts
-
-
-def _fixed(value: Any) -> Any:
-    """A hyperparameter that later changes in place do not reach."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
-        return tuple(map(_fixed, value))
-    return value
 
 
 def _signature(optimizer: Optimizer) -> list[Any]:

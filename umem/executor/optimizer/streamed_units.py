@@ -58,7 +58,7 @@ class StreamedUnits:
         piece_bytes: int | None,
         pool: SlotPool | None = None,
     ) -> None:
-        self.pool = pool or SlotPool(memory)
+        self.pool = pool or SlotPool(memory, lanes)
         self.lock = self.pool.lock
         self.layouts = 0
         """How often units were laid out anew."""
@@ -406,8 +406,11 @@ class StreamedUnits:
         self._taken = None  # first: an interrupt leaves them to be taken anew
         for unit in every:
             self._drop_fetched(unit)
-            for moment in filter(None, (unit.returned, unit.slot and unit.slot.free)):
-                self._lanes.wait(moment)  # before the memory of a slot is used for anything else
+            slot = unit.slot
+            for moment in filter(None, (unit.returned, slot and slot.free)):
+                self._lanes.wait(moment)
+                if slot is not None:  # before its memory is used for anything else
+                    self._lanes.wait_on_stream_of(slot.made, moment)
         # Now no copy is left of one whose slot another unit was fetched into before its update.
         for unit in every:
             unit.slot = None
@@ -518,7 +521,7 @@ class StreamedUnits:
                 return
             for piece in self._with_temporary(count):
                 state, slot = piece.state, piece.slot
-                if slot is None or slot.made is not None or not self.may_fetch(piece):
+                if slot is None or slot.instead_of is not None or not self.may_fetch(piece):
                     continue
                 assert state is not None
                 self.send_state_home(slot)
@@ -527,7 +530,7 @@ class StreamedUnits:
                     self._makes_temporary = False  # to ask again costs page-locked memory
                     return
                 now = self._lanes.mark()  # behind all uses that the memory has had
-                piece.slot = Slot(memory, made=now, instead_of=slot)
+                piece.slot = Slot(memory, now, instead_of=slot)
                 self.pool.temporary.append(piece.slot)
                 self.fetch(piece, now)
 
@@ -559,7 +562,7 @@ class StreamedUnits:
         with self.lock:
             for piece in self._with_temporary(count):
                 slot = piece.slot
-                if slot is None or slot.made is None:
+                if slot is None or slot.instead_of is None:
                     continue
                 self.send_state_home(slot)
                 for moment in filter(None, (piece.fetched, slot.free)):
@@ -592,6 +595,8 @@ class StreamedUnits:
     def _drop_fetched(self, unit: StreamedUnit) -> None:
         if unit.fetched is not None:
             self._lanes.wait(unit.fetched)  # it reads the homes
+            if unit.slot is not None:
+                self._lanes.wait_on_stream_of(unit.slot.made, unit.fetched)
             unit.fetched = None
 
     def _drop_state(self, unit: StreamedUnit) -> None:

@@ -65,10 +65,19 @@ def is_movable_weight(tensor: torch.Tensor) -> bool:
 
 
 class StagingBuffer:
-    """A buffer on the device, which blocks share by turns."""
+    """A buffer on the device, which blocks share by turns.
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    Parameters
+    ----------
+    memory
+        The buffer.
+    made
+        The moment when it was made, on the stream that owns its memory.
+    """
+
+    def __init__(self, memory: torch.Tensor, made: Moment) -> None:
         self.memory = memory
+        self._made = made
         self.used: list[Moment] = []
         """The moments after the last uses of its contents."""
         self.holder: StagedWeights | None = None
@@ -105,6 +114,13 @@ class StagingBuffer:
     def end_loan(self) -> None:
         """Leave the memory to whoever has a view of it."""
         self._end_loan()
+
+    def let_go(self, lanes: Lanes) -> None:
+        """Leave the memory to whoever asks next, behind copies and uses."""
+        self._end_loan()
+        for moment in self.used:
+            lanes.wait(moment)
+            lanes.wait_on_stream_of(self._made, moment)
 
     def has_users(self, bound: int = 0) -> bool:
         """Whether a view of it is alive beside `bound` weights, so that its contents must stay."""

@@ -283,7 +283,7 @@ class StreamedWeights:
             guards = [
                 guard for it in self._staged for guard in (it.guard, it.cache) if guard is not None
             ]
-            end = weakref.finalize(self, _end, listener, self._buffers, guards)
+            end = weakref.finalize(self, _end, listener, self._lanes, self._buffers, guards)
             end.atexit = False
             self._undo.append(end)
 
@@ -353,7 +353,7 @@ class StreamedWeights:
             if staged.cache is not None:
                 staged.cache.release()
         for buffer in self._buffers:
-            self._let_go(buffer)
+            buffer.let_go(self._lanes)
         self._buffers, self._staged, self._numbers = [], [], {}
         self._modules, self._compiled = [], []
         self._passes.clear()
@@ -361,16 +361,10 @@ class StreamedWeights:
         self._expected.clear()
         self._last = None
 
-    def _let_go(self, buffer: StagingBuffer) -> None:
-        """Leave a buffer's memory to whoever asks next, on the program's stream."""
-        buffer.end_loan()
-        for moment in buffer.used:
-            self._lanes.wait(moment)
-
     def _new_buffer(self) -> StagingBuffer | None:
         with InferenceMode(False):
             memory = self._memory.buffer(self._slot_bytes)
-        return None if memory is None else StagingBuffer(memory)
+        return None if memory is None else StagingBuffer(memory, self._lanes.mark())
 
     # ------------------------------------------------------------------ hooks
 
@@ -556,7 +550,7 @@ class StreamedWeights:
             if buffer.holder is not None:
                 buffer.holder.drop()
             self._buffers.remove(buffer)
-            self._let_go(buffer)
+            buffer.let_go(self._lanes)
 
     def _fetch(
         self, staged: StagedWeights, buffer: StagingBuffer, kind: _Pass, asked: Moment = None
@@ -657,10 +651,15 @@ def _backward_ends(reference: weakref.ref[StreamedWeights], _has_failed: bool) -
         weights.end_backward()
 
 
-def _end(listener: Undo, buffers: Sequence[StagingBuffer], guards: Sequence[TensorGuard]) -> None:
+def _end(
+    listener: Undo,
+    lanes: Lanes,
+    buffers: Sequence[StagingBuffer],
+    guards: Sequence[TensorGuard],
+) -> None:
     listener()
     for buffer in buffers:
-        buffer.end_loan()
+        buffer.let_go(lanes)  # copies that were fetched ahead may be under way
     # A guard and the tensors that it holds keep each other alive.
     for guard in guards:
         guard.release()
