@@ -57,6 +57,7 @@ __all__ = [
     "before_fsdp_gathers",
     "fsdp_groups",
     "fsdp_modules",
+    "fx_is_tracing",
     "missing",
     "replace",
     "require",
@@ -183,6 +184,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "hooks around a call that Module.compile has compiled",
         "the phases of compiled modules would not be seen",
         {"compiled_call": "torch.nn:Module._compiled_call_impl"},
+    ),
+    **_names(
+        "hooks are not called while torch.fx traces a module",
+        "hooks would be called with what is no tensor",
+        {"fx_tracing": "torch.fx._symbolic_trace:_is_fx_tracing_flag"},
     ),
     **_names(
         "finds the tensors inside DTensors, quantised weights and nested arguments",
@@ -468,6 +474,12 @@ def hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[Any], None]) 
         node._register_hook_dict(tensor)  # the node holds the dictionary from now on
     finally:
         tensor._backward_hooks = others
+
+
+def fx_is_tracing() -> bool:
+    """Whether ``torch.fx`` traces a call, in any thread."""
+    module = sys.modules.get("torch.fx._symbolic_trace")
+    return module is not None and bool(module._is_fx_tracing_flag)
 
 
 def before_compilation(function: Callable[..., None]) -> None:

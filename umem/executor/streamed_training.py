@@ -28,11 +28,6 @@ from umem.executor.optimizer.separable import refusal, whole_step_reason
 from umem.executor.optimizer.sharded_parameters import GatheredParameters
 from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.state_staging import StateMemory
-from umem.executor.optimizer.step_hooks import (
-    LastBeforeStep,
-    add_first_after_step,
-    named_arguments,
-)
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
 from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.temporary_slots import TemporarySlots
@@ -43,6 +38,7 @@ from umem.executor.tuning_status import TuningStatus
 from umem.executor.weights.model_weights import ModelWeights
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import (
     InferenceMode,
@@ -237,22 +233,21 @@ class StreamedTraining:
         """Each removes one; none while no update can be under way in a forward pass."""
         self._hook_blocks()
         self._undo.append(self._unhook_blocks)
-        begins = Hook(self._before_model)
-        self._undo.append(model.register_forward_pre_hook(begins, prepend=True).remove)
-        self._undo.append(model.register_forward_hook(Hook(self._after_model)).remove)
-        self._step_hook = LastBeforeStep(optimizer, self._before_step)
-        self._undo.append(self._step_hook.remove)
-        self._undo.append(add_first_after_step(optimizer, lambda *_: self._step.step_ended()))
-        self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
-        self._undo.append(
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._step.join()).remove
-        )
-        model_loads = Hook(self._model_loads)
+        ended = optimizer.register_step_post_hook(lambda *_: self._step.step_ended())
         self._undo += [
-            model.register_load_state_dict_pre_hook(model_loads).remove,
-            optimizer.register_load_state_dict_post_hook(
-                lambda _: self._step.have_loaded("optimizer")
-            ).remove,
+            hide(model.register_forward_pre_hook(Hook(self._before_model)), first=True),
+            hide(model.register_forward_hook(Hook(self._after_model))),
+            # Behind all of the program's, which may change gradients.
+            hide(optimizer.register_step_pre_hook(self._before_step)),
+            hide(ended, first=True),  # the program's may raise
+            hide(optimizer.register_step_post_hook(self._after_step)),
+            hide(optimizer.register_load_state_dict_pre_hook(lambda *_: self._step.join())),
+            hide(model.register_load_state_dict_pre_hook(Hook(self._model_loads))),
+            hide(
+                optimizer.register_load_state_dict_post_hook(
+                    lambda _: self._step.have_loaded("optimizer")
+                )
+            ),
         ]
         if step_in_backward:
             self.move_into_backward()
@@ -285,8 +280,8 @@ class StreamedTraining:
             self._tuner.expect_backward(self._tuned)
         loads, loaded = Hook(self._backward.model_loads), self._backward.optimizer_loads
         self._undo += [
-            model.register_load_state_dict_pre_hook(loads).remove,
-            optimizer.register_load_state_dict_post_hook(lambda _: loaded()).remove,
+            hide(model.register_load_state_dict_pre_hook(loads)),
+            hide(optimizer.register_load_state_dict_post_hook(lambda _: loaded())),
         ]
 
     @property
@@ -407,8 +402,8 @@ class StreamedTraining:
         for block in self._blocks:
             with contextlib.suppress(TraceError):  # the program has replaced it
                 enter = Hook(functools.partial(self._step.enter, block.name))
-                handle = block.module.register_forward_pre_hook(enter, prepend=True)
-                self._block_hooks.append(handle.remove)
+                handle = block.module.register_forward_pre_hook(enter)
+                self._block_hooks.append(hide(handle, first=True))
 
     def _unhook_blocks(self) -> None:
         while self._block_hooks:
@@ -421,7 +416,6 @@ class StreamedTraining:
         if self._rest is not None:
             return
         self._gradients.settle()
-        self._step_hook.move_last()
         if _computes_anew():
             if self._tuner is not None:
                 self._tuner.forward_begins()
@@ -448,9 +442,9 @@ class StreamedTraining:
             if self._rest.holds(optimizer) and self._tuner is not None and self._tuner.rests:
                 return None
             self._rest = None
-        named = named_arguments(args, kwargs)
+        named = _named_arguments(args, kwargs)
         may_call = named.keys() == {"closure"} and self._streams_state and self._backward is None
-        if not may_call or not self._step_hook.is_last:
+        if not may_call:
             return self._begin_step(optimizer, named)
         closure = named.pop("closure")
         # Known optimizers call it once, before they use a gradient.
@@ -476,10 +470,9 @@ class StreamedTraining:
         if may_divide:
             self._hook_blocks()
         obstacle = self._obstacle(optimizer, arguments, may_divide=may_divide)
-        is_last = self._step_hook.is_last
-        self._is_in_line = bool(obstacle) or not is_last
+        self._is_in_line = bool(obstacle)
         if self._backward is not None:
-            self._backward.step_begins(optimizer, obstacle, is_last=is_last)
+            self._backward.step_begins(optimizer, obstacle)
         if self._is_in_line:
             self._step.join()
             self._step.counts.in_line += 1
@@ -613,6 +606,14 @@ class StreamedTraining:
         self._whole_steps[reason] += 1
         if self._whole_steps[reason] == _STEPS_BEFORE_WARNING:
             _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
+
+
+def _named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``step()`` by name, but None: Accelerate calls ``step(None)``."""
+    if len(args) == 1 and not kwargs:
+        return {}
+    named = {**dict(zip(("closure",), args[1:], strict=False)), **kwargs}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from umem.runtime.torch_hooks.hidden import Undo, are_called, hide
 from umem.torch_compat import compiled_call, set_compiled_call
 
 __all__ = ["Guard", "Undo", "enter_running_forward", "hook_calls", "hook_running_forward"]
 
-Undo = Callable[[], None]
 OnError = Callable[[Exception], None]
 
 
@@ -26,14 +26,10 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _do_nothing(*_args: object, **_kwargs: object) -> None:
-    pass
+class Hook:
+    """Calls a function and drops its result, which torch would take for the hooked call's result.
 
-
-class _Copyable:
-    """Holds a function. A copy of it, such as in a copied or pickled model, does nothing.
-
-    Each subclass calls the function itself, without another layer: it runs in every module call.
+    An exception of the function goes to `on_error`, by default to the caller.
     """
 
     __slots__ = ("_function", "_on_error")
@@ -41,18 +37,6 @@ class _Copyable:
     def __init__(self, function: Callable[..., None], on_error: OnError = _raise) -> None:
         self._function = function
         self._on_error = on_error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (_do_nothing,)
-
-
-class Hook(_Copyable):
-    """Calls a function and drops its result, which torch would take for the hooked call's result.
-
-    An exception of the function goes to `on_error`, by default to the caller.
-    """
-
-    __slots__ = ()
 
     def __call__(self, *args: Any) -> None:
         """Call the function."""
@@ -84,7 +68,7 @@ class Guard:
         return hook
 
 
-class _Before(_Copyable):
+class _Before(Hook):
     """A forward pre-hook, which does nothing while a compiler traces the call."""
 
     __slots__ = ()
@@ -101,7 +85,7 @@ class _Before(_Copyable):
             self._on_error(error)
 
 
-class _After(_Copyable):
+class _After(Hook):
     """A forward hook, which does nothing while a compiler traces the call."""
 
     __slots__ = ()
@@ -132,10 +116,11 @@ def hook_calls(
         return [_hook_compiled(module, enter, leave, on_error)]
     if module in _forward_hooks:
         return [_hook_forward(module, enter, leave, on_error)]
-    undo = [module.register_forward_pre_hook(_Before(enter, on_error), with_kwargs=True).remove]
+    before = _Before(enter, on_error)
+    undo = [hide(module.register_forward_pre_hook(before, with_kwargs=True))]
     if leave is not None:
         after = _After(leave, on_error)
-        undo.append(module.register_forward_hook(after, always_call=True).remove)
+        undo.append(hide(module.register_forward_hook(after, always_call=True)))
     return undo
 
 
@@ -184,7 +169,7 @@ class _CompiledCall:
         self.hooks: list[_Pair] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():  # as a part of a larger graph
+        if not are_called():  # as a part of a larger graph
             return self.compiled(*args, **kwargs)
         return _call_with(list(self.hooks), self.compiled, args, kwargs)
 
@@ -268,7 +253,7 @@ def _wrap_forward(kind: type[nn.Module]) -> None:
 
     @functools.wraps(forward)
     def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hooks = None if is_compiling() else _forward_hooks.get(self)
+        hooks = _forward_hooks.get(self) if are_called() else None
         if not hooks:
             return forward(self, *args, **kwargs)
         return _call_with(list(hooks), forward, args, kwargs, own=(self,))
