@@ -299,8 +299,7 @@ def test_a_call_in_progress_at_the_start_is_not_tracked() -> None:
 def test_a_stop_inside_a_call_takes_effect_at_once() -> None:
     training, log = Training(), Log()
     with training.tracked(log) as tracker:
-        first = training.model.layers[0][0]
-        handle = first.register_forward_pre_hook(lambda *_: tracker.stop())
+        handle = training.model.layers[0].register_forward_pre_hook(lambda *_: tracker.stop())
         training.step()
         assert log.take()[-1] == "begin layers.0"
         training.step()

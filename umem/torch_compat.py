@@ -191,6 +191,14 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {"fx_tracing": "torch.fx._symbolic_trace:_is_fx_tracing_flag"},
     ),
     **_names(
+        "leaves umem's own work out of what torch.jit.trace records",
+        "updates would be a part of traced models",
+        {
+            "tracing_state": "torch._C:_get_tracing_state",
+            "set_tracing_state": "torch._C:_set_tracing_state",
+        },
+    ),
+    **_names(
         "finds the tensors inside DTensors, quantised weights and nested arguments",
         "sharded and quantised weights would have no class",
         {
@@ -417,11 +425,14 @@ queue_backward_callback: Callable[[Callable[[], None]], None]
 saved_tensor_hooks_enabled: Callable[[], bool]
 set_stream: Callable[[int, int, int], None]
 """Makes a stream the current one, and its device: its id, the device's index and type."""
+set_tracing_state: Callable[[Any], None]
 storage_address: Callable[[torch.Tensor], int]
 """The address of a tensor's C++ storage, as :func:`storage_key` without an object for it."""
 storage_use_count: Callable[[int], int]
 """Number of references to the C++ storage at an address."""
 top_saved_tensor_hooks: Callable[[bool], Any]
+tracing_state: Callable[[], Any]
+"""Of what records a function for ``torch.jit``; None where nothing does."""
 tree_leaves: Callable[[Any], list[Any]]
 tree_map_only: Callable[..., Any]
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import is_guardable
-from umem.executor.optimizer.lanes import Copy, Lane, Lanes
+from umem.executor.optimizer.lanes import Copy, Lane, Lanes, untraced
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.torch_compat import DisableTorchFunctionSubclass
 
@@ -176,7 +176,7 @@ class LazyLanes(Lanes):
                 self._run(first)
 
     def _run(self, task: _Task) -> None:
-        with self._as_queued(task):
+        with self._as_queued(task), untraced():
             task.work()
         task.is_done = True
         # As an event of a GPU, it keeps nothing alive.

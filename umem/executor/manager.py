@@ -105,7 +105,7 @@ class Manager:
             # First, because FSDP's own hook replaces the optimizer's parameters by gathered ones.
             hide(
                 model.register_forward_pre_hook(self._guard(self._on_call), with_kwargs=True),
-                first=True,
+                "first",
             ),
             # A compiled step calls these two hooks outside of the compiled code.
             hide(optimizer.register_step_pre_hook(self._guard.uncompiled(self._optimizer_begins))),

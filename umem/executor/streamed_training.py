@@ -38,6 +38,7 @@ from umem.executor.tuning_status import TuningStatus
 from umem.executor.weights.model_weights import ModelWeights
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.torch_hooks.graphed import graphed_tensors
 from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import (
@@ -198,6 +199,7 @@ class StreamedTraining:
             self._undo.append(lambda: updates.remove(update_of))
             self._step.settled = weights.streamed.settled
         self._step.may_defer = not is_compiled(model)
+        self.let_graphs_read()
         self._step.find_gathered = self._find_gathered
         self._compilations = 0
         self._is_in_line = True
@@ -235,11 +237,11 @@ class StreamedTraining:
         self._undo.append(self._unhook_blocks)
         ended = optimizer.register_step_post_hook(lambda *_: self._step.step_ended())
         self._undo += [
-            hide(model.register_forward_pre_hook(Hook(self._before_model)), first=True),
+            hide(model.register_forward_pre_hook(Hook(self._before_model)), "first"),
             hide(model.register_forward_hook(Hook(self._after_model))),
             # Behind all of the program's, which may change gradients.
             hide(optimizer.register_step_pre_hook(self._before_step)),
-            hide(ended, first=True),  # the program's may raise
+            hide(ended, "first"),  # the program's may raise
             hide(optimizer.register_step_post_hook(self._after_step)),
             hide(optimizer.register_load_state_dict_pre_hook(lambda *_: self._step.join())),
             hide(model.register_load_state_dict_pre_hook(Hook(self._model_loads))),
@@ -372,6 +374,15 @@ class StreamedTraining:
             self._backward.close(is_checked=False)
         self._release()
 
+    def let_graphs_read(self) -> None:
+        """Defer no step from now on, and stream no weight, if a CUDA graph reads the model's."""
+        model = self._model()
+        if model is None or not graphed_tensors(model):
+            return
+        self._step.may_defer = False
+        if self._weights is not None:
+            self._weights.let_graphs_read()
+
     def compilation_begins(self) -> None:
         """Let the stream wait for all updates: torch cannot compile uses of guarded tensors.
 
@@ -403,7 +414,7 @@ class StreamedTraining:
             with contextlib.suppress(TraceError):  # the program has replaced it
                 enter = Hook(functools.partial(self._step.enter, block.name))
                 handle = block.module.register_forward_pre_hook(enter)
-                self._block_hooks.append(hide(handle, first=True))
+                self._block_hooks.append(hide(handle, "first"))
 
     def _unhook_blocks(self) -> None:
         while self._block_hooks:

@@ -225,7 +225,7 @@ class StepRecording:
             for undo in hook_calls(model, self._on_call, on_error=self._guard.on_error):
                 hooks.callback(undo)
             # Ahead of the hook that streams the step, which is part of it.
-            hooks.callback(hide(optimizer.register_step_pre_hook(before), first=True))
+            hooks.callback(hide(optimizer.register_step_pre_hook(before), "first"))
             hooks.callback(hide(optimizer.register_step_post_hook(after)))
             self._hooks = hooks.pop_all()
         return self

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.compiler import is_compiling
@@ -32,6 +32,7 @@ from umem.torch_compat import fx_is_tracing
 __all__ = ["are_called", "hidden_in", "hide", "uncalled"]
 
 Undo = Callable[[], None]
+Place = Literal["first", "ahead", "behind"]
 
 _uncalled: list[int] = []
 """The threads that leave umem's hooks out, once for each :func:`uncalled`."""
@@ -62,7 +63,7 @@ def uncalled() -> Iterator[None]:
 class _Own:
     """What umem has in one dictionary."""
 
-    first: dict[int, Any] = field(default_factory=dict)
+    ahead: dict[int, Any] = field(default_factory=dict)
     behind: dict[int, Any] = field(default_factory=dict)
 
 
@@ -97,13 +98,13 @@ class _CallHooks(_Hooks):
 
     def __contains__(self, key: object) -> bool:
         own = self.own
-        return key in own.first or key in own.behind or super().__contains__(key)
+        return key in own.ahead or key in own.behind or super().__contains__(key)
 
     def items(self) -> Any:
         if not are_called():
             return super().items()
         own = self.own
-        return [*own.first.items(), *super().items(), *own.behind.items()]
+        return [*own.ahead.items(), *super().items(), *own.behind.items()]
 
 
 class _ListedHooks(_Hooks):
@@ -113,19 +114,19 @@ class _ListedHooks(_Hooks):
 
     def values(self) -> Any:
         own = self.own
-        return [*own.first.values(), *super().values(), *own.behind.values()]
+        return [*own.ahead.values(), *super().values(), *own.behind.values()]
 
 
-def hide(handle: RemovableHandle, *, first: bool = False) -> Undo:
+def hide(handle: RemovableHandle, place: Place = "behind") -> Undo:
     """Let nothing but torch's call of a hook find the hook, which was just registered.
 
     Parameters
     ----------
     handle
         What registering the hook has returned.
-    first
-        Call the hook ahead of all others. The others run behind all of the program's, also behind
-        those that the program adds later.
+    place
+        Where it is called: ahead of all others, ahead of the program's, or behind the program's,
+        also those that the program adds later.
 
     Returns
     -------
@@ -144,26 +145,26 @@ def hide(handle: RemovableHandle, *, first: bool = False) -> Undo:
             vars(hooks)["own"] = _Own()
             _change_class(hooks, kind)
         own: _Own = vars(hooks)["own"]
-        if first:
-            own.first = {handle.id: value, **own.first}
+        if place == "first":
+            own.ahead = {handle.id: value, **own.ahead}
         else:
-            own.behind[handle.id] = value
+            (own.ahead if place == "ahead" else own.behind)[handle.id] = value
     return functools.partial(_remove, handle, every)
 
 
 def hidden_in(hooks: Any) -> int:
     """The number of umem's hooks in one of torch's dictionaries."""
     own: _Own | None = vars(hooks).get("own")
-    return 0 if own is None else len(own.first) + len(own.behind)
+    return 0 if own is None else len(own.ahead) + len(own.behind)
 
 
 def _remove(handle: RemovableHandle, every: list[OrderedDict[int, Any]]) -> None:
     while every:
         hooks = every.pop()
         own: _Own = vars(hooks)["own"]
-        own.first.pop(handle.id, None)
+        own.ahead.pop(handle.id, None)
         own.behind.pop(handle.id, None)
-        if not own.first and not own.behind:
+        if not own.ahead and not own.behind:
             _change_class(hooks, OrderedDict)
             del vars(hooks)["own"]
 
