@@ -39,7 +39,6 @@ from umem.runtime.state import (
     runtime,
     set_runtime,
 )
-from umem.runtime.torch_hooks.graphed import watch_graphing
 from umem.torch_compat import require, set_allocator_functions
 
 __all__ = [
@@ -175,6 +174,7 @@ def _enable(policy: Policy) -> Runtime:
     from umem.runtime.classification import Classifier, gradient_hook
     from umem.runtime.model_loading import CudaLoadingMemory
     from umem.runtime.state_room import StateRoom
+    from umem.runtime.torch_hooks.graphed import watch_graphing
 
     capabilities = detect_all()
     if not capabilities:

@@ -202,6 +202,24 @@ def captured(training: Training) -> None:
         training.seen.append(result.clone())
 
 
+def graphed(training: Training) -> None:
+    """The model is graphed in mid-training, right behind a step."""
+    training.rows = 512  # the graph keeps all activations
+    if len(training.losses) == 6:
+        training.optimizer.zero_grad()
+        batch = torch.randn(training.rows, HIDDEN, device="cuda")
+        training.model = torch.cuda.make_graphed_callables(training.model, (batch,))
+
+
+def graphed_block(training: Training) -> None:
+    """One block is graphed in mid-training: the others are called as before."""
+    training.rows = 512
+    if len(training.losses) == 6:
+        training.optimizer.zero_grad()
+        batch = torch.randn(training.rows, HIDDEN, device="cuda", requires_grad=True)
+        training.model[2] = torch.cuda.make_graphed_callables(training.model[2], (batch,))
+
+
 def gradients_clipped(training: Training) -> None:
     """Gradients of all units leave for the host, where nothing but clipping and the step is due."""
     for streamed in streamed_trainings():
@@ -261,7 +279,7 @@ MODES: dict[str, Callable[[Training], None]] = {
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
         *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
-        *(gradients_clipped, buffers_filled_late, varied, cast),
+        *(gradients_clipped, buffers_filled_late, varied, cast, graphed, graphed_block),
     )
 }
 

@@ -23,11 +23,10 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, Literal
 
-import torch
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
-from umem.torch_compat import fx_is_tracing
+from umem.torch_compat import fx_is_tracing, tracing_state
 
 __all__ = ["are_called", "hidden_in", "hide", "uncalled"]
 
@@ -42,7 +41,7 @@ def are_called() -> bool:
     """Whether umem's hooks on calls of modules are called now: not where a call is traced."""
     return not (
         is_compiling()
-        or torch.jit.is_tracing()
+        or tracing_state() is not None
         or fx_is_tracing()
         or (_uncalled and get_ident() in _uncalled)
     )

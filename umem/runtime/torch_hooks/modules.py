@@ -1,4 +1,4 @@
-"""Hooks on the calls of modules that copies of a model and compilers leave out."""
+"""Hooks on the calls of modules, also of compiled ones and of those whose ``forward`` is run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Guard:
 
 
 class _Before(Hook):
-    """A forward pre-hook, which does nothing while a compiler traces the call."""
+    """A forward pre-hook, which does nothing while a compiler traces the hook itself."""
 
     __slots__ = ()
 
@@ -86,7 +86,7 @@ class _Before(Hook):
 
 
 class _After(Hook):
-    """A forward hook, which does nothing while a compiler traces the call."""
+    """A forward hook, which does nothing while a compiler traces the hook itself."""
 
     __slots__ = ()
 
