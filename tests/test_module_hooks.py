@@ -112,6 +112,36 @@ def test_a_forward_that_the_program_runs_is_hooked(decorate: Callable[..., Any])
     assert len(log.calls) == 7
 
 
+class Scripted(nn.Module):
+    """Uses a function of this file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return tripled(self.first(x))
+
+
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_forward_that_is_hooked_is_scripted_as_before() -> None:
+    net, x = Scripted(), torch.ones(2, 4)
+    expected, log = net(x), Log(net)
+    net.forward(x)
+    assert log.found == [net]
+    calls = list(log.calls)
+    assert torch.equal(torch.jit.script(net)(x), expected)
+    traced: Any = torch.jit.trace(net, (x,), check_trace=False)
+    assert torch.equal(traced(x), expected)
+    assert log.calls == calls
+    net.forward(x)
+    assert len(log.calls) == len(calls) + 2
+
+
 def test_a_model_that_is_called_is_left_to_torch() -> None:
     model: Any = make_net(lambda forward: forward)()
     log = Log(model)

@@ -7,7 +7,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -249,16 +249,19 @@ def _wrap_forward(kind: type[nn.Module]) -> None:
     if kind in _wrapped_classes:
         return
     _wrapped_classes.add(kind)
-    forward = kind.forward
+    unhooked_forward = kind.forward
+    hooks_around, hooks_are_called, call_hooked = _forward_hooks, are_called, _call_with
 
-    @functools.wraps(forward)
     def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hooks = _forward_hooks.get(self) if are_called() else None
+        hooks = hooks_around.get(self) if hooks_are_called() else None
         if not hooks:
-            return forward(self, *args, **kwargs)
-        return _call_with(list(hooks), forward, args, kwargs, own=(self,))
+            return unhooked_forward(self, *args, **kwargs)
+        return call_hooked([*hooks], unhooked_forward, args, kwargs, own=(self,))
 
-    kind.forward = hooked
+    # torch.jit.script compiles the source of the program's function with the globals of this one.
+    names = getattr(unhooked_forward, "__globals__", globals())
+    wrapper = FunctionType(hooked.__code__, names, closure=hooked.__closure__)
+    kind.forward = functools.update_wrapper(wrapper, unhooked_forward)
 
 
 def _hook_forward(
