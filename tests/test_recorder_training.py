@@ -16,12 +16,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.capture.live import StepRecording, WallClock
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
+from umem.runtime.torch_hooks.hidden import hidden_in
 from umem.trace import check_trace, trace_fingerprint
 
 WIDTH = 16
@@ -94,11 +96,21 @@ def recorded(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def hook_count(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    hooks: Any = optimizer
-    count = len(hooks._optimizer_step_pre_hooks) + len(hooks._optimizer_step_post_hooks)
-    for module in model.modules():
-        count += len(module._forward_pre_hooks) + len(module._forward_hooks)
-        count += len(module._forward_hooks_with_kwargs) + len(module._forward_hooks_always_called)
+    owners: list[Any] = [optimizer, *model.modules()]
+    every = [
+        getattr(owner, name)
+        for owner in owners
+        for name in (
+            "_optimizer_step_pre_hooks",
+            "_optimizer_step_post_hooks",
+            "_forward_pre_hooks",
+            "_forward_hooks",
+            "_forward_hooks_with_kwargs",
+            "_forward_hooks_always_called",
+        )
+        if hasattr(owner, name)
+    ]
+    count = sum(len(hooks) + hidden_in(hooks) for hooks in every)
     for parameter in model.parameters():
         count += len(parameter._post_accumulate_grad_hooks or ())
     return count
@@ -427,7 +439,7 @@ def test_an_error_in_an_optimizer_hook_leaves_the_hooks_of_others() -> None:
 
     model, optimizer = make()
     begun, ended = [], []
-    hooks = [optimizer.register_step_pre_hook(lambda *_: begun.append("first"))]
+    hooks = [register_optimizer_step_pre_hook(lambda *_: begun.append("first"))]
     with umem.record(model, optimizer, clock=Broken()) as recording:
         hooks.append(optimizer.register_step_pre_hook(lambda *_: begun.append("second")))
         hooks.append(optimizer.register_step_post_hook(lambda *_: ended.extend(begun[-2:])))

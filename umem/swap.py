@@ -176,6 +176,7 @@ def _enable(policy: Policy) -> Runtime:
     from umem.runtime.classification import Classifier, gradient_hook
     from umem.runtime.model_loading import CudaLoadingMemory
     from umem.runtime.state_room import StateRoom
+    from umem.runtime.torch_hooks.graphed import watch_graphing
 
     capabilities = detect_all()
     if not capabilities:
@@ -223,6 +224,7 @@ def _enable(policy: Policy) -> Runtime:
     if resolved.streams_weights:
         classifier.on_root = _stream_weights
         classifier.loading_memory = CudaLoadingMemory()
+    watch_graphing(_graphing_begins)
     streams_state = resolved.streams_state or resolved.copies_activations
     if resolved.planner != "none" or streams_state:
         manage_automatically(
@@ -348,6 +350,13 @@ def host_caps(
         pinned_bytes=0 if share is None else max(int(pinned_share * share_bytes), 1),
         pinned_share=pinned_share,
     )
+
+
+def _graphing_begins(modules: Sequence[nn.Module]) -> None:
+    """Keep what torch captures where it is."""
+    from umem.executor.graphing import graphing_begins  # not before there is a model
+
+    graphing_begins(modules)
 
 
 def _stream_weights(model: nn.Module) -> None:

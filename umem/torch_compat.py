@@ -58,6 +58,7 @@ __all__ = [
     "before_fsdp_gathers",
     "fsdp_groups",
     "fsdp_modules",
+    "fx_is_tracing",
     "is_distributed",
     "let_pass_higher_order_operators",
     "missing",
@@ -193,6 +194,19 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "hooks around a call that Module.compile has compiled",
         "the phases of compiled modules would not be seen",
         {"compiled_call": "torch.nn:Module._compiled_call_impl"},
+    ),
+    **_names(
+        "hooks are not called while torch.fx traces a module",
+        "hooks would be called with what is no tensor",
+        {"fx_tracing": "torch.fx._symbolic_trace:_is_fx_tracing_flag"},
+    ),
+    **_names(
+        "leaves umem's own work out of what torch.jit.trace records",
+        "updates would be a part of traced models",
+        {
+            "tracing_state": "torch._C:_get_tracing_state",
+            "set_tracing_state": "torch._C:_set_tracing_state",
+        },
     ),
     **_names(
         "finds the tensors inside DTensors, quantised weights and nested arguments",
@@ -428,11 +442,14 @@ queue_backward_callback: Callable[[Callable[[], None]], None]
 saved_tensor_hooks_enabled: Callable[[], bool]
 set_stream: Callable[[int, int, int], None]
 """Makes a stream the current one, and its device: its id, the device's index and type."""
+set_tracing_state: Callable[[Any], None]
 storage_address: Callable[[torch.Tensor], int]
 """The address of a tensor's C++ storage, as :func:`storage_key` without an object for it."""
 storage_use_count: Callable[[int], int]
 """Number of references to the C++ storage at an address."""
 top_saved_tensor_hooks: Callable[[bool], Any]
+tracing_state: Callable[[], Any]
+"""Of what records a function for ``torch.jit``; None where nothing does."""
 tree_leaves: Callable[[Any], list[Any]]
 tree_map_only: Callable[..., Any]
 
@@ -485,6 +502,12 @@ def hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[Any], None]) 
         node._register_hook_dict(tensor)  # the node holds the dictionary from now on
     finally:
         tensor._backward_hooks = others
+
+
+def fx_is_tracing() -> bool:
+    """Whether ``torch.fx`` traces a call, in any thread."""
+    module = sys.modules.get("torch.fx._symbolic_trace")
+    return module is not None and bool(module._is_fx_tracing_flag)
 
 
 def before_compiled_code(settle: Callable[[], bool]) -> None:

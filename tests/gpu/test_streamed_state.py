@@ -26,6 +26,8 @@ STREAMED_MODES = (
     "saved_and_loaded",
     "in_a_thread",
     "captured",
+    "graphed",
+    "graphed_block",
     "gradients_copied",
     "gradients_clipped",
     "buffers_filled_late",

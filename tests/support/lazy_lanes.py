@@ -23,7 +23,7 @@ from lost_memory import lose_memory
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.lanes import Copy, Lane, Lanes
+from umem.executor.optimizer.lanes import Copy, Lane, Lanes, untraced
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.runtime.guard import Unguarded, can_guard
 
@@ -201,7 +201,7 @@ class LazyLanes(Lanes):
                 self._run(first)
 
     def _run(self, task: _Task) -> None:
-        with self._as_queued(task):
+        with self._as_queued(task), untraced():
             task.work()
         task.is_done = True
         # As an event of a GPU, it keeps nothing alive.

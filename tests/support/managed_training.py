@@ -22,6 +22,7 @@ from umem.executor.runner import Runner
 from umem.hardware import load_hardware
 from umem.policy import load_policy, resolve
 from umem.runtime.hints import HintEngine
+from umem.runtime.torch_hooks.hidden import hidden_in
 
 __all__ = [
     "BEFORE_PLANNED",
@@ -273,7 +274,7 @@ def fail_at_phase(manager: Manager, monkeypatch: pytest.MonkeyPatch, name: str =
 def hook_count(training: Training) -> int:
     """Hooks on all modules and the optimizer."""
     modules = sum(
-        len(getattr(module, name))
+        len(getattr(module, name)) + hidden_in(getattr(module, name))
         for module in training.model.modules()
         for name in (
             "_forward_pre_hooks",
@@ -282,9 +283,6 @@ def hook_count(training: Training) -> int:
             "_backward_pre_hooks",
         )
     )
-    optimizer = training.optimizer
-    return (
-        modules
-        + len(optimizer._optimizer_step_pre_hooks)
-        + len(optimizer._optimizer_step_post_hooks)
-    )
+    optimizer: Any = training.optimizer
+    every = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return modules + sum(len(hooks) + hidden_in(hooks) for hooks in every)

@@ -36,6 +36,7 @@ from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import buffers_of, memory_bytes, optimizer_parameters
+from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import Guard
 from umem.torch_compat import current_graph_task_id
 from umem.trace import Trace, live_bytes
@@ -102,15 +103,16 @@ class Manager:
         weakref.finalize(self, self._mapped.release).atexit = False
         self._undo = [
             # First, because FSDP's own hook replaces the optimizer's parameters by gathered ones.
-            model.register_forward_pre_hook(
-                self._guard(self._on_call), prepend=True, with_kwargs=True
-            ).remove,
+            hide(
+                model.register_forward_pre_hook(self._guard(self._on_call), with_kwargs=True),
+                "first",
+            ),
             # A compiled step calls these two hooks outside of the compiled code.
-            optimizer.register_step_pre_hook(self._guard.uncompiled(self._optimizer_begins)).remove,
-            optimizer.register_step_post_hook(self._guard.uncompiled(self._optimizer_ends)).remove,
+            hide(optimizer.register_step_pre_hook(self._guard.uncompiled(self._optimizer_begins))),
+            hide(optimizer.register_step_post_hook(self._guard.uncompiled(self._optimizer_ends))),
             # Before loading: mapped state is brought back while its memory is still allocated.
-            optimizer.register_load_state_dict_pre_hook(self._guard(self._memory_moves)).remove,
-            model.register_load_state_dict_post_hook(self._guard(self._memory_moves)).remove,
+            hide(optimizer.register_load_state_dict_pre_hook(self._guard(self._memory_moves))),
+            hide(model.register_load_state_dict_post_hook(self._guard(self._memory_moves))),
         ]
 
     # ------------------------------------------------------------------ for the user

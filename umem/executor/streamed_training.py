@@ -27,10 +27,6 @@ from umem.executor.optimizer.separable import refusal, whole_step_reason
 from umem.executor.optimizer.sharded_parameters import GatheredParameters
 from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.optimizer.state_staging import StateMemory
-from umem.executor.optimizer.step_hooks import (
-    LastBeforeStep,
-    named_arguments,
-)
 from umem.executor.optimizer.streamed_step import StepCounts, StreamedStep
 from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.temporary_slots import TemporarySlots
@@ -41,6 +37,8 @@ from umem.executor.tuning_status import TuningStatus
 from umem.executor.weights.model_weights import ModelWeights
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.torch_hooks.graphed import graphed_tensors
+from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import Hook
 from umem.runtime.torch_hooks.work_starts import before_work
 from umem.torch_compat import (
@@ -200,6 +198,7 @@ class StreamedTraining:
             self._undo.append(lambda: updates.remove(update_of))
             self._step.settled = weights.streamed.settled
         self._step.may_defer = not is_compiled(model)
+        self.let_graphs_read()
         self._step.find_gathered = self._find_gathered
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
@@ -234,20 +233,22 @@ class StreamedTraining:
         self._hook_blocks()
         self._undo.append(self._unhook_blocks)
         begins, ends = Hook(self._before_model, self._fail), Hook(self._after_model, self._fail)
-        self._undo.append(model.register_forward_pre_hook(begins, prepend=True).remove)
-        self._undo.append(model.register_forward_hook(ends).remove)
         model_loads = Hook(self._model_loads, self._fail)
-        self._undo.append(model.register_load_state_dict_pre_hook(model_loads).remove)
-        self._step_hook = LastBeforeStep(optimizer, self._before_step)
         loads, loaded = (
             Hook(it, self._fail)
             for it in (self._optimizer_loads, lambda *_: self._step.have_loaded("optimizer"))
         )
+        self._undo += [
+            hide(model.register_forward_pre_hook(begins), "first"),
+            hide(model.register_forward_hook(ends)),
+            hide(model.register_load_state_dict_pre_hook(model_loads)),
+        ]
         self._unhook_optimizer = [
-            self._step_hook.remove,
-            optimizer.register_step_post_hook(Hook(self._after_step, self._fail)).remove,
-            optimizer.register_load_state_dict_pre_hook(loads).remove,
-            optimizer.register_load_state_dict_post_hook(loaded).remove,
+            # Behind all of the program's, which may change gradients.
+            hide(optimizer.register_step_pre_hook(self._before_step)),
+            hide(optimizer.register_step_post_hook(Hook(self._after_step, self._fail))),
+            hide(optimizer.register_load_state_dict_pre_hook(loads)),
+            hide(optimizer.register_load_state_dict_post_hook(loaded)),
         ]
         """Not for a hook of the optimizer's own, which iterates over its hooks."""
         self._step.failed = self._fail
@@ -287,8 +288,8 @@ class StreamedTraining:
             self._tuner.expect_backward(self._tuned)
         loads = Hook(self._backward.model_loads, self._fail)
         loaded = Hook(lambda *_: self._backward_loads(), self._fail)
-        self._undo.append(model.register_load_state_dict_pre_hook(loads).remove)
-        self._unhook_optimizer.append(optimizer.register_load_state_dict_post_hook(loaded).remove)
+        self._undo.append(hide(model.register_load_state_dict_pre_hook(loads)))
+        self._unhook_optimizer.append(hide(optimizer.register_load_state_dict_post_hook(loaded)))
 
     @property
     def model(self) -> nn.Module | None:
@@ -393,6 +394,15 @@ class StreamedTraining:
             self._backward.close(is_checked=False)
         self._release()
 
+    def let_graphs_read(self) -> None:
+        """Defer no step from now on, and stream no weight, if a CUDA graph reads the model's."""
+        model = self._model()
+        if model is None or not graphed_tensors(model):
+            return
+        self._step.may_defer = False
+        if self._weights is not None:
+            self._weights.let_graphs_read()
+
     def _fail(self, error: Exception) -> None:
         """An error must not end the training, which goes on as without umem.
 
@@ -448,8 +458,8 @@ class StreamedTraining:
         for block in self._blocks:
             with contextlib.suppress(TraceError):  # the program has replaced it
                 enter = Hook(functools.partial(self._step.enter, block.name), self._fail)
-                handle = block.module.register_forward_pre_hook(enter, prepend=True)
-                self._block_hooks.append(handle.remove)
+                handle = block.module.register_forward_pre_hook(enter)
+                self._block_hooks.append(hide(handle, "first"))
 
     def _unhook_blocks(self) -> None:
         while self._block_hooks:
@@ -462,7 +472,6 @@ class StreamedTraining:
         if self._rest is not None:
             return
         self._gradients.settle()
-        self._step_hook.move_last()
         if _computes_anew():
             if self._tuner is not None:
                 self._tuner.forward_begins()
@@ -491,9 +500,9 @@ class StreamedTraining:
             if self._rest.holds(optimizer) and self._tuner is not None and self._tuner.rests:
                 return None
             self._rest = None
-        named = named_arguments(args, kwargs)
+        named = _named_arguments(args, kwargs)
         may_call = named.keys() == {"closure"} and self._streams_state and self._backward is None
-        if not may_call or not self._step_hook.is_last:
+        if not may_call:
             return self._begin(optimizer, named)
         closure = named.pop("closure")
         # Known optimizers call it once, before they use a gradient.
@@ -531,10 +540,9 @@ class StreamedTraining:
         if may_divide:
             self._hook_blocks()
         obstacle = self._obstacle(optimizer, arguments, may_divide=may_divide)
-        is_last = self._step_hook.is_last
-        self._is_in_line = bool(obstacle) or not is_last
+        self._is_in_line = bool(obstacle)
         if self._backward is not None:
-            self._backward.step_begins(optimizer, obstacle, is_last=is_last)
+            self._backward.step_begins(optimizer, obstacle)
         if self._is_in_line:
             self._step.join()
             self._step.counts.in_line += 1
@@ -675,6 +683,14 @@ class StreamedTraining:
         self._whole_steps[reason] += 1
         if self._whole_steps[reason] == _STEPS_BEFORE_WARNING:
             _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
+
+
+def _named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``step()`` by name, but None: Accelerate calls ``step(None)``."""
+    if len(args) == 1 and not kwargs:
+        return {}
+    named = {**dict(zip(("closure",), args[1:], strict=False)), **kwargs}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from umem.runtime.model_parts import (
 )
 from umem.runtime.native_library import native
 from umem.runtime.state_room import StateRoom
+from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import enter_running_forward, hook_running_forward
 from umem.torch_compat import PRIVATE_NAMES, replace
 
@@ -170,7 +171,7 @@ class Classifier:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if id(optimizer) not in self._known_states:
             self._forget_state(optimizer)
-            optimizer.register_load_state_dict_post_hook(self._forget_state)
+            hide(optimizer.register_load_state_dict_post_hook(self._forget_state))
             forget = self._known_states.pop
             weakref.finalize(optimizer, forget, id(optimizer), None).atexit = False
         phase = TensorClass.OTHER  # a step frees its temporary tensors before it ends

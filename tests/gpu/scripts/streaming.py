@@ -280,6 +280,14 @@ def graphed_late(training: Training) -> None:
         graph_model(training)
 
 
+def graphed_block(training: Training) -> None:
+    """One block is graphed in mid-training: the others are called as before."""
+    if len(training.losses) == 6:
+        training.optimizer.zero_grad()
+        batch = torch.randn(training.rows, HIDDEN, device="cuda", requires_grad=True)
+        training.model[2] = torch.cuda.make_graphed_callables(training.model[2], (batch,))
+
+
 def gradients_clipped(training: Training) -> None:
     """Gradients of all units leave for the host, where nothing but clipping and the step is due."""
     for streamed in streamed_trainings():
@@ -354,7 +362,7 @@ MODES: dict[str, Callable[[Training], None]] = {
         *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
         *(gradients_clipped, buffers_filled_late, varied, scaled, rate_changed),
         *(averaged_by_a_graph, evaluated_by_a_graph, captured_with_a_fork),
-        *(copied_behind_any_event, graphed, graphed_late),
+        *(copied_behind_any_event, graphed, graphed_late, graphed_block),
     )
 }
 

@@ -31,6 +31,7 @@ from umem.core.errors import TraceError
 from umem.runtime.model_parts import optimizer_parameters, plain_tensors
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.state import is_enabled, runtime
+from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import Guard, hook_calls
 from umem.torch_compat import current_graph_task_id
 from umem.trace import Trace
@@ -223,8 +224,9 @@ class StepRecording:
         with ExitStack() as hooks:
             for undo in hook_calls(model, self._on_call, on_error=self._guard.on_error):
                 hooks.callback(undo)
-            hooks.callback(optimizer.register_step_pre_hook(before).remove)
-            hooks.callback(optimizer.register_step_post_hook(after).remove)
+            # Ahead of the hook that streams the step, which is part of it.
+            hooks.callback(hide(optimizer.register_step_pre_hook(before), "first"))
+            hooks.callback(hide(optimizer.register_step_post_hook(after)))
             self._hooks = hooks.pop_all()
         return self
 

@@ -256,7 +256,7 @@ class BackwardUpdates:
 
     # ------------------------------------------------------------------ the program's step
 
-    def step_begins(self, optimizer: Optimizer, obstacle: str, *, is_last: bool) -> None:
+    def step_begins(self, optimizer: Optimizer, obstacle: str) -> None:
         """Before the program's step: raise if it differs from what was updated.
 
         Parameters
@@ -265,21 +265,17 @@ class BackwardUpdates:
             The optimizer.
         obstacle
             Why no such step can be done in the backward pass; empty if it can.
-        is_last
-            Whether no hook of the program comes behind this call and before the step.
         """
         _check_not_distributed()
         with self._step.lock:
             if self._observer is not None:
-                self._observer.step_begins(optimizer, is_complete=is_last)
+                self._observer.step_begins(optimizer)
                 obstacle = self._observer.obstacle or obstacle
             if obstacle:
                 raise self._refused(obstacle)
             if self._observer is not None:
                 return
             self._check(optimizer)
-            if not is_last and self._ahead:
-                raise self._refused("a hook of the program comes behind umem's before step()")
             self._end()
 
     def _check(self, optimizer: Optimizer) -> None:

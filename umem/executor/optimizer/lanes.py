@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -19,8 +20,9 @@ from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import CurrentStream, is_own_stream, own_stream, run_on
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
+from umem.torch_compat import set_tracing_state, tracing_state
 
-__all__ = ["Copy", "CudaLanes", "HostLanes", "Lane", "Lanes", "Moment", "cuda_lanes"]
+__all__ = ["Copy", "CudaLanes", "HostLanes", "Lane", "Lanes", "Moment", "cuda_lanes", "untraced"]
 
 
 class Lane(IntEnum):
@@ -136,6 +138,20 @@ _OVER = object()
 """A moment that has passed."""
 
 
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Leave umem's own work out of what ``torch.jit.trace`` records of a use that begins it."""
+    state = tracing_state()
+    if state is None:
+        yield
+        return
+    set_tracing_state(None)
+    try:
+        yield
+    finally:
+        set_tracing_state(state)
+
+
 def _nothing() -> None:
     pass
 
@@ -156,7 +172,8 @@ class HostLanes(Lanes):
     ) -> Moment:
         """Run the work."""
         del lane, after, uses
-        work()
+        with untraced():
+            work()
         return _OVER
 
     def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
@@ -235,10 +252,11 @@ class CudaLanes(Lanes):
         for moment in after:
             if moment.stream is not stream:
                 moment.event.wait(stream)
-        if lane is Lane.UPDATE:
-            run_on(stream, work)
-        else:  # copies name their stream, which takes less time than to change torch's
-            work()
+        with untraced():
+            if lane is Lane.UPDATE:
+                run_on(stream, work)
+            else:  # copies name their stream, which takes less time than to change torch's
+                work()
         moment = self._moment_of(stream)
         if uses:
             self._held[lane].hold(uses, moment)

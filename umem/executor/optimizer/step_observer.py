@@ -103,15 +103,13 @@ class StepObserver:
             self.note("code is compiled between backward() and step()")
             self._release()
 
-    def step_begins(self, optimizer: Optimizer, *, is_complete: bool) -> None:
+    def step_begins(self, optimizer: Optimizer) -> None:
         """Look at what has become of the gradients and hyperparameters.
 
         Parameters
         ----------
         optimizer
             The optimizer.
-        is_complete
-            Whether nothing else can happen to them before they are used.
         """
         seen, call = list(self._gradients.values()), self._call
         self._forget()
@@ -122,7 +120,7 @@ class StepObserver:
             self.note("hyperparameters are changed between backward() and step()")
         for it in seen:
             self._stepped[it.tensor] = True
-        self.steps += bool(seen) and is_complete
+        self.steps += bool(seen)
 
     def _release(self) -> None:
         for guard in self._guards:

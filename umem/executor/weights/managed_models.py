@@ -22,7 +22,7 @@ from umem.planning.stream_timing import staged_bytes
 from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
 
-__all__ = ["manage_weights", "stream_weights", "weights_of"]
+__all__ = ["manage_weights", "managed_weights", "stream_weights", "weights_of"]
 
 _LOG = logging.getLogger("umem")
 
@@ -30,6 +30,11 @@ _STEP_HOOK: list[object] = []
 """The handle of the hook on all optimizers, once there is a model."""
 
 _models: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDictionary()
+
+
+def managed_weights() -> list[ModelWeights]:
+    """The managers of all models' weights."""
+    return list(_models.values())
 
 
 def weights_of(model: nn.Module) -> ModelWeights | None:

@@ -41,6 +41,7 @@ from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
 from umem.runtime.guard import Unguarded
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import buffers_of, weight_classes
+from umem.runtime.torch_hooks.graphed import graphed_tensors
 from umem.runtime.torch_hooks.modules import Undo, hook_calls, hook_running_forward
 from umem.torch_compat import (
     InferenceMode,
@@ -235,6 +236,15 @@ class ModelWeights:
         self.streamed.close()
         self._plan = None
         self._is_measured = False
+
+    def let_graphs_read(self) -> None:
+        """Leave weights and buffers where they are that a CUDA graph reads there."""
+        model = self._model()
+        graphed = [] if model is None else graphed_tensors(model)
+        parts = {id(part) for it in graphed for part in weight_parts(it)}
+        if any(id(it) in parts for it in self._every()):
+            self._fixed = [it for it in self._fixed if id(it) not in parts]
+            self.exclude(graphed)
 
     def close(self) -> None:
         """Remove the hooks; weights stay where they are."""
@@ -602,9 +612,11 @@ def _find_units(
 
 def _movable(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
     """Weights and buffers on a device whose memory can be moved, each once."""
+    graphed = set(map(id, graphed_tensors(model)))  # a graph has their addresses
     every = {
         id(part): part
         for it in (*model.parameters(), *buffers_of(model))
+        if id(it) not in graphed
         for part in weight_parts(it)
         if part.device == device
     }

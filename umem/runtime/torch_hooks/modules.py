@@ -1,4 +1,4 @@
-"""Hooks on the calls of modules that copies of a model and compilers leave out."""
+"""Hooks on the calls of modules, also of compiled ones and of those whose ``forward`` is run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from umem.runtime.torch_hooks.hidden import Undo, are_called, hide
 from umem.torch_compat import compiled_call, set_compiled_call
 
 __all__ = ["Guard", "Undo", "enter_running_forward", "hook_calls", "hook_running_forward"]
 
-Undo = Callable[[], None]
 OnError = Callable[[Exception], None]
 
 
@@ -26,14 +26,10 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _do_nothing(*_args: object, **_kwargs: object) -> None:
-    pass
+class Hook:
+    """Calls a function and drops its result, which torch would take for the hooked call's result.
 
-
-class _Copyable:
-    """Holds a function. A copy of it, such as in a copied or pickled model, does nothing.
-
-    Each subclass calls the function itself, without another layer: it runs in every module call.
+    An exception of the function goes to `on_error`, by default to the caller.
     """
 
     __slots__ = ("_function", "_on_error")
@@ -41,18 +37,6 @@ class _Copyable:
     def __init__(self, function: Callable[..., None], on_error: OnError = _raise) -> None:
         self._function = function
         self._on_error = on_error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (_do_nothing,)
-
-
-class Hook(_Copyable):
-    """Calls a function and drops its result, which torch would take for the hooked call's result.
-
-    An exception of the function goes to `on_error`, by default to the caller.
-    """
-
-    __slots__ = ()
 
     def __call__(self, *args: Any) -> None:
         """Call the function."""
@@ -84,8 +68,8 @@ class Guard:
         return hook
 
 
-class _Before(_Copyable):
-    """A forward pre-hook, which does nothing while a compiler traces the call."""
+class _Before(Hook):
+    """A forward pre-hook, which does nothing while a compiler traces the hook itself."""
 
     __slots__ = ()
 
@@ -101,8 +85,8 @@ class _Before(_Copyable):
             self._on_error(error)
 
 
-class _After(_Copyable):
-    """A forward hook, which does nothing while a compiler traces the call."""
+class _After(Hook):
+    """A forward hook, which does nothing while a compiler traces the hook itself."""
 
     __slots__ = ()
 
@@ -132,10 +116,11 @@ def hook_calls(
         return [_hook_compiled(module, enter, leave, on_error)]
     if module in _forward_hooks:
         return [_hook_forward(module, enter, leave, on_error)]
-    undo = [module.register_forward_pre_hook(_Before(enter, on_error), with_kwargs=True).remove]
+    before = _Before(enter, on_error)
+    undo = [hide(module.register_forward_pre_hook(before, with_kwargs=True), "ahead")]
     if leave is not None:
         after = _After(leave, on_error)
-        undo.append(module.register_forward_hook(after, always_call=True).remove)
+        undo.append(hide(module.register_forward_hook(after, always_call=True)))
     return undo
 
 
@@ -184,7 +169,7 @@ class _CompiledCall:
         self.hooks: list[_Pair] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():  # as a part of a larger graph
+        if not are_called():  # as a part of a larger graph
             return self.compiled(*args, **kwargs)
         return _call_with(list(self.hooks), self.compiled, args, kwargs)
 
@@ -264,16 +249,19 @@ def _wrap_forward(kind: type[nn.Module]) -> None:
     if kind in _wrapped_classes:
         return
     _wrapped_classes.add(kind)
-    forward = kind.forward
+    unhooked_forward = kind.forward
+    hooks_around, hooks_are_called, call_hooked = _forward_hooks, are_called, _call_with
 
-    @functools.wraps(forward)
     def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hooks = None if is_compiling() else _forward_hooks.get(self)
+        hooks = hooks_around.get(self) if hooks_are_called() else None
         if not hooks:
-            return forward(self, *args, **kwargs)
-        return _call_with(list(hooks), forward, args, kwargs, own=(self,))
+            return unhooked_forward(self, *args, **kwargs)
+        return call_hooked([*hooks], unhooked_forward, args, kwargs, own=(self,))
 
-    kind.forward = hooked
+    # torch.jit.script compiles the source of the program's function with the globals of this one.
+    names = getattr(unhooked_forward, "__globals__", globals())
+    wrapper = FunctionType(hooked.__code__, names, closure=hooked.__closure__)
+    kind.forward = functools.update_wrapper(wrapper, unhooked_forward)
 
 
 def _hook_forward(
