@@ -41,6 +41,7 @@ from umem.executor.stream_tuning import StreamTuner
 from umem.executor.tuned_optimizers import TunedOptimizer
 from umem.executor.tuning_status import TuningStatus
 from umem.executor.weights.model_weights import ModelWeights
+from umem.runtime.held_memory import before_hold, note_export
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.modules import Hook
@@ -83,14 +84,21 @@ def streamed_trainings() -> list[StreamedTraining]:
 
 
 def join() -> None:
-    """Let the current stream wait for all optimizer updates that are under way.
+    """Let the current stream wait until weights, gradients and state have their values.
 
+    That is in their own memory, at their own addresses, until the next forward pass or step.
     Programs need not call it: whatever uses a parameter, a gradient or optimizer state through
-    torch waits by itself. Call it before code that reads such memory past torch, as an extension
-    does that takes tensors outside of a module's forward pass.
+    torch waits by itself. Call it before code that uses such memory past torch, as an extension
+    does that takes tensors outside of a module's forward pass. A program that keeps addresses from
+    step to step calls :func:`umem.hold` instead.
     """
     for training in streamed_trainings():
         training.join()
+
+
+def _memory_is_held() -> None:
+    for training in streamed_trainings():
+        training.memory_is_held()
 
 
 @dataclass(frozen=True)
@@ -261,6 +269,7 @@ class StreamedTraining:
             weakref.finalize(owner, _close, weakref.ref(self)).atexit = False
         _trainings.add(self)
         _watch_compiler()
+        before_hold(_memory_is_held)
 
     def move_into_backward(self) -> None:
         """Update parameters in the backward pass, once two complete steps show that it is exact.
@@ -335,8 +344,23 @@ class StreamedTraining:
         return not self._undo
 
     def join(self) -> None:
-        """Let the current stream wait for all updates that are under way."""
+        """Let the current stream wait until all have their values in their own memory."""
         self._step.join()
+        self._step.units.write_back()
+        self._gradients.join()
+
+    def memory_is_held(self) -> None:
+        """Join, and look at the next step which state may still move: some is held from now on.
+
+        Raises
+        ------
+        PlanError
+            Between an update in the backward pass and ``step()``.
+        """
+        for unit in self._step.units:
+            unit.check_not_ahead()
+        self.join()
+        self._step.units.lay_out_anew()
 
     def status(self) -> StreamedStatus:
         """Current state, and counts over the training so far."""
@@ -481,6 +505,8 @@ class StreamedTraining:
         if self._backward is not None:
             self._backward.step_begins(optimizer, obstacle, is_last=is_last)
         if self._is_in_line:
+            if self._lanes.is_capturing():
+                note_export(optimizer)  # replays use these addresses
             self._step.join()
             self._step.counts.in_line += 1
             self._note_whole_step(obstacle)

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from umem.core.errors import OffloadError
 from umem.offloading.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
+from umem.runtime.held_memory import is_held
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
 from umem.runtime.torch_hooks.saved_tensors import (
     Hooks,
@@ -409,6 +410,8 @@ class ActivationStore:
 
     def _admit(self, group: _Group, tensor: torch.Tensor) -> _Handle | None:
         if tensor.device != self.device or not may_leave(tensor) or is_lent(tensor):
+            return None
+        if is_held(tensor):
             return None
         address = storage_address(tensor)
         if address in self._stays or address in self._always_stays:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from umem.core.interrupts import call_all
+from umem.runtime.held_memory import any_held, are_kept
 from umem.runtime.model_parts import dtensor_class
 from umem.torch_compat import (
     DTENSOR_PART,
@@ -264,28 +265,37 @@ def is_guardable(kind: type) -> bool:
 
 
 def has_alias(tensors: Collection[torch.Tensor]) -> bool:
-    """Whether other tensors, or views, have the memory of some; always for sparse tensors."""
+    """Whether something else has the memory of some tensors; always for sparse ones.
+
+    That is other tensors, such as views, or a program that holds the memory in another way.
+    """
     try:
+        if any_held(tensors):
+            return True
         if _ONE.issuperset(map(storage_use_count, map(storage_address, tensors))):
             return False
         # Python's object of a storage counts too, also one that nothing refers to any more.
         with DisableTorchFunctionSubclass():
             storages = list(map(_storage, tensors))
-        return not _TWO.issuperset(map(storage_use_count, map(storage_key, storages)))
+        counts = map(storage_use_count, map(storage_key, storages))
+        return not _TWO.issuperset(counts) or are_kept(storages)
     except (NotImplementedError, RuntimeError):  # there is no storage
         return True
 
 
 def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
-    """Whether these tensors, all on one memory, are the only ones there; each is given once."""
+    """Whether nothing but these tensors has their memory, the same for all; each is given once."""
+    if any_held(tensors):
+        return False
     first = next(iter(tensors))
     address = storage_address(first)
     if storage_use_count(address) == len(tensors):
         return True
     # Python's object of a storage counts too, also one that nothing refers to any more.
     with DisableTorchFunctionSubclass():
-        storage = first.untyped_storage()
-    return storage_use_count(storage_key(storage)) == len(tensors) + 1
+        storages = [first.untyped_storage()]
+    is_object = storage_use_count(storage_key(storages[0])) == len(tensors) + 1
+    return is_object and not are_kept(storages)
 
 
 def _nothing() -> None:

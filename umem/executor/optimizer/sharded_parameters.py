@@ -33,6 +33,7 @@ from umem.executor.optimizer.access_guard import (
     guards_of,
     has_alias,
 )
+from umem.runtime.held_memory import any_held, are_kept
 from umem.torch_compat import (
     DTENSOR_PART,
     DisableTorchFunctionSubclass,
@@ -217,6 +218,8 @@ class ShardedStep:
                 known[id(flat)] = flat
                 found.flats.append(flat)
             counts.append(len(known) + 1)
+        if any_held(parts) or are_kept(storages):
+            return False
         return counts == list(map(storage_use_count, keys)) and _can_guard_all(found.parts)
 
     def _add_gradients(self, found: ShardedUnit) -> bool:

@@ -557,6 +557,24 @@ class StreamedUnits:
                 piece.returned = unit.returned = it.free
                 del leaving[it]  # not before: what an interrupt cuts short is done again
 
+    def write_back(self) -> None:
+        """Let the current stream wait until all state is at home, where the program may change it.
+
+        Copies that were fetched ahead are dropped.
+        """
+        with self.lock:
+            self.send_state_home()
+            for unit in self:
+                for piece in unit.pieces:
+                    self._drop_fetched(piece)
+                if unit.returned is not None:
+                    self._lanes.wait(unit.returned)
+
+    def lay_out_anew(self) -> None:
+        """Look at the next step where all state is and may be, because memory is held now."""
+        with self.lock:
+            self._seen = None
+
     def free_temporary(self, count: int | None = None) -> None:
         """Free the first temporary slots, so many in all, when their state is home; None for all.
 

@@ -468,6 +468,8 @@ class StreamedWeights:
             self._follows(event)
             with_experts = kind.has_experts
             most = self._most_buffers(event)
+            if not staged.users and staged.leave_held():
+                self._expected.clear()
             if staged.users or staged.has_current_copy(with_experts=with_experts):
                 self._counts.reused += staged.was_used
             else:
