@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from umem.core.errors import OffloadError
 from umem.offloading.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
-from umem.runtime.held_memory import is_held
+from umem.runtime.held_memory import is_storage_held
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
 from umem.runtime.torch_hooks.saved_tensors import (
     Hooks,
@@ -411,8 +411,6 @@ class ActivationStore:
     def _admit(self, group: _Group, tensor: torch.Tensor) -> _Handle | None:
         if tensor.device != self.device or not may_leave(tensor) or is_lent(tensor):
             return None
-        if is_held(tensor):
-            return None
         address = storage_address(tensor)
         if address in self._stays or address in self._always_stays:
             return None
@@ -505,6 +503,8 @@ class ActivationStore:
                         continue
                     if not self._mover.is_on_device(storage):  # nothing to gain
                         continue
+                    if is_storage_held(storage):
+                        continue
                     buffer = self._pool.take(size_bytes)
                     if buffer is not None:
                         sent.append((stored, storage, buffer))
@@ -545,6 +545,8 @@ class ActivationStore:
             for stored in reversed(group.stored(ordinals)):
                 stored.wanted_by.discard(group.reference)
                 if stored.storage is None or stored.buffer is None or stored.is_wanted():
+                    continue
+                if is_storage_held(stored.storage):  # since its copy began
                     continue
                 if stored.sent_with is None or stored.sent_with is not waited:
                     self._settle(stored)

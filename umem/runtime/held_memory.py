@@ -36,6 +36,7 @@ __all__ = [
     "before_hold",
     "hold",
     "is_held",
+    "is_storage_held",
     "lend_memory",
     "note_export",
 ]
@@ -155,6 +156,11 @@ def note_export(tensors: Any) -> None:
 def is_held(tensor: torch.Tensor) -> bool:
     """Whether the memory of a plain tensor has to stay where it is."""
     return any_held((tensor,))
+
+
+def is_storage_held(storage: torch.UntypedStorage) -> bool:
+    """The same for a storage."""
+    return bool(_held) and storage_key(storage) in _held
 
 
 def any_held(tensors: Collection[torch.Tensor]) -> bool:
