@@ -606,23 +606,27 @@ def is_guarded(it: object) -> bool:
     return issubclass(type(it), torch.Tensor) and hasattr(type(it), "guard")
 
 
-def held(streams: Streams | None) -> list[str]:
-    """Ranks' parts of weights and state, read past torch at addresses that are held."""
+def held(streams: Streams | None, tensors_of: Callable[[Program], list[Any]]) -> list[str]:
+    """Ranks' parts of tensors, read past torch at addresses that are held."""
     with pytest.MonkeyPatch.context() as patch, streaming(streams, patch):
         program = Program("plain")
         for _ in range(MEASURED):
             program.step()
             program.optimizer.zero_grad()
-        umem.hold(program.optimizer)
-        state = [it["exp_avg"] for it in program.optimizer.state.values()]
+        tensors = tensors_of(program)
+        umem.hold(tensors)
         with DisableTorchFunctionSubclass():
-            parts = [next(plain_tensors(it)) for it in (*program.weights, *state)]
+            parts = [next(plain_tensors(it)) for it in tensors]
             places = [(it.data_ptr(), it.nbytes) for it in parts]
         for _ in range(3):
             program.step()
             program.seen += [ctypes.string_at(*it).hex() for it in places]
             program.optimizer.zero_grad()
         return program.seen
+
+
+def state_of(program: Program) -> list[Any]:
+    return [it["exp_avg"] for it in program.optimizer.state.values()]
 
 
 def two_models(streams: Streams | None) -> list[str]:
@@ -659,7 +663,8 @@ def run_rank(rank: int, folder: Path) -> None:
     }
     more: dict[str, Callable[[Streams | None], Any]] = {
         "end": end_while_updates_run,
-        "held": held,
+        "held weights": lambda it: held(it, lambda program: program.weights),
+        "held state": lambda it: held(it, state_of),
         "two models": two_models,
         "without names": lambda it: some_steps(it, lose_names),
         "compiled": lambda it: some_steps(it, compile_blocks),
@@ -738,9 +743,10 @@ def test_a_training_that_ends_gives_all_back(ranks: list[Runs]) -> None:
         assert streamed["guarded"] == 0
 
 
-def test_held_parts_have_stocks_values_behind_each_step(ranks: list[Runs]) -> None:
+@pytest.mark.parametrize("name", ["held weights", "held state"])
+def test_held_parts_have_stocks_values_behind_each_step(name: str, ranks: list[Runs]) -> None:
     for runs in ranks:
-        stock, streamed = runs["held"]
+        stock, streamed = runs[name]
         assert streamed == stock
 
 

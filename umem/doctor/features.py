@@ -45,6 +45,9 @@ _WORKS = {
         "capture and replay keep their blocks in a separate pool"
     ),
     "torch.compile, default mode": "it asks the allocator for nothing unusual",
+    "memory that a program keeps: __cuda_array_interface__, DLPack, untyped_storage()": (
+        "the memory stays where it is from then on, and step() waits for its update"
+    ),
     "DDP, FSDP2 and NCCL, one process per GPU": (
         "NCCL takes umem's buffers, managed ones at the speed of device memory"
     ),
@@ -86,6 +89,7 @@ _FAILS = {
 }
 """Name -> why it does not work, and what to use instead."""
 
+_ADDRESSES = "addresses kept from step to step: data_ptr(), tables of pointers"
 _HINTS = "umem.cuda: prefetch, advise"
 _DISCARD = "discard and batch prefetch"
 _SYSTEM = "system memory (ATS or HMM): kind system"
@@ -103,6 +107,7 @@ def features(environment: Environment, failures: Sequence[str]) -> tuple[Feature
         *(Feature(name, Verdict.NO, *said) for name, said in _FAILS.items()),
         _sharing(environment, failures, "numba-cuda", _NUMBA, install_command("numba")),
         _sharing(environment, failures, "cupy", _CUPY, environment.install_cupy),
+        _addresses(failures),
         *_device_features(environment.devices or ()),
         _events(environment),
         _copies(environment),
@@ -122,6 +127,14 @@ def _under_swap(name: str, why: str, failures: Sequence[str]) -> Feature:
     if failures:
         return Feature(name, Verdict.NO, f"needs the one-line swap; {why}")
     return Feature(name, Verdict.YES, why)
+
+
+def _addresses(failures: Sequence[str]) -> Feature:
+    why = "state, gradients and weights may get other memory: docs/addresses.md"
+    if failures:
+        return _under_swap(_ADDRESSES, why, failures)
+    remedy = "umem.hold(tensors) before the addresses are asked for"
+    return Feature(_ADDRESSES, Verdict.PARTLY, why, remedy)
 
 
 def _sharing(
