@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MappingView
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, ValuesView
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -223,7 +223,11 @@ def lend_memory(
     """
     key = storage_key(storage)
     _lent[key] = give_own
-    return functools.partial(_lent.pop, key, None)
+
+    def undo() -> None:
+        _lent.pop(key, None)
+
+    return undo
 
 
 def _own_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -265,7 +269,7 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(value.state.values()))
     elif isinstance(value, Mapping):
         yield from _tensors_of(value.values())
-    elif isinstance(value, list | tuple | set | frozenset | MappingView | Iterator):
+    elif isinstance(value, list | tuple | set | frozenset | ValuesView | Iterator):
         for it in value:
             yield from _tensors_of(it)
     else:
