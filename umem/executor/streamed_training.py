@@ -41,6 +41,7 @@ from umem.executor.stream_tuning import StreamTuner
 from umem.executor.tuned_optimizers import TunedOptimizer
 from umem.executor.tuning_status import TuningStatus
 from umem.executor.weights.model_weights import ModelWeights
+from umem.executor.weights.streamed_weights import forget_copies
 from umem.runtime.held_memory import before_hold, note_export
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
@@ -94,6 +95,7 @@ def join() -> None:
     """
     for training in streamed_trainings():
         training.join()
+    forget_copies()
 
 
 def _memory_is_held() -> None:

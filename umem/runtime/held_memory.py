@@ -59,7 +59,7 @@ class _Held:
     """Whether another library may have the address, for as long as the storage exists."""
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finaliser of the program may export, amid a call of this thread
 _held: dict[int, _Held] = {}
 """By the address of the storage."""
 _prune_at = _FIRST_PRUNING
