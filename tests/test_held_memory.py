@@ -239,33 +239,39 @@ def test_released_memory_moves_and_is_deferred_again() -> None:
     run.training.close()
 
 
-@pytest.mark.parametrize("copied", [frozenset[str](), EVERY])
-def test_what_a_captured_step_uses_stays(copied: frozenset[str]) -> None:
-    """Replays use the addresses of the capture, of gradients that were added in it too."""
+class CapturedLanes(LazyLanes):
+    captures = False
 
-    class CapturedLanes(LazyLanes):
-        captures = False
+    def is_capturing(self) -> bool:
+        return self.captures
 
-        def is_capturing(self) -> bool:
-            return self.captures
 
+def capturing(**program: Any) -> tuple[Program, CapturedLanes]:
+    """A program whose steps are streamed, and its lanes."""
     made: list[CapturedLanes] = []
 
     def make(model: nn.Module) -> LazyLanes:
         made.append(CapturedLanes(model))
         return made[0]
 
-    run = Program(make, copied_gradients=copied, clips=False)
+    run = Program(make, clips=False, **program)
     run.step()
     run.stream()
     run.step()
-    made[0].captures = True
+    return run, made[0]
+
+
+@pytest.mark.parametrize("copied", [frozenset[str](), EVERY])
+def test_what_a_captured_step_uses_stays(copied: frozenset[str]) -> None:
+    """Replays use the addresses of the capture, of gradients that were added in it too."""
+    run, lanes = capturing(copied_gradients=copied)
+    lanes.captures = True
     run.optimizer.zero_grad()
     run.backward()
     if copied:
         assert all(map(is_held, gradients(run)))
     run.optimizer.step()
-    made[0].captures = False
+    lanes.captures = False
     every = [*weights(run), *gradients(run), *moments(run)]
     assert all(map(is_held, every))
     before = places(every)
@@ -275,6 +281,17 @@ def test_what_a_captured_step_uses_stays(copied: frozenset[str]) -> None:
     run.optimizer.step()
     umem.join()
     assert places(every) == before
+    run.training.close()
+
+
+def test_state_that_is_read_in_a_capture_stays() -> None:
+    run, lanes = capturing()
+    lanes.captures = True
+    sum(it.sum() for it in moments(run))
+    lanes.captures = False
+    assert all(is_held(it) for it in moments(run) if run.memory.may_stage(it))  # others never move
+    assert not any(map(is_held, weights(run)))
+    assert run.training is not None
     run.training.close()
 
 

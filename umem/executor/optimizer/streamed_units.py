@@ -27,6 +27,7 @@ from umem.executor.optimizer.state_staging import (
 from umem.executor.optimizer.state_views import StateViews
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
 from umem.executor.optimizer.streamed_unit import StreamedUnit
+from umem.runtime.held_memory import note_export
 from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
 
 __all__ = ["StreamedUnits"]
@@ -394,6 +395,8 @@ class StreamedUnits:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
         with self.lock:
             unit.check_not_ahead()
+            if self._lanes.is_capturing() and unit.state is not None:
+                note_export([*unit.state.homes, *unit.state.others])  # replays use these addresses
             for piece in unit.pieces:
                 if piece.slot is not None:
                     self.send_state_home(piece.slot)
