@@ -744,7 +744,7 @@ def test_a_training_that_ends_gives_all_back(ranks: list[Runs]) -> None:
 
 
 @pytest.mark.parametrize("name", ["held weights", "held state"])
-def test_held_parts_have_stocks_values_behind_each_step(name: str, ranks: list[Runs]) -> None:
+def test_held_parts_have_stocks_values_after_each_step(name: str, ranks: list[Runs]) -> None:
     for runs in ranks:
         stock, streamed = runs[name]
         assert streamed == stock

@@ -1,6 +1,6 @@
-"""Memory whose address a program keeps stays where it is, and its values are right there.
+"""Memory whose address a program keeps stays where it is, and the values are right there.
 
-Programs read and write at addresses past torch, right behind a step, with lanes that run as late as
+Programs read and write at addresses past torch, right after a step, with lanes that run as late as
 the waits allow.
 """
 
@@ -78,28 +78,30 @@ def keep_capsules(tensors: list[torch.Tensor]) -> Any:
 
 
 WAYS = [keep_by_hold, keep_storages, keep_capsules]
-PROGRAMS: list[dict[str, Any]] = [
-    {},
-    {"eagerness": 0.8},
-    {"make_model": NetWithFlat},  # whose state is staged in spans
-    {"slots": 8},
-    {"most_buffers": 0},
-    {"resident": frozenset(("layers.1", "head"))},
-    {"streams_weights": True},
-    {"streams_weights": True, "copied_gradients": EVERY},
-    {"copied_gradients": EVERY, "returning": {"head": "layers.1"}, "batches": 2},
-    {"in_backward": True, "clips": False, "steps": 6},
-    {"temporary": TemporaryPlan(("layers.3", "layers.3"), ("layers.2", "layers.2"))},
-]
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "late": {},
+    "random": {"eagerness": 0.8},
+    "in spans": {"make_model": NetWithFlat},
+    "all in slots": {"slots": 8},
+    "no slots": {"most_buffers": 0},
+    "partly resident": {"resident": frozenset(("layers.1", "head"))},
+    "weights": {"streams_weights": True},
+    "weights and gradients": {"streams_weights": True, "copied_gradients": EVERY},
+    "batches": {"copied_gradients": EVERY, "returning": {"head": "layers.1"}, "batches": 2},
+    "in backward": {"in_backward": True, "clips": False, "steps": 6},
+    "temporary slots": {
+        "temporary": TemporaryPlan(("layers.3", "layers.3"), ("layers.2", "layers.2"))
+    },
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("of", [weights, moments])
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_kept_addresses_have_stocks_values_behind_each_step(
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kept_addresses_have_stocks_values_after_each_step(
     way: Callable[[list[torch.Tensor]], Any],
     of: Callable[[Program], list[torch.Tensor]],
-    program: dict[str, Any],
+    name: str,
 ) -> None:
     def change(run: Program) -> None:
         if run.kept is None:
@@ -109,7 +111,7 @@ def test_kept_addresses_have_stocks_values_behind_each_step(
         halve(run.kept[1])
         run.seen.append(read(run.kept[1]))
 
-    run = compare(change, **program)
+    run = compare(change, **PROGRAMS[name])
     assert run.training is not None
     assert run.training.counts.in_line == 0
     assert places(of(run)[1::2]) == run.kept[1]
@@ -117,7 +119,7 @@ def test_kept_addresses_have_stocks_values_behind_each_step(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("program", [{}, {"copied_gradients": EVERY}, {"streams_weights": True}])
-def test_gradients_may_be_written_at_their_addresses_behind_a_step(
+def test_gradients_may_be_written_at_their_addresses_after_a_step(
     way: Callable[[list[torch.Tensor]], Any], program: dict[str, Any]
 ) -> None:
     def change(run: Program) -> None:
@@ -141,10 +143,8 @@ def test_gradients_may_be_written_at_their_addresses_behind_a_step(
 
 
 @pytest.mark.parametrize("of", [weights, moments, gradients])
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_join_leaves_all_at_home(
-    of: Callable[[Program], list[torch.Tensor]], program: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_join_leaves_all_at_home(of: Callable[[Program], list[torch.Tensor]], name: str) -> None:
     def change(run: Program) -> None:
         umem.join()
         some = of(run)
@@ -153,13 +153,13 @@ def test_join_leaves_all_at_home(
             halve(places(some))
             run.seen.append([it.clone() for it in some])
 
-    run = compare(change, **program)
+    run = compare(change, **PROGRAMS[name])
     assert run.training is not None
     assert run.training.counts.streamed > 0
 
 
 def test_join_leaves_copies_that_were_fetched_ahead() -> None:
-    """State that the program changes past torch amid a step, behind a join."""
+    """State that the program changes past torch amid a step, after a join."""
 
     def change(run: Program) -> None:
         run.optimizer.zero_grad()

@@ -131,7 +131,7 @@ def two_models() -> list[Net]:
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
-def test_weights_may_be_changed_past_torch_behind_a_join(eagerness: float) -> None:
+def test_weights_may_be_changed_past_torch_after_a_join(eagerness: float) -> None:
     """Between two calls, while copies for the next one wait for their use."""
     models = two_models()
     lanes = LazyLanes(models[1], eagerness)

@@ -1,13 +1,13 @@
-"""The memory that a program may reach past its tensors: it stays where it is.
+"""The memory that a program may reach past its tensors, and that has to stay where it is.
 
 A program may keep the address of a tensor's memory: in an array of another library, in a table of
-pointers for a kernel, in an object of the storage. umem would change what lies there when it gives
-the tensor other memory. So such memory is recorded here, and whatever moves memory asks first. An
-update of held memory runs in place or is written back, and ``step()`` waits for it.
+pointers for a kernel, in an object of the storage. The address is stale once the tensor has other
+memory. So such memory is recorded here, and whatever moves memory asks first. An update of held
+memory runs in place or is written back, and ``step()`` waits for the update.
 
-The record has a weak reference to each storage. It keeps no memory alive, and nothing else gets the
-storage's own address (not that of its memory) as long as the reference exists. So an entry never
-stands for another storage.
+The record has a weak reference to each storage, by which no memory is kept alive. As long as the
+reference exists, no other storage gets the storage's own address (which is not that of its memory).
+So an entry never stands for another storage.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Training:
         self.losses.append(loss.detach())
 
     def step_again(self, arrays: list[Any]) -> None:
-        """A step on gradients that are halved past torch before it, and behind it."""
+        """A step on gradients that are halved past torch before it, and after it."""
         use_arrays(self, arrays)
         self.optimizer.step()
         use_arrays(self, arrays)
@@ -292,7 +292,7 @@ def at_addresses(tensors: list[torch.Tensor]) -> list[Any]:
 
 
 def in_arrays(training: Training, tensors_of: Callable[[Training], list[torch.Tensor]]) -> None:
-    """Arrays that are made once, amid the training, and used behind each step from then on."""
+    """Arrays that are made once, amid the training, and used after each step from then on."""
     import cupy
 
     if training.kept is None and len(training.losses) == 6:
@@ -309,7 +309,7 @@ def state_in_arrays(training: Training) -> None:
 
 
 def gradients_in_arrays(training: Training) -> None:
-    """Of each step, behind it: a second step uses what is left of them."""
+    """Of each step, after it: a second step uses what is left of them."""
     import cupy
 
     training.step_again([cupy.asarray(it) for it in gradients_of(training)])
@@ -335,7 +335,7 @@ def addresses_held(training: Training) -> None:
 
 
 def joined(training: Training) -> None:
-    """Addresses that are asked for behind each step."""
+    """Addresses that are asked for after each step."""
     umem.join()
     every = (*training.model.parameters(), *gradients_of(training), *state_of(training))
     use_arrays(training, at_addresses(list(every)))
