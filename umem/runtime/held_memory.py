@@ -59,6 +59,7 @@ class _Held:
     """Whether another library may have the address, for as long as the storage exists."""
 
 
+_storage = torch.Tensor.untyped_storage  # as it is before anything waits at this attribute
 _lock = threading.RLock()  # a finaliser of the program may export, amid a call of this thread
 _held: dict[int, _Held] = {}
 """By the address of the storage."""
@@ -192,7 +193,7 @@ def are_kept(storages: Collection[torch.UntypedStorage]) -> bool:
 def _references() -> frozenset[int]:
     """The reference count of an object that nobody keeps, which differs between torch versions."""
     tensor = torch.empty(1, device="cpu")
-    return frozenset(map(sys.getrefcount, list(map(torch.Tensor.untyped_storage, [tensor]))))
+    return frozenset(map(sys.getrefcount, list(map(_storage, [tensor]))))
 
 
 def before_hold(listener: Callable[[], None]) -> None:
@@ -238,7 +239,7 @@ def _own_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]
             give_own = _lent.get(storage_address(part)) if _lent else None
             if give_own is not None:
                 give_own(part)
-        return [it.untyped_storage() for it in parts]
+        return list(map(_storage, parts))
 
 
 def _entry_of(storage: torch.UntypedStorage) -> _Held:

