@@ -454,18 +454,20 @@ class TestFeatures:
     @pytest.mark.parametrize(
         "words",
         [
-            "statistics",
-            "record_stream",
-            "CUDA graphs",
-            "default mode",
-            "find_executable",
-            "torch.OutOfMemoryError",
-            "numba",
+            *("statistics", "record_stream", "CUDA graphs", "default mode", "find_executable"),
+            *("torch.OutOfMemoryError", "numba", "untyped_storage"),
         ],
     )
     def test_works_under_the_swap(self, words: str) -> None:
         """What umem gives back."""
         assert feature(diagnose(HEALTHY), words).verdict is Verdict.YES
+
+    def test_kept_addresses_need_a_hold(self) -> None:
+        """A program learns of it before an address is stale."""
+        found = feature(diagnose(HEALTHY), "data_ptr")
+        assert found.verdict is Verdict.PARTLY
+        assert "umem.hold" in found.remedy
+        assert Path(__file__).parents[1].joinpath(found.why.split()[-1]).is_file()
 
     @pytest.mark.parametrize(
         ("device", "verdict"),
@@ -551,7 +553,7 @@ def test_to_dict_goes_through_json() -> None:
     assert data["swap_works"] is True
     assert data["devices"][0]["is_grace_hopper"] is True
     assert data["sections"][0]["checks"][0]["status"] == "ok"
-    assert {one["verdict"] for one in data["features"]} == {"yes", "no"}
+    assert {one["verdict"] for one in data["features"]} == {"yes", "no", "partly"}
 
 
 # The command, on a recorded environment.

@@ -7,6 +7,7 @@ ways, and wrap their models in many ways.
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import gc
 import io
@@ -23,7 +24,10 @@ from rank_processes import result_file, run_ranks_once
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
+import umem
 from umem.executor.streamed_training import StreamedTraining
+from umem.runtime.model_parts import plain_tensors
+from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import fsdp_groups, fsdp_modules
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -32,6 +36,8 @@ RANKS, WIDTH, LAYERS, MEASURED = 2, 15, 3, 6
 """A width of which the ranks have uneven parts."""
 
 UNITS = LAYERS + 2
+
+address_of = torch.Tensor.data_ptr  # as it is while no guard waits at this attribute
 
 
 class Block(nn.Module):
@@ -603,6 +609,29 @@ def is_guarded(it: object) -> bool:
     return issubclass(type(it), torch.Tensor) and hasattr(type(it), "guard")
 
 
+def held(streams: Streams | None, tensors_of: Callable[[Program], list[Any]]) -> list[str]:
+    """Ranks' parts of tensors, read past torch at addresses that are held."""
+    with pytest.MonkeyPatch.context() as patch, streaming(streams, patch):
+        program = Program("plain")
+        for _ in range(MEASURED):
+            program.step()
+            program.optimizer.zero_grad()
+        tensors = tensors_of(program)
+        umem.hold(tensors)
+        with Unguarded():
+            parts = [next(plain_tensors(it)) for it in tensors]
+            places = [(address_of(it), it.nbytes) for it in parts]
+        for _ in range(3):
+            program.step()
+            program.seen += [ctypes.string_at(*it).hex() for it in places]
+            program.optimizer.zero_grad()
+        return program.seen
+
+
+def state_of(program: Program) -> list[Any]:
+    return [it["exp_avg"] for it in program.optimizer.state.values()]
+
+
 def two_models(streams: Streams | None) -> list[str]:
     """Models that take turns, and learn of each other."""
     with pytest.MonkeyPatch.context() as patch, streaming(streams, patch):
@@ -637,6 +666,8 @@ def run_rank(rank: int, folder: Path) -> None:
     }
     more: dict[str, Callable[[Streams | None], Any]] = {
         "end": end_while_updates_run,
+        "held weights": lambda it: held(it, lambda program: program.weights),
+        "held state": lambda it: held(it, state_of),
         "two models": two_models,
         "without names": lambda it: some_steps(it, lose_names),
         "compiled": lambda it: some_steps(it, compile_blocks),
@@ -713,6 +744,13 @@ def test_a_training_that_ends_gives_all_back(ranks: list[Runs]) -> None:
         assert streamed["seen"] == stock["seen"]
         assert streamed["was_under_way"]
         assert streamed["guarded"] == 0
+
+
+@pytest.mark.parametrize("name", ["held weights", "held state"])
+def test_held_parts_have_stocks_values_after_each_step(name: str, ranks: list[Runs]) -> None:
+    for runs in ranks:
+        stock, streamed = runs[name]
+        assert streamed == stock
 
 
 def test_models_that_use_each_others_weights(ranks: list[Runs]) -> None:

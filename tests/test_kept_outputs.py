@@ -16,6 +16,7 @@ import torch
 from lazy_lanes import LazyLanes
 from torch import nn
 
+import umem
 from umem.capture.live import find_blocks
 from umem.executor.kept_outputs import KeptOutputs
 from umem.runtime.torch_hooks.modules import hook_calls
@@ -210,6 +211,20 @@ def test_an_output_that_is_changed_on_its_way_stays(setting: Setting) -> None:
     before = setting.outputs.moved
     assert bits(setting.call(3)) == bits(expected)
     assert setting.outputs.moved == before + 3 * LAYERS - 1
+    handle.remove()
+
+
+def test_an_output_that_is_held_on_its_way_stays(setting: Setting) -> None:
+    def export(_module: nn.Module, _args: Any, _output: Any) -> None:
+        addresses.append(setting.cache[0].data_ptr())
+        umem.hold(setting.cache[0])
+
+    addresses: list[int] = []
+    handle = setting.model.layers[1].register_forward_hook(export)
+    before = setting.outputs.moved
+    assert bits(setting.call(3)) == bits(plain(3))
+    assert setting.outputs.moved == before + 3 * LAYERS - 1
+    assert addresses == [setting.cache[0].data_ptr()]
     handle.remove()
 
 

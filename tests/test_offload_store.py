@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 import weakref
 from typing import Any
@@ -21,6 +22,7 @@ from activation_chain import (
 )
 from torch import nn
 
+import umem
 from umem.core.errors import OffloadError
 from umem.offloading import ActivationStore, HostMover
 from umem.runtime.torch_hooks import saved_tensors
@@ -96,6 +98,23 @@ class TestSendReleaseFetch:
         store.release("a")
         assert held[0]() is None
         assert torch.equal(gradient(y, x), gradient((x * 2).exp().sin(), x))
+
+    @pytest.mark.parametrize("comes_late", [False, True])
+    def test_what_a_program_holds_stays(self, store: ActivationStore, comes_late: bool) -> None:
+        x = make_input()
+        store.open_group("a")
+        inner = (x * 2).exp()
+        y = inner.sin()
+        store.close_group()
+        if comes_late:
+            store.send("a")
+        kept, address = umem.hold(inner), inner.data_ptr()
+        del inner  # the graph has it still
+        assert store.send("a") == 0
+        assert store.release("a") == 0
+        ctypes.memset(address, 0, TENSOR_BYTES)
+        assert torch.equal(gradient(y, x), torch.zeros_like(x))
+        kept.release()
 
     def test_ordinals(self, store: ActivationStore, expected: torch.Tensor) -> None:
         x = make_input()

@@ -37,7 +37,7 @@ from umem.executor.tuning_status import TuningState
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
-from umem.runtime.guard import Unguarded
+from umem.runtime.unguarded import Unguarded
 
 EAGERNESS = [0.0, 0.5, 0.9]
 

@@ -7,11 +7,12 @@ NaN, so that a weight that is used too early, or from the wrong place, shows in 
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from streamed_uses import USES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import umem
 from umem.capture.live import find_blocks
 from umem.executor.optimizer.lanes import Copy
 from umem.executor.weights import staged_weights
@@ -37,6 +39,7 @@ from umem.executor.weights.streamed_weights import (
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import plain_tensors
 from umem.runtime.torch_hooks.saved_tensors import innermost
+from umem.runtime.unguarded import Unguarded
 
 
 def fail(error: Exception) -> None:
@@ -105,6 +108,83 @@ def compare(
     found = streamed.run(change, steps)
     assert bits(found) == bits(WeightProgram(None, **program).run(change, steps))
     return streamed
+
+
+def halve(places: list[tuple[int, int]]) -> None:
+    """Change floats past torch."""
+    for address, count in places:
+        memory = (ctypes.c_float * count).from_address(address)
+        memory[:] = [0.5 * value for value in memory]
+
+
+address_of = torch.Tensor.data_ptr  # as it is while no guard waits at this attribute
+
+
+def places_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Addresses, and numbers of floats, which is no use of the tensors."""
+    with Unguarded():
+        return [(address_of(it), it.numel()) for it in tensors]
+
+
+def two_models() -> list[Net]:
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    models[1].load_state_dict(models[0].state_dict())
+    return models
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 1.0])
+def test_weights_may_be_changed_past_torch_after_a_join(eagerness: float) -> None:
+    """Between two calls, while copies for the next one wait for their use."""
+    models = two_models()
+    lanes = LazyLanes(models[1], eagerness)
+    weights = stream_weights(models[1], lanes, HostStateMemory(lanes=lanes), slots=3)
+    x = torch.randn(4, WIDTH)
+    for _ in range(3):
+        with torch.no_grad():
+            stock, streamed = (model(x) for model in models)
+        assert bits(streamed) == bits(stock)
+        umem.join()
+        for model in models:
+            halve(places_of(model.parameters()))
+    assert weights.counts.fetched
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 1.0])
+def test_held_weights_are_used_at_home_until_their_release(eagerness: float) -> None:
+    """The program changes them between calls, and in their own blocks' calls."""
+    models = two_models()
+    lanes = LazyLanes(models[1], eagerness)
+    weights = stream_weights(models[1], lanes, HostStateMemory(lanes=lanes), slots=3)
+    x = torch.randn(4, WIDTH)
+
+    def see() -> None:
+        with torch.no_grad():
+            stock, streamed = (model(x) for model in models)
+        assert bits(streamed) == bits(stock)
+
+    see()
+    held = [[it for layer in model.layers[:2] for it in layer.parameters()] for model in models]
+    holds = umem.hold(held)
+    places = [places_of(some) for some in held]
+    handles = []
+    for model, some in zip(models, places, strict=True):
+        handles.append(model.layers[0].register_forward_pre_hook(lambda *_, some=some: halve(some)))
+    for _ in range(3):
+        see()
+        for some in places:
+            halve(some)
+    assert places_of(held[1]) == places[1]
+    before = weights.counts.fetched
+    see()
+    others = weights.counts.fetched - before
+    holds.release()
+    for handle in handles:
+        handle.remove()
+    see()
+    before = weights.counts.fetched
+    see()
+    assert weights.counts.fetched - before == others + 2
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])

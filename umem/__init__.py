@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from umem.pausing import PausedMemory, pause, paused, resume
     from umem.planning import plan
     from umem.policy import Policy, load_policy
+    from umem.runtime.held_memory import Hold, hold
     from umem.runtime.inspection import (
         ClassMemory,
         LiveTensor,
@@ -63,6 +64,7 @@ __all__ = [
     "EnableError",
     "Hardware",
     "HardwareError",
+    "Hold",
     "LiveTensor",
     "Manager",
     "MeasuredReport",
@@ -84,6 +86,7 @@ __all__ = [
     "__version__",
     "cuda",
     "enable",
+    "hold",
     "is_enabled",
     "join",
     "load_hardware",
@@ -116,6 +119,7 @@ _MODULES = {
     "umem.executor": "Manager join manage",
     "umem.hardware": "Hardware load_hardware",
     "umem.integrations.trainer": "UmemCallback",
+    "umem.runtime.held_memory": "Hold hold",
     "umem.runtime.inspection": "ClassMemory LiveTensor memory_by_class memory_summary "
     "tensor_class tensors",
     "umem.planning": "plan",

@@ -31,7 +31,7 @@ from umem.runtime.host_room import divide_host
 from umem.runtime.live_figures import live_figures
 from umem.runtime.live_socket import serve
 from umem.runtime.memory_stats import install_memory_stats
-from umem.runtime.native_guard import native_guard
+from umem.runtime.native_guard import guard_problem, guard_remedy, native_guard
 from umem.runtime.native_library import native
 from umem.runtime.state import (
     Runtime,
@@ -174,9 +174,11 @@ def _enable(policy: Policy) -> Runtime:
     require()
     # They use private names of torch, which `require` has checked.
     from umem.runtime.classification import Classifier, gradient_hook
+    from umem.runtime.held_memory import note_export
     from umem.runtime.model_loading import CudaLoadingMemory
     from umem.runtime.state_room import StateRoom
     from umem.runtime.torch_hooks.graphed import watch_graphing
+    from umem.runtime.torch_hooks.memory_access import on_export
 
     capabilities = detect_all()
     if not capabilities:
@@ -225,6 +227,14 @@ def _enable(policy: Policy) -> Runtime:
         classifier.on_root = _stream_weights
         classifier.loading_memory = CudaLoadingMemory()
     watch_graphing(_graphing_begins)
+    on_export(note_export)
+    if problem := guard_problem():
+        _LOG.warning(
+            "umem: optimizer steps wait for their updates, and weights are not fetched ahead: %s. "
+            "To add the guard of tensors: %s",
+            problem,
+            guard_remedy(),
+        )
     streams_state = resolved.streams_state or resolved.copies_activations
     if resolved.planner != "none" or streams_state:
         manage_automatically(

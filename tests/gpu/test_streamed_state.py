@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,11 +39,21 @@ STREAMED_MODES = (
     "copied_behind_any_event",
     "graphed",
     "graphed_late",
+    "graphed_block",
     "scaled",
     "rate_changed",
+    "storages_kept",
 )
 POISONED_MODES = ("averaged_beside", "captured", "gradients_clipped", "scaled", "rate_changed")
 """Run once more with memory that is overwritten when it is freed and when it is new."""
+ADDRESS_MODES = (
+    "weights_in_arrays",
+    "state_in_arrays",
+    "gradients_in_arrays",
+    "addresses_held",
+    "joined",
+)
+"""By CuPy arrays."""
 
 STATE_BYTES = 2 * 4 * (8 * 2 * 4 * 1024**2 + 1024**2)
 """Of the moments of all weight matrices."""
@@ -87,15 +98,17 @@ def streamed(start: Callable[..., Job], mode: str, **variables: str) -> Job:
     )
 
 
-@pytest.fixture(scope="module")
-def pairs(start: Callable[..., Job]) -> Callable[[str], tuple[Any, Any]]:
-    """What the program of a mode saw, stock and streamed."""
+Pairs = Callable[[str], tuple[Any, Any]]
+"""Returns what the program of a mode saw, stock and streamed."""
+
+
+def start_pairs(start: Callable[..., Job], modes: Iterable[str]) -> Pairs:
     jobs = {
         mode: (
             start("streaming.py", mode, str(STEPS), **VARIABLES, **FEWER_ACTIVATIONS.get(mode, {})),
             streamed(start, mode),
         )
-        for mode in STREAMED_MODES
+        for mode in modes
     }
 
     def facts_of(mode: str) -> tuple[Any, Any]:
@@ -105,8 +118,21 @@ def pairs(start: Callable[..., Job]) -> Callable[[str], tuple[Any, Any]]:
     return facts_of
 
 
+@pytest.fixture(scope="module")
+def pairs(start: Callable[..., Job]) -> Pairs:
+    return start_pairs(start, STREAMED_MODES)
+
+
+@pytest.fixture(scope="module")
+def address_pairs(start: Callable[..., Job]) -> Pairs:
+    """Beside none of the others: the host's memory is for so many processes."""
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("CuPy is not installed")
+    return start_pairs(start, ADDRESS_MODES)
+
+
 @pytest.mark.parametrize("mode", STREAMED_MODES)
-def test_all_bits_equal_the_stock_run(mode: str, pairs: Callable[[str], tuple[Any, Any]]) -> None:
+def test_all_bits_equal_the_stock_run(mode: str, pairs: Pairs) -> None:
     stock, facts = pairs(mode)
     streaming = facts["streaming"]
     print(streaming)
@@ -117,41 +143,50 @@ def test_all_bits_equal_the_stock_run(mode: str, pairs: Callable[[str], tuple[An
 
 @pytest.mark.parametrize("mode", POISONED_MODES)
 def test_nothing_reads_freed_or_new_memory(
-    mode: str, pairs: Callable[[str], tuple[Any, Any]], start: Callable[..., Job]
+    mode: str, pairs: Pairs, start: Callable[..., Job]
 ) -> None:
     facts = streamed(start, mode, UMEM_POISON="1").facts()
     assert values(facts) == values(pairs(mode)[0])
     assert facts["streaming"]["streamed"] >= STEPS - 1
 
 
-def test_a_scaler_has_skipped_steps(pairs: Callable[[str], tuple[Any, Any]]) -> None:
+def test_a_scaler_has_skipped_steps(pairs: Pairs) -> None:
     losses = [float.fromhex(it) for it in pairs("scaled")[1]["losses"]]
     assert [math.isinf(it) for it in losses] == [number % 3 == 2 for number in range(STEPS)]
 
 
-def test_a_plain_loop_waits_for_blocks_only(pairs: Callable[[str], tuple[Any, Any]]) -> None:
+@pytest.mark.parametrize("mode", ADDRESS_MODES)
+def test_what_is_used_at_addresses_past_torch_has_stocks_bits(
+    mode: str, address_pairs: Pairs
+) -> None:
+    stock, facts = address_pairs(mode)
+    print(facts["streaming"])
+    assert values(facts) == values(stock)
+    assert facts["streaming"]["streamed"] >= STEPS - 1
+    assert len(set(stock["seen"])) > STEPS
+
+
+def test_a_plain_loop_waits_for_blocks_only(pairs: Pairs) -> None:
     # In the last steps: those that are measured wait for all updates.
     streaming = pairs("plain")[1]["streaming"]
     assert streaming["waited"] == 0
 
 
-def test_units_are_updated_in_the_backward_pass(pairs: Callable[[str], tuple[Any, Any]]) -> None:
+def test_units_are_updated_in_the_backward_pass(pairs: Pairs) -> None:
     # The first three steps make the state, and are watched.
     assert pairs("in_backward")[1]["streaming"]["ahead"] >= STEPS - 4
 
 
-def test_gradients_are_on_the_host(pairs: Callable[[str], tuple[Any, Any]]) -> None:
+def test_gradients_are_on_the_host(pairs: Pairs) -> None:
     # Those of all weight matrices, but perhaps of the units that the backward pass came to last.
     assert pairs("gradients_copied")[1]["streaming"]["gradients_on_host"] >= 2 * (8 - 2)
 
 
-def test_clipping_does_not_read_gradients_on_the_host(
-    pairs: Callable[[str], tuple[Any, Any]],
-) -> None:
+def test_clipping_does_not_read_gradients_on_the_host(pairs: Pairs) -> None:
     assert pairs("gradients_clipped")[1]["streaming"]["clipping_put_off"] >= 2 * (8 - 2)
 
 
-def test_the_budget_holds_and_nothing_is_managed(pairs: Callable[[str], tuple[Any, Any]]) -> None:
+def test_the_budget_holds_and_nothing_is_managed(pairs: Pairs) -> None:
     streaming = pairs("plain")[1]["streaming"]
     assert streaming["budget_peak_bytes"] <= parse_bytes(TIGHT)
     # Neither managed memory nor the second CUDA context of a hint engine.

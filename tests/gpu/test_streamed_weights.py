@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ BUDGETS = {
     "loaded": "640MiB",
     "experts": "768MiB",
 }
+if importlib.util.find_spec("cupy") is not None:
+    BUDGETS["changed_in_arrays"] = "640MiB"
 POLICIES = {
     "trained": "sft",
     "managed_at_once": "sft",

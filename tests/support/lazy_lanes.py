@@ -25,7 +25,8 @@ from torch import nn
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, untraced
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
-from umem.runtime.guard import Unguarded, can_guard
+from umem.runtime.guard import can_guard
+from umem.runtime.unguarded import Unguarded
 
 __all__ = ["CountedMemory", "HostStateMemory", "LazyLanes"]
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from umem.torch_compat import DisableTorchFunctionSubclass, storage_address, storage_use_count
+from umem.runtime.unguarded import Unguarded
+from umem.torch_compat import storage_address, storage_use_count
 
 __all__ = ["lose_memory"]
 
@@ -46,7 +47,7 @@ def lose_memory(works: Iterable[object]) -> None:
         held = found.pop(staying.pop(), None)
         staying += map(id, _parts(held))
     by_storage = defaultdict(list)
-    with DisableTorchFunctionSubclass():
+    with Unguarded():
         for it in found.values():
             # With more than Python's object it is a parameter's gradient, or saved by a graph.
             if _is_memory(it) and _use_count(it) == 1:

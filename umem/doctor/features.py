@@ -45,6 +45,9 @@ _WORKS = {
         "capture and replay keep their blocks in a separate pool"
     ),
     "torch.compile, default mode": "it asks the allocator for nothing unusual",
+    "memory that a program keeps: __cuda_array_interface__, DLPack, untyped_storage()": (
+        "the memory stays where it is from then on, and step() waits for its update"
+    ),
     "DDP, FSDP2 and NCCL, one process per GPU": (
         "NCCL takes umem's buffers, managed ones at the speed of device memory"
     ),
@@ -83,6 +86,7 @@ _FAILS = {
 """Name -> why it does not work, and what to use instead."""
 
 _OUT_OF_MEMORY = "except torch.OutOfMemoryError"
+_ADDRESSES = "addresses kept from step to step: data_ptr(), tables of pointers"
 _HINTS = "umem.cuda: prefetch, advise"
 _DISCARD = "discard and batch prefetch"
 _SYSTEM = "system memory (ATS or HMM): kind system"
@@ -101,6 +105,7 @@ def features(environment: Environment, failures: Sequence[str]) -> tuple[Feature
         *(Feature(name, Verdict.NO, *said) for name, said in _FAILS.items()),
         _sharing(environment, failures, "numba-cuda", _NUMBA, install_command("numba")),
         _sharing(environment, failures, "cupy", _CUPY, environment.install_cupy),
+        _addresses(failures),
         *_device_features(environment.devices or ()),
         _events(environment),
         _copies(environment),
@@ -128,6 +133,14 @@ def _out_of_memory(environment: Environment, failures: Sequence[str]) -> Feature
         remedy = 'except RuntimeError, and look for "CUDA out of memory." in its text'
         return Feature(_OUT_OF_MEMORY, Verdict.NO, why, remedy)
     return _under_swap(_OUT_OF_MEMORY, "the guard raises torch's own error", failures)
+
+
+def _addresses(failures: Sequence[str]) -> Feature:
+    why = "state, gradients and weights may get other memory: docs/addresses.md"
+    if failures:
+        return _under_swap(_ADDRESSES, why, failures)
+    remedy = "umem.hold(tensors) before the addresses are asked for"
+    return Feature(_ADDRESSES, Verdict.PARTLY, why, remedy)
 
 
 def _sharing(

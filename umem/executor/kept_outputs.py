@@ -28,6 +28,7 @@ from umem.core.classes import TensorClass
 from umem.core.units import format_bytes
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.phase_measurement import DeviceRoom
+from umem.runtime.held_memory import is_held
 from umem.runtime.model_parts import buffers_of, plain_tensors, tensors_in
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
 from umem.torch_compat import (
@@ -393,8 +394,9 @@ class KeptOutputs:
             storage = it.probe.untyped_storage()
             is_unchanged = version_counter(it.probe) == it.version
             is_in_place = storage.data_ptr() == it.from_address
+            may_move = is_unchanged and is_in_place and not is_held(it.probe)
             it.probe = None
-            if is_unchanged and is_in_place and storage_use_count(storage_key(storage)) > 1:
+            if may_move and storage_use_count(storage_key(storage)) > 1:
                 address, it.to_address = it.to_address, 0
                 self._memory.move(storage, address)
                 self.moved += 1

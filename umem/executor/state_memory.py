@@ -14,11 +14,11 @@ from umem.core.classes import TensorClass
 from umem.core.interrupts import call_all
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
-from umem.runtime.guard import Unguarded, addresses_of
 from umem.runtime.native_library import native
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.refused_memory import unless_refused
 from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
+from umem.runtime.unguarded import Unguarded, addresses_of
 from umem.torch_compat import InferenceMode
 
 if TYPE_CHECKING:

@@ -35,6 +35,8 @@ from umem.executor.stream_tuning import StreamTuner
 from umem.executor.tuned_optimizers import TunedOptimizer
 from umem.executor.tuning_status import TuningStatus
 from umem.executor.weights.model_weights import ModelWeights
+from umem.executor.weights.streamed_weights import forget_copies
+from umem.runtime.held_memory import before_hold, note_export
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.graphed import graphed_tensors
@@ -79,14 +81,22 @@ def streamed_trainings() -> list[StreamedTraining]:
 
 
 def join() -> None:
-    """Let the current stream wait for all optimizer updates that are under way.
+    """Let the current stream wait until weights, gradients and state have their values.
 
+    That is in their own memory, at their own addresses, until the next forward pass or step.
     Programs need not call it: whatever uses a parameter, a gradient or optimizer state through
-    torch waits by itself. Call it before code that reads such memory past torch, as an extension
-    does that takes tensors outside of a module's forward pass.
+    torch waits by itself. Call it before code that uses such memory past torch, as an extension
+    does that takes tensors outside of a module's forward pass. A program that keeps addresses from
+    step to step calls :func:`umem.hold` instead.
     """
     for training in streamed_trainings():
         training.join()
+    forget_copies()
+
+
+def _memory_is_held() -> None:
+    for training in streamed_trainings():
+        training.memory_is_held()
 
 
 @dataclass(frozen=True)
@@ -264,6 +274,7 @@ class StreamedTraining:
             weakref.finalize(self, undo).atexit = False
         _trainings.add(self)
         _watch_compiler()
+        before_hold(_memory_is_held)
 
     def move_into_backward(self) -> None:
         """Update parameters in the backward pass, once two complete steps show that it is exact.
@@ -337,8 +348,23 @@ class StreamedTraining:
         return not self._undo
 
     def join(self) -> None:
-        """Let the current stream wait for all updates that are under way."""
+        """Let the current stream wait until all have their values in their own memory."""
         self._step.join()
+        self._step.units.write_back()
+        self._gradients.join()
+
+    def memory_is_held(self) -> None:
+        """Join, and look at the next step which state may still move: some is held from now on.
+
+        Raises
+        ------
+        PlanError
+            Between an update in the backward pass and ``step()``.
+        """
+        for unit in self._step.units:
+            unit.check_not_ahead()
+        self.join()
+        self._step.units.lay_out_anew()
 
     def work_begins(self) -> None:
         """Let the current stream wait for all updates: what comes may use any parameter."""
@@ -544,6 +570,8 @@ class StreamedTraining:
         if self._backward is not None:
             self._backward.step_begins(optimizer, obstacle)
         if self._is_in_line:
+            if self._lanes.is_capturing():
+                note_export(optimizer)  # replays use these addresses
             self._step.join()
             self._step.counts.in_line += 1
             self._note_whole_step(obstacle)

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from umem.core.errors import OffloadError
 from umem.offloading.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
-from umem.runtime.guard import Unguarded
+from umem.runtime.held_memory import is_storage_held
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
 from umem.runtime.torch_hooks.saved_tensors import (
     Hooks,
@@ -27,6 +27,7 @@ from umem.runtime.torch_hooks.saved_tensors import (
     probe_of,
     unpack_kept,
 )
+from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import (
     current_graph_task_id,
     function_transform_level,
@@ -502,6 +503,8 @@ class ActivationStore:
                         continue
                     if not self._mover.is_on_device(storage):  # nothing to gain
                         continue
+                    if is_storage_held(storage):
+                        continue
                     buffer = self._pool.take(size_bytes)
                     if buffer is not None:
                         sent.append((stored, storage, buffer))
@@ -542,6 +545,8 @@ class ActivationStore:
             for stored in reversed(group.stored(ordinals)):
                 stored.wanted_by.discard(group.reference)
                 if stored.storage is None or stored.buffer is None or stored.is_wanted():
+                    continue
+                if is_storage_held(stored.storage):  # since its copy began
                     continue
                 if stored.sent_with is None or stored.sent_with is not waited:
                     self._settle(stored)

@@ -8,8 +8,7 @@ guard first, in every thread (``guard/guard.cpp``). Their class, attributes and 
 
 What takes a tensor's memory without an operator asks the guard, too (``memory_access.py``). An
 object of another tensor on the same memory would not be seen. So what has such an alias is not
-deferred (:func:`has_alias`), unless all tensors on the memory are known and guarded
-(:func:`are_all_on_memory`).
+deferred (``aliases.py``), unless all tensors on the memory are known and guarded.
 
 In a torch for which umem has no native guard nothing can be guarded: steps wait for their updates.
 """
@@ -25,24 +24,14 @@ from torch import nn
 
 from umem.runtime.native_guard import native_guard
 from umem.runtime.torch_hooks.memory_access import wait_at_attributes
-from umem.torch_compat import (
-    DisableTorchFunctionSubclass,
-    let_pass_higher_order_operators,
-    storage_address,
-    storage_key,
-    storage_use_count,
-)
+from umem.torch_compat import let_pass_higher_order_operators
 
 __all__ = [
     "PLAIN_CLASSES",
     "Guard",
-    "Unguarded",
-    "addresses_of",
-    "are_all_on_memory",
     "are_plain",
     "can_guard",
     "guard_of",
-    "has_alias",
     "has_guard",
     "settle",
 ]
@@ -50,12 +39,6 @@ __all__ = [
 _native: Any = native_guard()
 PLAIN_CLASSES = frozenset((torch.Tensor, nn.Parameter))
 """torch's own classes of tensors, but for DTensor."""
-_ONE, _TWO = frozenset((1,)), frozenset((2,))
-"""References to a storage that one tensor has for itself: without an object in Python, and with."""
-_storage = torch.Tensor.untyped_storage
-
-Unguarded: Any = DisableTorchFunctionSubclass if _native is None else _native.Unguarded
-"""A context in which this thread uses tensors as they are: past guards, and past subclasses."""
 
 if _native is not None:
     let_pass_higher_order_operators(_native.KEY)
@@ -157,39 +140,6 @@ def can_guard(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN_CLASSES
 
 
-def addresses_of(tensors: Collection[torch.Tensor]) -> list[int]:
-    """Where tensors begin in memory. No guard sees that: nothing is read."""
-    if _native is None:
-        return list(map(torch.Tensor.data_ptr, tensors))
-    addresses: list[int] = _native.addresses_of(tensors)
-    return addresses
-
-
 def are_plain(tensors: Collection[torch.Tensor]) -> bool:
     """Whether tensors are of torch's own classes, and can be guarded: nothing guards them yet."""
     return _native is not None and _native.are_plain(tensors)
-
-
-def has_alias(tensors: Collection[torch.Tensor]) -> bool:
-    """Whether other tensors, or views, have the memory of some; always for sparse tensors."""
-    try:
-        if _ONE.issuperset(map(storage_use_count, map(storage_address, tensors))):
-            return False
-        # Python's object of a storage counts too, also one that nothing refers to any more.
-        with Unguarded():
-            storages = list(map(_storage, tensors))
-        return not _TWO.issuperset(map(storage_use_count, map(storage_key, storages)))
-    except (NotImplementedError, RuntimeError):  # there is no storage
-        return True
-
-
-def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
-    """Whether these tensors, all on one memory, are the only ones there; each is given once."""
-    first = next(iter(tensors))
-    address = storage_address(first)
-    if storage_use_count(address) == len(tensors):
-        return True
-    # Python's object of a storage counts too, also one that nothing refers to any more.
-    with Unguarded():
-        storage = _storage(first)
-    return storage_use_count(storage_key(storage)) == len(tensors) + 1

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError
-from umem.runtime.guard import Unguarded, addresses_of
+from umem.runtime.unguarded import Unguarded, addresses_of
 from umem.torch_compat import is_traceable_wrapper_subclass
 
 __all__ = [

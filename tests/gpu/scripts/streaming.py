@@ -26,6 +26,7 @@ from umem.executor.managers import managers
 from umem.executor.state_memory import CudaStateMemory
 from umem.executor.streamed_training import streamed_trainings
 from umem.runtime.state import runtime
+from umem.runtime.unguarded import addresses_of
 
 HIDDEN, LAYERS = 1024, 8
 ROWS = int(os.environ.get("ROWS", "4096"))
@@ -112,6 +113,8 @@ class Training:
         """Addresses of the weights, asked for before the step: nothing guards them then."""
         self.graph = torch.cuda.CUDAGraph()
         self.replayed: torch.Tensor | None = None
+        self.kept: Any = None
+        """What the program keeps of the memory of tensors, past torch."""
 
     def step(self) -> None:
         torch.manual_seed(100 + len(self.losses))
@@ -128,6 +131,12 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.losses.append(loss.detach())
+
+    def step_again(self, arrays: list[Any]) -> None:
+        """A step on gradients that are halved past torch before it, and after it."""
+        use_arrays(self, arrays)
+        self.optimizer.step()
+        use_arrays(self, arrays)
 
     def average(self) -> None:
         with torch.no_grad():
@@ -345,6 +354,93 @@ def rate_changed(training: Training) -> None:
     numbers()
 
 
+def weights_of(training: Training) -> list[torch.Tensor]:
+    return [it.detach() for it in training.model.parameters()]
+
+
+def state_of(training: Training) -> list[torch.Tensor]:
+    return [it["exp_avg"] for it in training.optimizer.state.values()]
+
+
+def gradients_of(training: Training) -> list[torch.Tensor]:
+    return [it.grad for it in training.model.parameters() if it.grad is not None]
+
+
+def use_arrays(training: Training, arrays: list[Any]) -> None:
+    """Note all bits of CuPy arrays, and change them."""
+    import cupy
+
+    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        for it in arrays:
+            bits = it.view(cupy.int32).sum(dtype=cupy.int64)
+            training.seen.append(torch.as_tensor(bits, device="cuda").clone())
+            it *= cupy.float32(0.5)
+
+
+def at_addresses(tensors: list[torch.Tensor]) -> list[Any]:
+    """Arrays that nobody but the program knows of."""
+    import cupy
+
+    places = [
+        (address, it.nbytes) for address, it in zip(addresses_of(tensors), tensors, strict=True)
+    ]
+    memory = [cupy.cuda.UnownedMemory(*it, owner=None, device_id=0) for it in places]
+    return [
+        cupy.ndarray((size_bytes // 4,), cupy.float32, cupy.cuda.MemoryPointer(it, 0))
+        for it, (_, size_bytes) in zip(memory, places, strict=True)
+    ]
+
+
+def in_arrays(training: Training, tensors_of: Callable[[Training], list[torch.Tensor]]) -> None:
+    """Arrays that are made once, amid the training, and used after each step from then on."""
+    import cupy
+
+    if training.kept is None and len(training.losses) == 6:
+        training.kept = [cupy.asarray(it) for it in tensors_of(training)]
+    use_arrays(training, training.kept or [])
+
+
+def weights_in_arrays(training: Training) -> None:
+    in_arrays(training, weights_of)
+
+
+def state_in_arrays(training: Training) -> None:
+    in_arrays(training, state_of)
+
+
+def gradients_in_arrays(training: Training) -> None:
+    """Of each step, after it: a second step uses what is left of them."""
+    import cupy
+
+    training.step_again([cupy.asarray(it) for it in gradients_of(training)])
+
+
+def storages_kept(training: Training) -> None:
+    if training.kept is None and len(training.losses) == 6:
+        tensors = (*training.model.parameters(), *state_of(training))
+        training.kept = [it.untyped_storage() for it in tensors]
+    for it in training.kept or []:
+        floats = torch.empty(0, device="cuda").set_(it)
+        training.seen.append(floats.view(torch.int32).sum())
+        floats.mul_(0.5)
+
+
+def addresses_held(training: Training) -> None:
+    """A table of addresses, of weights and state."""
+    if training.kept is None and len(training.losses) == 6:
+        tensors = [*training.model.parameters(), *state_of(training)]
+        umem.hold(tensors)
+        training.kept = at_addresses(tensors)
+    use_arrays(training, training.kept or [])
+
+
+def joined(training: Training) -> None:
+    """Addresses that are asked for after each step."""
+    umem.join()
+    every = (*training.model.parameters(), *gradients_of(training), *state_of(training))
+    use_arrays(training, at_addresses(list(every)))
+
+
 def varied(training: Training) -> None:
     """Batches of three sizes, evaluations, and a checkpoint that is saved and loaded."""
     saved_and_loaded(training)
@@ -362,7 +458,8 @@ MODES: dict[str, Callable[[Training], None]] = {
         *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
         *(gradients_clipped, buffers_filled_late, varied, scaled, rate_changed),
         *(averaged_by_a_graph, evaluated_by_a_graph, captured_with_a_fork),
-        *(copied_behind_any_event, graphed, graphed_late, graphed_block),
+        *(copied_behind_any_event, graphed, graphed_late, graphed_block, weights_in_arrays),
+        *(state_in_arrays, gradients_in_arrays, storages_kept, addresses_held, joined),
     )
 }
 

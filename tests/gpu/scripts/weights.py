@@ -131,6 +131,24 @@ def change_between(model: Model) -> list[torch.Tensor]:
     return seen
 
 
+def change_in_arrays(model: Model) -> list[torch.Tensor]:
+    """CuPy arrays on some weights, made amid the calls, change them past torch."""
+    import cupy
+
+    seen: list[torch.Tensor] = []
+    arrays: list[Any] = []
+    for step in range(STEPS):
+        with torch.no_grad():
+            seen.append(model(batch(step)))
+        if step == 3:
+            layers = (*model.layers[:2], model.layers[-1])
+            arrays = [cupy.asarray(it.detach()) for of in layers for it in of.parameters()]
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            for it in arrays:
+                it *= cupy.float32(0.99)
+    return [*seen, *(it.detach() for it in model.parameters())]
+
+
 def train(model: Model, *, managed_at_once: bool = False) -> list[torch.Tensor]:
     trained = [it for it in model.parameters() if it.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
@@ -194,6 +212,7 @@ MODES: dict[str, Callable[[Model], list[torch.Tensor]]] = {
     "kept": keep,
     "inference": infer,
     "changed": change_between,
+    "changed_in_arrays": change_in_arrays,
     "trained": train,
     "managed_at_once": train_managed_at_once,
     "adapters": train_adapters,

@@ -35,7 +35,8 @@ from umem.executor.optimizer.step_observer import StepObserver
 from umem.executor.optimizer.streamed_step import StreamedStep
 from umem.executor.optimizer.streamed_unit import StreamedUnit
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
-from umem.runtime.guard import are_plain, has_alias
+from umem.runtime.aliases import has_alias
+from umem.runtime.guard import are_plain
 from umem.torch_compat import is_distributed
 
 __all__ = ["BackwardUpdates"]

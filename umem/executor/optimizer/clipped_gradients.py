@@ -25,7 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.interrupts import call_all
 from umem.executor.optimizer.lanes import Lanes, Moment
-from umem.runtime.guard import Guard, Unguarded, are_plain, guard_of, settle
+from umem.runtime.guard import Guard, are_plain, guard_of, settle
+from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import (
     InferenceMode,
     foreach_multiply,

@@ -31,7 +31,9 @@ from umem.executor.optimizer.clipped_gradients import ClippedGradients, Gradient
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
-from umem.runtime.guard import Guard, Unguarded, are_plain
+from umem.runtime.guard import Guard, are_plain
+from umem.runtime.held_memory import note_export
+from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import InferenceMode, version_counter
 
 __all__ = ["CopiedGradients"]
@@ -162,10 +164,8 @@ class CopiedGradients:
             self._returning = {}
             for name, trigger in (returning or {}).items():
                 self._returning.setdefault(trigger, []).append(name)
+            self._use_clipped()  # parameters may have no hooks any more
             every = self._parameters()
-            for gradient in (it.grad for some in every.values() for it in some):
-                if gradient is not None and self._clipped.is_held(gradient):
-                    self._clipped.use(gradient)  # its parameter may have no hook any more
             names = list(every)
             for place, name in enumerate(names):
                 # The units that the backward pass comes to behind a copied one tell the time.
@@ -186,6 +186,17 @@ class CopiedGradients:
             self._send()
             while self._moves:
                 self._end(self._moves.popleft())
+
+    def join(self) -> None:
+        """Settle, and let each gradient have its value where it is."""
+        with self._lock:
+            self.settle()
+            self._use_clipped()
+
+    def _use_clipped(self) -> None:
+        for gradient in (it.grad for some in self._parameters().values() for it in some):
+            if gradient is not None and self._clipped.is_held(gradient):
+                self._clipped.use(gradient)
 
     def step_begins(self) -> None:
         """Settle, and count batches anew."""
@@ -212,6 +223,8 @@ class CopiedGradients:
                     self._unit_begins(name)
                 gradient = parameter.grad
                 if name in self._copied and gradient is not None:
+                    if self._lanes.is_capturing():
+                        note_export(gradient)  # replays write to this address
                     self._arriving.gradients[id(gradient)] = gradient
             except Exception as error:
                 self._on_error(error)

@@ -25,15 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from umem.runtime.guard import (
-    Unguarded,
-    are_all_on_memory,
-    are_plain,
-    can_guard,
-    guard_of,
-    has_alias,
-)
+from umem.runtime.aliases import are_all_on_memory, has_alias
+from umem.runtime.guard import are_plain, can_guard, guard_of
+from umem.runtime.held_memory import any_held, are_kept
 from umem.runtime.model_parts import can_guard_dtensor
+from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import (
     DTENSOR_PART,
     before_fsdp_gathers,
@@ -217,6 +213,8 @@ class ShardedStep:
                 known[id(flat)] = flat
                 found.flats.append(flat)
             counts.append(len(known) + 1)
+        if any_held(parts) or are_kept(storages):
+            return False
         return counts == list(map(storage_use_count, keys)) and _can_guard_all(found.parts)
 
     def _add_gradients(self, found: ShardedUnit) -> bool:

@@ -18,7 +18,7 @@ from umem.executor.optimizer.clipped_gradients import multiply
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.planning.weight_plan import staged_bytes
-from umem.runtime.guard import Unguarded
+from umem.runtime.unguarded import Unguarded
 
 __all__ = ["StagedOperands"]
 

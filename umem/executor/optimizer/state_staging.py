@@ -14,12 +14,8 @@ import torch
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.optimizer.state_views import StateViews
-from umem.runtime.guard import (
-    Unguarded,
-    can_guard,
-    has_alias,
-    has_guard,
-)
+from umem.runtime.aliases import has_alias
+from umem.runtime.guard import can_guard, has_guard
 from umem.runtime.model_parts import (
     can_guard_dtensor,
     layout_of,
@@ -29,6 +25,7 @@ from umem.runtime.model_parts import (
     wrapper_of,
 )
 from umem.runtime.unfilled_memory import unfilled_like
+from umem.runtime.unguarded import Unguarded
 
 __all__ = [
     "Binding",

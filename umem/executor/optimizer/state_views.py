@@ -13,7 +13,8 @@ from collections.abc import Iterable
 
 import torch
 
-from umem.runtime.guard import Unguarded, are_all_on_memory, has_alias
+from umem.runtime.aliases import are_all_on_memory, has_alias
+from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import storage_address
 
 __all__ = ["StateViews"]

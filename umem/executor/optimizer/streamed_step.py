@@ -48,7 +48,8 @@ from umem.executor.optimizer.streamed_unit import (
 )
 from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.unit_names import is_outside
-from umem.runtime.guard import Guard, are_plain, has_alias
+from umem.runtime.aliases import has_alias
+from umem.runtime.guard import Guard, are_plain
 from umem.runtime.model_parts import optimizer_parameters
 from umem.torch_compat import current_graph_task_id
 

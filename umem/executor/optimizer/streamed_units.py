@@ -26,7 +26,9 @@ from umem.executor.optimizer.state_staging import (
 from umem.executor.optimizer.state_views import StateViews
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
 from umem.executor.optimizer.streamed_unit import StreamedUnit
-from umem.runtime.guard import Guard, Unguarded
+from umem.runtime.guard import Guard
+from umem.runtime.held_memory import note_export
+from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import InferenceMode
 
 __all__ = ["StreamedUnits"]
@@ -388,6 +390,8 @@ class StreamedUnits:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
         with self.lock:
             unit.check_not_ahead()
+            if self._lanes.is_capturing() and unit.state is not None:
+                note_export([*unit.state.homes, *unit.state.others])  # replays use these addresses
             for piece in unit.pieces:
                 if piece.slot is not None:
                     self.send_state_home(piece.slot)
@@ -553,6 +557,24 @@ class StreamedUnits:
                 it.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated, it.free])
                 piece.returned = unit.returned = it.free
                 del leaving[it]  # not before: what an interrupt cuts short is done again
+
+    def write_back(self) -> None:
+        """Let the current stream wait until all state is at home, where the program may change it.
+
+        Copies that were fetched ahead are dropped.
+        """
+        with self.lock:
+            self.send_state_home()
+            for unit in self:
+                for piece in unit.pieces:
+                    self._drop_fetched(piece)
+                if unit.returned is not None:
+                    self._lanes.wait(unit.returned)
+
+    def lay_out_anew(self) -> None:
+        """Look at the next step where all state is and may be, because memory is held now."""
+        with self.lock:
+            self._seen = None
 
     def free_temporary(self, count: int | None = None) -> None:
         """Free the first temporary slots, so many in all, when their state is home; None for all.

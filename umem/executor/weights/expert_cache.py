@@ -24,8 +24,9 @@ from torch import nn
 from umem.core.errors import CudaError, NativeLibraryError
 from umem.cuda import bindings
 from umem.executor.optimizer.lanes import Lanes
+from umem.runtime.aliases import has_alias
 from umem.runtime.cuda_streams import run_on
-from umem.runtime.guard import Guard, are_plain, has_alias
+from umem.runtime.guard import Guard, are_plain
 from umem.torch_compat import (
     InferenceMode,
     function_transform_level,

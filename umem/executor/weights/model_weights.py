@@ -38,11 +38,11 @@ from umem.offloading import ActivationStore
 from umem.planning.stream_plan import least_slack_bytes
 from umem.planning.training_plan import WEIGHT_SLOTS
 from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
-from umem.runtime.guard import Unguarded
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import buffers_of, weight_classes
 from umem.runtime.torch_hooks.graphed import graphed_tensors
 from umem.runtime.torch_hooks.modules import Undo, hook_calls, hook_running_forward
+from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import (
     InferenceMode,
     current_graph_task_id,

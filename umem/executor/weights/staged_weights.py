@@ -20,9 +20,12 @@ from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.weights.expert_cache import CachedExperts, make_cached_table
 from umem.executor.weights.experts import Experts
 from umem.planning.weight_plan import staged_bytes
-from umem.runtime.guard import Guard, Unguarded, addresses_of, has_alias, has_guard
+from umem.runtime.aliases import has_alias
+from umem.runtime.guard import Guard, has_guard
+from umem.runtime.held_memory import any_held, is_held, lend_memory
 from umem.runtime.model_parts import lies_in_memory
 from umem.runtime.torch_hooks.saved_tensors import lend
+from umem.runtime.unguarded import Unguarded, addresses_of
 from umem.torch_compat import (
     InferenceMode,
     storage_key,
@@ -84,6 +87,7 @@ class StagingBuffer:
         """The block whose weights were fetched last."""
         self._storage = memory.untyped_storage()
         self._end_loan = lend(self._storage, partial(_find, weakref.ref(self)))
+        self._end_lending = lend_memory(self._storage, partial(_give_home, weakref.ref(self)))
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         """Views of all of it."""
         self._places: dict[object, torch.Tensor] = {}
@@ -114,10 +118,11 @@ class StagingBuffer:
     def end_loan(self) -> None:
         """Leave the memory to whoever has a view of it."""
         self._end_loan()
+        self._end_lending()
 
     def let_go(self, lanes: Lanes) -> None:
         """Leave the memory to whoever asks next, behind copies and uses."""
-        self._end_loan()
+        self.end_loan()
         for moment in self.used:
             lanes.wait(moment)
             lanes.wait_on_stream_of(self._made, moment)
@@ -134,6 +139,12 @@ def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable
     assert buffer is not None
     assert buffer.holder is not None
     return buffer.holder.find(view)
+
+
+def _give_home(reference: weakref.ref[StagingBuffer], weight: torch.Tensor) -> None:
+    buffer = reference()
+    if buffer is not None and buffer.holder is not None:
+        buffer.holder.give_home(weight)
 
 
 _TORCHS_OWN = (torch.Tensor, torch.nn.Parameter)
@@ -259,6 +270,8 @@ class StagedWeights:
         self._lock = lock
         self._tensor_class = tensor_class
         self._experts = experts or Experts()
+        self._held: list[_Part] = []
+        """Weights that the program holds at their homes, where they are used."""
         self._is_bound = False
         """Whether any of them may have the buffer's memory."""
         self._homes: dict[int, torch.Tensor] = {}
@@ -369,6 +382,34 @@ class StagedWeights:
                     staying.append(part)
             self._set_parts(staying)
 
+    def leave_held(self) -> bool:
+        """Leave what the program holds at its home, until it is held no more.
+
+        Returns whether that are others than before. Not while a copy is in use.
+        """
+        if not self._held and not any_held(self.tensors):
+            return False
+        every = sorted([*self._parts.every, *self._held], key=attrgetter("offset"))
+        held = [it for it in every if is_held(it.tensor)]
+        if held == self._held:
+            return False
+        with Unguarded():
+            self._set_parts([it for it in every if it not in held])
+        self._held = held
+        return True
+
+    def give_home(self, weight: torch.Tensor) -> None:
+        """Give one weight its home back amid a use: the program holds it from now on."""
+        with self._lock, Unguarded(), InferenceMode(False):
+            copied = self._copied
+            for number, part in enumerate(copied.every):
+                if part.tensor is weight and part.offset in self._homes:
+                    home = self._homes[part.offset]
+                    if version_counter(weight) != copied.versions[number]:
+                        home.copy_(weight.data)
+                    weight.data = home
+                    del self._homes[part.offset]
+
     def _settle(self) -> None:
         """The program uses a weight whose copy is under way or waits for its use."""
         with self._lock:
@@ -475,9 +516,10 @@ class StagedWeights:
             ):
                 exhaust(map(_data.__set__, tensors, homes.values()))
             else:
-                for number, (tensor, home) in enumerate(zip(tensors, homes.values(), strict=False)):
-                    # The program may have given it other memory.
-                    if tensor.data_ptr() == bound[number]:
+                for number, tensor in enumerate(tensors):
+                    home = homes.get(copied.offsets[number])
+                    # The program may have given it other memory, or hold it at its home.
+                    if home is not None and tensor.data_ptr() == bound[number]:
                         version = version_counter(tensor)
                         if version != copied.versions[number]:
                             home.copy_(tensor.data)

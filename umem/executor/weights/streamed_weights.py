@@ -43,7 +43,15 @@ from umem.torch_compat import (
     function_transform_level,
 )
 
-__all__ = ["ExtraSlots", "StreamedBlock", "StreamedWeights", "WeightCounts"]
+__all__ = ["ExtraSlots", "StreamedBlock", "StreamedWeights", "WeightCounts", "forget_copies"]
+
+_every: weakref.WeakSet[StreamedWeights] = weakref.WeakSet()
+
+
+def forget_copies() -> None:
+    """Have weights copied anew before each next use: the program may change them past torch."""
+    for weights in list(_every):
+        weights.forget_copies()
 
 
 @dataclass
@@ -183,6 +191,7 @@ class StreamedWeights:
         """What they were compiled to when they were hooked."""
         self._unhook: list[Undo] = []
         self._undo: list[Undo] = []
+        _every.add(self)
 
     # ------------------------------------------------------------------ plans
 
@@ -318,6 +327,14 @@ class StreamedWeights:
                     staged.drop()
                     if staged.cache is not None:
                         staged.cache.forget()
+
+    def forget_copies(self) -> None:
+        """Forget all copies that are not in use."""
+        with self._lock:
+            for staged in self._staged:
+                staged.drop()
+                if staged.cache is not None:
+                    staged.cache.forget()
 
     def settled(self, name: str, is_early: bool) -> None:
         """A block's update has been waited for, and its guard is gone.
@@ -464,6 +481,8 @@ class StreamedWeights:
             self._follows(event)
             with_experts = kind.has_experts
             most = self._most_buffers(event)
+            if not staged.users and staged.leave_held():
+                self._expected.clear()
             if staged.users or staged.has_current_copy(with_experts=with_experts):
                 self._counts.reused += staged.was_used
             else:

@@ -1,0 +1,26 @@
+"""Ways past the guard of tensors, for what umem itself does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from umem.runtime.native_guard import native_guard
+from umem.torch_compat import DisableTorchFunctionSubclass
+
+__all__ = ["Unguarded", "addresses_of"]
+
+_native: Any = native_guard()
+
+Unguarded: Any = DisableTorchFunctionSubclass if _native is None else _native.Unguarded
+"""A context in which this thread uses tensors as they are: past guards, and past subclasses."""
+
+
+def addresses_of(tensors: Collection[torch.Tensor]) -> list[int]:
+    """Where tensors begin in memory. No guard sees that: nothing is read."""
+    if _native is None:
+        return list(map(torch.Tensor.data_ptr, tensors))
+    addresses: list[int] = _native.addresses_of(tensors)
+    return addresses
