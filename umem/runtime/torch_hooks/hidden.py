@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any, Literal
 
 from torch.compiler import is_compiling
@@ -32,6 +32,9 @@ __all__ = ["are_called", "hidden_in", "hide", "uncalled"]
 
 Undo = Callable[[], None]
 Place = Literal["first", "ahead", "behind"]
+
+_lock = RLock()
+"""Reentrant: garbage that is collected meanwhile may remove a hook."""
 
 _uncalled: list[int] = []
 """The threads that leave umem's hooks out, once for each :func:`uncalled`."""
@@ -66,11 +69,16 @@ class _Own:
     behind: dict[int, Any] = field(default_factory=dict)
 
 
+_NOTHING = _Own()
+
+
 class _Hooks(OrderedDict[int, Any]):
-    """A dictionary of torch with the program's entries, and with umem's in an attribute."""
+    """A dictionary of torch with the program's entries, and with umem's in an attribute.
+
+    Garbage that is collected within a method may remove the last hook, and with it this class.
+    """
 
     __slots__ = ()
-    own = _Own()  # empty, for what makes another dictionary of the same class
 
     def copy(self) -> Any:
         return OrderedDict(OrderedDict.items(self))
@@ -96,14 +104,14 @@ class _CallHooks(_Hooks):
         return True
 
     def __contains__(self, key: object) -> bool:
-        own = self.own
-        return key in own.ahead or key in own.behind or super().__contains__(key)
+        own = getattr(self, "own", _NOTHING)
+        return key in own.ahead or key in own.behind or dict.__contains__(self, key)
 
     def items(self) -> Any:
         if not are_called():
-            return super().items()
-        own = self.own
-        return [*own.ahead.items(), *super().items(), *own.behind.items()]
+            return OrderedDict.items(self)
+        own = getattr(self, "own", _NOTHING)
+        return [*own.ahead.items(), *OrderedDict.items(self), *own.behind.items()]
 
 
 class _ListedHooks(_Hooks):
@@ -112,8 +120,8 @@ class _ListedHooks(_Hooks):
     __slots__ = ()
 
     def values(self) -> Any:
-        own = self.own
-        return [*own.ahead.values(), *super().values(), *own.behind.values()]
+        own = getattr(self, "own", _NOTHING)
+        return [*own.ahead.values(), *OrderedDict.values(self), *own.behind.values()]
 
 
 def hide(handle: RemovableHandle, place: Place = "behind") -> Undo:
@@ -138,16 +146,17 @@ def hide(handle: RemovableHandle, place: Place = "behind") -> Undo:
     every = [hooks for hooks in found if hooks is not None and handle.id in hooks]
     if not all(type(hooks) in (OrderedDict, kind) for hooks in every) or not _can_change():
         return handle.remove
-    for hooks in every:
-        value = hooks.pop(handle.id)
-        if type(hooks) is OrderedDict:
-            vars(hooks)["own"] = _Own()
-            _change_class(hooks, kind)
-        own: _Own = vars(hooks)["own"]
-        if place == "first":
-            own.ahead = {handle.id: value, **own.ahead}
-        else:
-            (own.ahead if place == "ahead" else own.behind)[handle.id] = value
+    with _lock:
+        for hooks in every:
+            own: _Own = vars(hooks).get("own") or _Own()
+            value = hooks.pop(handle.id)
+            if place == "first":
+                own.ahead = {handle.id: value, **own.ahead}
+            else:
+                (own.ahead if place == "ahead" else own.behind)[handle.id] = value
+            vars(hooks)["own"] = own
+            if type(hooks) is OrderedDict:
+                _change_class(hooks, kind)
     return functools.partial(_remove, handle, every)
 
 
@@ -158,14 +167,15 @@ def hidden_in(hooks: Any) -> int:
 
 
 def _remove(handle: RemovableHandle, every: list[OrderedDict[int, Any]]) -> None:
-    while every:
-        hooks = every.pop()
-        own: _Own = vars(hooks)["own"]
-        own.ahead.pop(handle.id, None)
-        own.behind.pop(handle.id, None)
-        if not own.ahead and not own.behind:
-            _change_class(hooks, OrderedDict)
-            del vars(hooks)["own"]
+    with _lock:
+        while every:
+            hooks = every.pop()
+            own: _Own = vars(hooks)["own"]
+            own.ahead.pop(handle.id, None)
+            own.behind.pop(handle.id, None)
+            if not own.ahead and not own.behind:
+                _change_class(hooks, OrderedDict)
+                del vars(hooks)["own"]
 
 
 _OWNED = (_CallHooks, _ListedHooks)
