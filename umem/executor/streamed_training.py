@@ -240,7 +240,7 @@ class StreamedTraining:
             hide(model.register_forward_pre_hook(Hook(self._before_model)), "first"),
             hide(model.register_forward_hook(Hook(self._after_model))),
             # Behind all of the program's, which may change gradients.
-            hide(optimizer.register_step_pre_hook(self._before_step)),
+            hide(optimizer.register_step_pre_hook(self._before_step), "last"),
             hide(ended, "first"),  # the program's may raise
             hide(optimizer.register_step_post_hook(self._after_step)),
             hide(optimizer.register_load_state_dict_pre_hook(lambda *_: self._step.join())),

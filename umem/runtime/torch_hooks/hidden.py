@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from umem.torch_compat import fx_is_tracing, tracing_state
 __all__ = ["are_called", "hidden_in", "hide", "uncalled"]
 
 Undo = Callable[[], None]
-Place = Literal["first", "ahead", "behind"]
+Place = Literal["first", "in order", "last"]
 
 _lock = RLock()
 """Reentrant: garbage that is collected meanwhile may remove a hook."""
@@ -65,8 +66,24 @@ def uncalled() -> Iterator[None]:
 class _Own:
     """What umem has in one dictionary."""
 
-    ahead: dict[int, Any] = field(default_factory=dict)
-    behind: dict[int, Any] = field(default_factory=dict)
+    first: dict[int, Any] = field(default_factory=dict)
+    amid: dict[int, Any] = field(default_factory=dict)
+    last: dict[int, Any] = field(default_factory=dict)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.first or key in self.amid or key in self.last
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.amid) + len(self.last)
+
+    def among(self, entries: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """The program's entries with umem's: numbers of hooks grow as they are registered."""
+        for number, hook in self.amid.items():
+            place = len(entries)
+            while place and entries[place - 1][0] > number:
+                place -= 1
+            entries.insert(place, (number, hook))
+        return [*self.first.items(), *entries, *self.last.items()]
 
 
 _NOTHING = _Own()
@@ -105,13 +122,13 @@ class _CallHooks(_Hooks):
 
     def __contains__(self, key: object) -> bool:
         own = getattr(self, "own", _NOTHING)
-        return key in own.ahead or key in own.behind or dict.__contains__(self, key)
+        return key in own or dict.__contains__(self, key)
 
     def items(self) -> Any:
         if not are_called():
             return OrderedDict.items(self)
         own = getattr(self, "own", _NOTHING)
-        return [*own.ahead.items(), *OrderedDict.items(self), *own.behind.items()]
+        return own.among([*OrderedDict.items(self)])
 
 
 class _ListedHooks(_Hooks):
@@ -121,10 +138,10 @@ class _ListedHooks(_Hooks):
 
     def values(self) -> Any:
         own = getattr(self, "own", _NOTHING)
-        return [*own.ahead.values(), *OrderedDict.values(self), *own.behind.values()]
+        return [hook for _, hook in own.among([*OrderedDict.items(self)])]
 
 
-def hide(handle: RemovableHandle, place: Place = "behind") -> Undo:
+def hide(handle: RemovableHandle, place: Place = "in order") -> Undo:
     """Let nothing but torch's call of a hook find the hook, which was just registered.
 
     Parameters
@@ -132,8 +149,8 @@ def hide(handle: RemovableHandle, place: Place = "behind") -> Undo:
     handle
         What registering the hook has returned.
     place
-        Where it is called: ahead of all others, ahead of the program's, or behind the program's,
-        also those that the program adds later.
+        When it is called: first of all, where it was registered, or behind all hooks of the
+        program, also those that the program adds later.
 
     Returns
     -------
@@ -148,32 +165,34 @@ def hide(handle: RemovableHandle, place: Place = "behind") -> Undo:
         return handle.remove
     with _lock:
         for hooks in every:
-            own: _Own = vars(hooks).get("own") or _Own()
+            own: _Own = vars(hooks).get("own", _Own())
             value = hooks.pop(handle.id)
             if place == "first":
-                own.ahead = {handle.id: value, **own.ahead}
+                own.first = {handle.id: value, **own.first}
             else:
-                (own.ahead if place == "ahead" else own.behind)[handle.id] = value
+                (own.last if place == "last" else own.amid)[handle.id] = value
             vars(hooks)["own"] = own
             if type(hooks) is OrderedDict:
                 _change_class(hooks, kind)
-    return functools.partial(_remove, handle, every)
+    return functools.partial(_remove, handle.id, list(map(weakref.ref, every)))
 
 
 def hidden_in(hooks: Any) -> int:
     """The number of umem's hooks in one of torch's dictionaries."""
     own: _Own | None = vars(hooks).get("own")
-    return 0 if own is None else len(own.ahead) + len(own.behind)
+    return 0 if own is None else len(own)
 
 
-def _remove(handle: RemovableHandle, every: list[OrderedDict[int, Any]]) -> None:
+def _remove(number: int, every: list[weakref.ref[OrderedDict[int, Any]]]) -> None:
     with _lock:
         while every:
-            hooks = every.pop()
+            hooks = every.pop()()
+            if hooks is None:
+                continue
             own: _Own = vars(hooks)["own"]
-            own.ahead.pop(handle.id, None)
-            own.behind.pop(handle.id, None)
-            if not own.ahead and not own.behind:
+            for some in (own.first, own.amid, own.last):
+                some.pop(number, None)
+            if not own:
                 _change_class(hooks, OrderedDict)
                 del vars(hooks)["own"]
 
