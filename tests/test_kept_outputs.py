@@ -230,7 +230,7 @@ def test_an_output_that_is_held_on_its_way_stays(setting: Setting) -> None:
 
 def test_outputs_that_are_dropped_give_their_room_back(setting: Setting) -> None:
     with torch.no_grad():
-        handle = setting.model.layers[3].register_forward_pre_hook(lambda *_: setting.cache.clear())
+        handle = setting.model.layers[2].register_forward_hook(lambda *_: setting.cache.clear())
         setting.cache = []
         logits = setting.model(batch(3))
     handle.remove()

@@ -203,28 +203,29 @@ def test_hidden_hooks_run_around_those_of_the_program() -> None:
         return lambda *_: calls.append(name)
 
     module.register_forward_pre_hook(note("old"))
+    module.register_forward_hook(note("result"))
     undo = [
         *hook_calls(module, note("enter"), lambda *_, failed: calls.append(f"leave {failed}")),
-        hide(module.register_forward_pre_hook(note("behind"))),
+        hide(module.register_forward_pre_hook(note("last")), "last"),
         hide(module.register_forward_pre_hook(note("first")), "first"),
     ]
     module.register_forward_pre_hook(note("new"), prepend=True)
-    module.register_forward_hook(note("result"))
+    module.register_forward_pre_hook(note("later"))
     module(torch.ones(1, 2))
-    expected = ["first", "enter", "new", "old", "behind", "result", "leave False"]
+    expected = ["first", "new", "old", "enter", "later", "last", "result", "leave False"]
     assert calls == expected
     with pytest.raises(RuntimeError, match="shapes"):
         module(torch.ones(1, 3))
-    assert calls[len(expected) :] == [*expected[:5], "leave True"]
+    assert calls[len(expected) :] == [*expected[:6], "leave True"]
     calls.clear()
     with uncalled():
         module(torch.ones(1, 2))
-    assert calls == ["new", "old", "result"]
+    assert calls == ["new", "old", "later", "result"]
     calls.clear()
     for it in undo:
         it()
     module(torch.ones(1, 2))
-    assert calls == ["new", "old", "result"]
+    assert calls == ["new", "old", "later", "result"]
 
 
 def test_the_dictionaries_show_what_is_the_programs_alone() -> None:

@@ -255,7 +255,7 @@ class StreamedTraining:
         ]
         self._unhook_optimizer = [
             # Behind all of the program's, which may change gradients.
-            hide(optimizer.register_step_pre_hook(self._before_step)),
+            hide(optimizer.register_step_pre_hook(self._before_step), "last"),
             hide(optimizer.register_step_post_hook(Hook(self._after_step, self._fail))),
             hide(optimizer.register_load_state_dict_pre_hook(loads)),
             hide(optimizer.register_load_state_dict_post_hook(loaded)),

@@ -16,11 +16,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any, Literal
 
 from torch.compiler import is_compiling
@@ -31,7 +32,10 @@ from umem.torch_compat import fx_is_tracing, tracing_state
 __all__ = ["are_called", "hidden_in", "hide", "uncalled"]
 
 Undo = Callable[[], None]
-Place = Literal["first", "ahead", "behind"]
+Place = Literal["first", "in order", "last"]
+
+_lock = RLock()
+"""Reentrant: garbage that is collected meanwhile may remove a hook."""
 
 _uncalled: list[int] = []
 """The threads that leave umem's hooks out, once for each :func:`uncalled`."""
@@ -62,15 +66,36 @@ def uncalled() -> Iterator[None]:
 class _Own:
     """What umem has in one dictionary."""
 
-    ahead: dict[int, Any] = field(default_factory=dict)
-    behind: dict[int, Any] = field(default_factory=dict)
+    first: dict[int, Any] = field(default_factory=dict)
+    amid: dict[int, Any] = field(default_factory=dict)
+    last: dict[int, Any] = field(default_factory=dict)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.first or key in self.amid or key in self.last
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.amid) + len(self.last)
+
+    def among(self, entries: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """The program's entries with umem's: numbers of hooks grow as they are registered."""
+        for number, hook in self.amid.items():
+            place = len(entries)
+            while place and entries[place - 1][0] > number:
+                place -= 1
+            entries.insert(place, (number, hook))
+        return [*self.first.items(), *entries, *self.last.items()]
+
+
+_NOTHING = _Own()
 
 
 class _Hooks(OrderedDict[int, Any]):
-    """A dictionary of torch with the program's entries, and with umem's in an attribute."""
+    """A dictionary of torch with the program's entries, and with umem's in an attribute.
+
+    Garbage that is collected within a method may remove the last hook, and with it this class.
+    """
 
     __slots__ = ()
-    own = _Own()  # empty, for what makes another dictionary of the same class
 
     def copy(self) -> Any:
         return OrderedDict(OrderedDict.items(self))
@@ -96,14 +121,14 @@ class _CallHooks(_Hooks):
         return True
 
     def __contains__(self, key: object) -> bool:
-        own = self.own
-        return key in own.ahead or key in own.behind or super().__contains__(key)
+        own = getattr(self, "own", _NOTHING)
+        return key in own or dict.__contains__(self, key)
 
     def items(self) -> Any:
         if not are_called():
-            return super().items()
-        own = self.own
-        return [*own.ahead.items(), *super().items(), *own.behind.items()]
+            return OrderedDict.items(self)
+        own = getattr(self, "own", _NOTHING)
+        return own.among([*OrderedDict.items(self)])
 
 
 class _ListedHooks(_Hooks):
@@ -112,11 +137,11 @@ class _ListedHooks(_Hooks):
     __slots__ = ()
 
     def values(self) -> Any:
-        own = self.own
-        return [*own.ahead.values(), *super().values(), *own.behind.values()]
+        own = getattr(self, "own", _NOTHING)
+        return [hook for _, hook in own.among([*OrderedDict.items(self)])]
 
 
-def hide(handle: RemovableHandle, place: Place = "behind") -> Undo:
+def hide(handle: RemovableHandle, place: Place = "in order") -> Undo:
     """Let nothing but torch's call of a hook find the hook, which was just registered.
 
     Parameters
@@ -124,8 +149,8 @@ def hide(handle: RemovableHandle, place: Place = "behind") -> Undo:
     handle
         What registering the hook has returned.
     place
-        Where it is called: ahead of all others, ahead of the program's, or behind the program's,
-        also those that the program adds later.
+        When it is called: first of all, where it was registered, or behind all hooks of the
+        program, also those that the program adds later.
 
     Returns
     -------
@@ -138,34 +163,38 @@ def hide(handle: RemovableHandle, place: Place = "behind") -> Undo:
     every = [hooks for hooks in found if hooks is not None and handle.id in hooks]
     if not all(type(hooks) in (OrderedDict, kind) for hooks in every) or not _can_change():
         return handle.remove
-    for hooks in every:
-        value = hooks.pop(handle.id)
-        if type(hooks) is OrderedDict:
-            vars(hooks)["own"] = _Own()
-            _change_class(hooks, kind)
-        own: _Own = vars(hooks)["own"]
-        if place == "first":
-            own.ahead = {handle.id: value, **own.ahead}
-        else:
-            (own.ahead if place == "ahead" else own.behind)[handle.id] = value
-    return functools.partial(_remove, handle, every)
+    with _lock:
+        for hooks in every:
+            own: _Own = vars(hooks).get("own", _Own())
+            value = hooks.pop(handle.id)
+            if place == "first":
+                own.first = {handle.id: value, **own.first}
+            else:
+                (own.last if place == "last" else own.amid)[handle.id] = value
+            vars(hooks)["own"] = own
+            if type(hooks) is OrderedDict:
+                _change_class(hooks, kind)
+    return functools.partial(_remove, handle.id, list(map(weakref.ref, every)))
 
 
 def hidden_in(hooks: Any) -> int:
     """The number of umem's hooks in one of torch's dictionaries."""
     own: _Own | None = vars(hooks).get("own")
-    return 0 if own is None else len(own.ahead) + len(own.behind)
+    return 0 if own is None else len(own)
 
 
-def _remove(handle: RemovableHandle, every: list[OrderedDict[int, Any]]) -> None:
-    while every:
-        hooks = every.pop()
-        own: _Own = vars(hooks)["own"]
-        own.ahead.pop(handle.id, None)
-        own.behind.pop(handle.id, None)
-        if not own.ahead and not own.behind:
-            _change_class(hooks, OrderedDict)
-            del vars(hooks)["own"]
+def _remove(number: int, every: list[weakref.ref[OrderedDict[int, Any]]]) -> None:
+    with _lock:
+        while every:
+            hooks = every.pop()()
+            if hooks is None:
+                continue
+            own: _Own = vars(hooks)["own"]
+            for some in (own.first, own.amid, own.last):
+                some.pop(number, None)
+            if not own:
+                _change_class(hooks, OrderedDict)
+                del vars(hooks)["own"]
 
 
 _OWNED = (_CallHooks, _ListedHooks)

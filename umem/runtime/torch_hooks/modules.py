@@ -117,7 +117,7 @@ def hook_calls(
     if module in _forward_hooks:
         return [_hook_forward(module, enter, leave, on_error)]
     before = _Before(enter, on_error)
-    undo = [hide(module.register_forward_pre_hook(before, with_kwargs=True), "ahead")]
+    undo = [hide(module.register_forward_pre_hook(before, with_kwargs=True))]
     if leave is not None:
         after = _After(leave, on_error)
         undo.append(hide(module.register_forward_hook(after, always_call=True)))
