@@ -289,6 +289,7 @@ class CachedExperts(WatchedParameterGuard):
         self._lanes = lanes
         self._lock = threading.Lock()
         self._on_change = settle
+        self._has_failed = False
         self._stream = lanes.stream_key()
         """The only one whose work uses the caches."""
 
@@ -304,7 +305,7 @@ class CachedExperts(WatchedParameterGuard):
 
     def serve(self) -> None:
         """Answer what is selected from tables that are at home, from now on."""
-        if not self.is_on:
+        if not (self.is_on or self._has_failed):
             self.hold([table for table, _ in self._tables if type(table) is nn.Parameter])
 
     def forget(self) -> None:
@@ -337,8 +338,23 @@ class CachedExperts(WatchedParameterGuard):
             if has_alias((table,)):
                 cached.forget()
                 return function(table, chosen)
-            with self._lock:
-                return cached.select(table, chosen)
+            try:
+                with self._lock:
+                    return cached.select(table, chosen)
+            except Exception as error:
+                self._fail(error)
+                return function(table, chosen)
+
+    def _fail(self, error: Exception) -> None:
+        """An error must not end a forward pass, which selects from the tables themselves."""
+        _LOG.warning(
+            "umem: experts are not cached on the device any more: %s: %s",
+            type(error).__name__,
+            str(error),
+            exc_info=_LOG.isEnabledFor(logging.DEBUG),
+        )
+        self._has_failed = True
+        self._changed()
 
 
 def _copies_rows(index: object) -> bool:
