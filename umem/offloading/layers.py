@@ -413,8 +413,8 @@ def offload_blocks(
     ------
     OffloadError
         If the model has no such layers, a layer is not a module of the model or has no parameters,
-        or `num_layers` is below 1 or above their number. When the first layer is called: for bytes
-        below 0, and parameters on a device that is neither a GPU nor the CPU.
+        `num_layers` is below 1 or above their number, or for bytes below 0. Nothing is raised
+        later: activations of other devices stay where they are, with a warning.
 
     Examples
     --------
@@ -438,6 +438,9 @@ def offload_blocks(
             f"num_layers is {num_layers}: give 1 to {len(chain)}, the number of layers of this "
             f"{type(model).__name__}"
         )
+    for name, value in (("min_bytes", min_bytes), ("host_limit_bytes", host_limit_bytes)):
+        if value is not None and value < 0:
+            raise OffloadError(f"{name} is {value}: give bytes, 0 or more")
     inside = set(model.modules())
     for layer in chain:
         if layer not in inside or next(layer.parameters(), None) is None:
