@@ -442,15 +442,18 @@ class TestGradientHook:
             gradient_hook(witness.allocator)(cast(Any, SimpleNamespace(grad=gradient)))
         assert witness.class_at(buffer.data_ptr()) is TensorClass.GRADIENTS
 
-    def test_other_errors_are_not_hidden(self, witness: Witness) -> None:
+    def test_other_errors_end_no_backward_pass(
+        self, witness: Witness, caplog: pytest.LogCaptureFixture
+    ) -> None:
         class Broken:
             is_sparse = False
 
             def data_ptr(self) -> int:
                 raise KeyError("no")
 
-        with pytest.raises(KeyError, match="no"):
+        for _ in range(2):
             gradient_hook(witness.allocator)(cast(Any, SimpleNamespace(grad=Broken())))
+        assert len(caplog.records) == 1
 
     def test_sparse_gradients_have_no_block(self, witness: Witness) -> None:
         table = nn.Embedding(4, WIDTH, sparse=True)
@@ -479,3 +482,25 @@ def test_a_model_with_a_list_named_buffers_is_classified(witness: Witness) -> No
     model.buffers = []  # type: ignore[assignment]
     backward(model)
     assert witness.classifier.roots() == [model]
+
+
+@pytest.mark.parametrize("part", ["_see_call", "_see_parameter", "_begin_step", "_end_step"])
+def test_no_error_of_a_hook_ends_the_program(
+    part: str,
+    witness: Witness,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError(part)
+
+    monkeypatch.setattr(witness.classifier, part, fail)
+    layer = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    for _ in range(2):
+        layer(torch.ones(WIDTH)).sum().backward()
+        before = layer.bias.detach().clone()
+        optimizer.step()
+        assert not layer.bias.equal(before)
+    (record,) = caplog.records
+    assert part in record.getMessage()

@@ -227,11 +227,11 @@ def test_a_norm_is_for_the_stream_that_owns_its_memory() -> None:
     lanes = TwoStreams(Net())
     clipped = ClippedGradients(lanes)
     first, second = torch.ones(4), torch.ones(4)
-    clipped.hold(first, None, lanes.mark())
+    clipped.keep(first, None, lanes.mark())
     torch._foreach_norm([first], 2.0)  # so it is known which norm the program asks for
     (norm,) = clipped.norms([second])
     assert norm is not None
-    clipped.hold(second, norm, lanes.mark())
+    clipped.keep(second, norm, lanes.mark())
     lanes.current = 1
     assert torch._foreach_norm([second], 2.0)[0] is not norm.value
     lanes.current = 0

@@ -175,3 +175,23 @@ def test_with_an_alias_rows_come_from_the_table() -> None:
         view.add_(1)
         assert torch.equal(table[chosen][0], view)
     assert experts.counts == (0, 0)
+
+
+@torch.no_grad()
+def test_behind_an_error_rows_come_from_the_table(
+    served: tuple[nn.Parameter, CachedExperts, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(CachedTable, "select", fail)
+    table, experts, settled = served
+    chosen = torch.tensor([3, 1])
+    for _ in range(2):
+        experts.serve()
+        assert torch.equal(table[chosen], table_of()[chosen])
+    assert settled
+    assert not experts.is_on
+    assert len(caplog.records) == 1

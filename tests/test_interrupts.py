@@ -86,7 +86,7 @@ def test_clipping() -> None:
     gradients = [torch.ones(4), torch.ones(4)]
 
     def act() -> None:
-        clipped.run(torch_compat.foreach_norm, (gradients, 2.0), {})
+        clipped.run("aten::_foreach_norm", [gradients, 2.0, None])
         clipped.norms(gradients)
 
     interrupt(lambda: act, _has_gradients)
@@ -101,9 +101,9 @@ def test_a_gradient_is_multiplied_once_by_each_factor() -> None:
 
     def act() -> Callable[[], None]:
         gradient.fill_(1.0)
-        clipped.hold(gradient, None, lanes.mark())
+        clipped.keep(gradient, None, lanes.mark())
         for factor in (2.0, 3.0):
-            clipped.run(torch_compat.foreach_multiply, ([gradient], factor), {})
+            clipped.run("aten::_foreach_mul_", [[gradient], factor])
         return partial(clipped.use, gradient)
 
     def check() -> None:

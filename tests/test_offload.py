@@ -491,6 +491,10 @@ class TestOffloadBlocks:
             offload_blocks(nn.Linear(2, 2), 1)
         with pytest.raises(OffloadError, match="a Linear cannot be offloaded as a layer of this"):
             offload_blocks(model, 1, layers=[nn.Linear(2, 2)])
+        options: tuple[dict[str, Any], ...] = ({"min_bytes": -1}, {"host_limit_bytes": -1})
+        for option in options:
+            with pytest.raises(OffloadError, match=f"{next(iter(option))} is -1"):
+                offload_blocks(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), 1, **option)
         with pytest.raises(OffloadError, match="a Tanh cannot be offloaded"):
             offload_blocks(model, 1, layers=[model.layers[0], nn.Tanh()])
         message = "Sequential has no ModuleList or Sequential of two layers with parameters"

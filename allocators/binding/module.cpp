@@ -230,7 +230,7 @@ void tag_gradient(Allocator& allocator, nb::handle parameter, nb::handle wrapped
       }
     }
   } catch (const nb::python_error& error) {
-    if (!error.matches(PyExc_RuntimeError)) throw;
+    if (!error.matches(PyExc_Exception)) throw;  // it would end a backward pass
   }
   wrapped(gradient);
 }

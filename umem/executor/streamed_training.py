@@ -557,7 +557,7 @@ class StreamedTraining:
         self._gradients.step_begins()
         self._temporary.step_begins()
         if self._weights is not None:
-            self._weights.streamed.step_begins()
+            self._weights.step_begins()
         if self._tuner is not None:
             self._tuner.step_begins(id(next(optimizer_parameters(optimizer), None)))
         if not self._streams_state:

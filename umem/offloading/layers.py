@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from umem.offloading.store import (
     ActivationStatistics,
     ActivationStore,
     in_backward_or_compiler,
+    warn_once,
 )
 from umem.runtime.model_parts import buffers_of, main_chain, members
 from umem.runtime.torch_hooks.backward import nodes_of
@@ -26,6 +28,8 @@ from umem.runtime.torch_hooks.modules import Undo, hook_calls
 from umem.torch_compat import tree_leaves
 
 __all__ = ["OffloadContext", "OffloadedBlocks", "offload", "offload_blocks"]
+
+_LOG = logging.getLogger("umem")
 
 _Output = TypeVar("_Output")
 
@@ -50,19 +54,25 @@ class _ForwardPass:
         """Whether its backward pass has begun, or its graph is gone."""
         return self._is_in_backward or (self._hook is not None and self._hook() is None)
 
+    def _reach(self, index: int) -> None:
+        # Only a retained graph has saved tensors of later layers left.
+        for later in self.layers[index + 1 : index + 2]:
+            for store, key in later.groups:
+                store.release(key)
+        for layer in reversed(self.layers[max(index - 1, 0) : index + 1]):
+            for store, key in reversed(layer.groups):
+                store.fetch(key)
+
     def fetch_before(self, output: object) -> None:
         """Let a backward pass that reaches the last layer's output fetch what it needs next."""
         index = len(self.layers) - 1
 
         def reached(_gradients: object) -> None:
             self._is_in_backward = True
-            # Only a retained graph has saved tensors of later layers left.
-            for later in self.layers[index + 1 : index + 2]:
-                for store, key in later.groups:
-                    store.release(key)
-            for layer in reversed(self.layers[max(index - 1, 0) : index + 1]):
-                for store, key in reversed(layer.groups):
-                    store.fetch(key)
+            try:
+                self._reach(index)
+            except Exception as error:  # autograd fetches by itself what it needs
+                warn_once("activations are not fetched ahead", f"{type(error).__name__}: {error}")
 
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         nodes = nodes_of(tensors)
@@ -305,9 +315,10 @@ class OffloadedBlocks:
         self._stores: dict[torch.device, ActivationStore] = {}
         self._undo: list[Undo] = []
         if chain:
-            self._undo += hook_calls(model, self._begin)
+            self._undo += hook_calls(model, self._begin, on_error=self._fail)
         for layer in chain:
-            self._undo += hook_calls(layer, partial(self._enter, layer), self._leave)
+            enter = partial(self._enter, layer)
+            self._undo += hook_calls(layer, enter, self._leave, self._fail)
 
     @property
     def statistics(self) -> dict[torch.device, ActivationStatistics]:
@@ -324,6 +335,20 @@ class OffloadedBlocks:
         self._undo.clear()
         for store in self._stores.values():
             store.close()
+
+    def _fail(self, error: Exception) -> None:
+        """An error must not end the forward pass, which goes on with activations on the device."""
+        if not self._undo:
+            return
+        _LOG.warning(
+            "umem: activations of %s are not offloaded any more: %s: %s",
+            type(self._model).__name__,
+            type(error).__name__,
+            str(error),
+            exc_info=_LOG.isEnabledFor(logging.DEBUG),
+        )
+        self._layers.begin_pass()
+        self.remove()
 
     def _begin(self, *_: object) -> None:
         self._layers.begin_pass()
@@ -388,8 +413,8 @@ def offload_blocks(
     ------
     OffloadError
         If the model has no such layers, a layer is not a module of the model or has no parameters,
-        or `num_layers` is below 1 or above their number. When the first layer is called: for bytes
-        below 0, and parameters on a device that is neither a GPU nor the CPU.
+        `num_layers` is below 1 or above their number, or for bytes below 0. Nothing is raised
+        later: activations of other devices stay where they are, with a warning.
 
     Examples
     --------
@@ -413,6 +438,9 @@ def offload_blocks(
             f"num_layers is {num_layers}: give 1 to {len(chain)}, the number of layers of this "
             f"{type(model).__name__}"
         )
+    for name, value in (("min_bytes", min_bytes), ("host_limit_bytes", host_limit_bytes)):
+        if value is not None and value < 0:
+            raise OffloadError(f"{name} is {value}: give bytes, 0 or more")
     inside = set(model.modules())
     for layer in chain:
         if layer not in inside or next(layer.parameters(), None) is None:

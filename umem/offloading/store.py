@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import weakref
 from collections import deque
@@ -38,7 +40,15 @@ from umem.torch_compat import (
     version_counter,
 )
 
-__all__ = ["MIN_BYTES", "ActivationStatistics", "ActivationStore", "in_backward_or_compiler"]
+__all__ = [
+    "MIN_BYTES",
+    "ActivationStatistics",
+    "ActivationStore",
+    "in_backward_or_compiler",
+    "warn_once",
+]
+
+_LOG = logging.getLogger("umem")
 
 MIN_BYTES = 1 << 20
 """Smaller storages stay: 1 MiB takes 20 us to copy, about as long as starting the copy takes."""
@@ -165,7 +175,11 @@ class _Group:
         self._count = ordinal + 1
         # Subclasses, parameters among them, may be more than their bytes.
         if type(tensor) is torch.Tensor and (self._chosen is None or ordinal in self._chosen):
-            handle = self._admit(self, tensor)
+            try:
+                handle = self._admit(self, tensor)
+            except Exception as error:  # not into the forward pass: the tensor stays
+                warn_once("activations stay on the device", f"{type(error).__name__}: {error}")
+                return keep(tensor)
             if handle is not None:
                 self._stored[ordinal] = weakref.ref(handle.stored)
                 return handle
@@ -184,6 +198,12 @@ class _Group:
             found = map(self._stored.get, sorted(ordinals))
             references = [it for it in found if it is not None]
         return list(dict.fromkeys(it for of in references if (it := of()) is not None))
+
+
+@functools.cache
+def warn_once(what: str, error: str) -> None:
+    """Log an error that must not end a pass, once."""
+    _LOG.warning("umem: %s: %s", what, error)
 
 
 class _Handle:

@@ -7,6 +7,8 @@ state that were allocated in another phase are retagged one by one.
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -43,16 +45,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Classifier", "gradient_hook"]
 
+_LOG = logging.getLogger("umem")
+
 
 def gradient_hook(allocator: Allocator) -> Callable[[torch.Tensor], object]:
     """Make a hook that tags the gradient of each parameter that it is called with."""
 
     def tag_parts(gradient: torch.Tensor) -> None:
-        for address in storage_addresses(gradient):
-            allocator.retag(address, TensorClass.GRADIENTS.number)
+        try:
+            for address in storage_addresses(gradient):
+                allocator.retag(address, TensorClass.GRADIENTS.number)
+        except Exception as error:
+            _warn_once(f"{type(error).__name__}: {error}")
 
     hook: Callable[[torch.Tensor], object] = native().gradient_hook(allocator, tag_parts)
     return hook
+
+
+@functools.cache
+def _warn_once(error: str) -> None:
+    """Log an error. It must not end the program: tensors have the class of the phase then."""
+    _LOG.warning("umem: some tensors may be counted, and placed, as of another class: %s", error)
 
 
 class Classifier:
@@ -112,6 +125,12 @@ class Classifier:
     def _before_forward(self, module: nn.Module, _inputs: object) -> None:
         if torch.compiler.is_compiling():  # keeps the hook out of the compiled graph
             return
+        try:
+            self._see_call(module)
+        except Exception as error:
+            _warn_once(f"{type(error).__name__}: {error}")
+
+    def _see_call(self, module: nn.Module) -> None:
         if module in self._seen_roots or module in self._first_inside:
             # Its second call: the whole iteration in between has shown every module.
             if self._forward_hook is not None:
@@ -137,6 +156,12 @@ class Classifier:
     def _on_parameter(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None:
             return
+        try:
+            self._see_parameter(parameter)
+        except Exception as error:
+            _warn_once(f"{type(error).__name__}: {error}")
+
+    def _see_parameter(self, parameter: nn.Parameter) -> None:
         # A loader registers parameters before it allocates their memory.
         self._has_adapted_loader = self._has_adapted_loader or adapt_transformers(
             self.loading_memory
@@ -169,6 +194,14 @@ class Classifier:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        try:
+            phase = self._begin_step(optimizer)
+        except Exception as error:
+            _warn_once(f"{type(error).__name__}: {error}")
+            return None
+        return self._wrap_closure(args, kwargs, phase)
+
+    def _begin_step(self, optimizer: Optimizer) -> TensorClass:
         if id(optimizer) not in self._known_states:
             self._forget_state(optimizer)
             hide(optimizer.register_load_state_dict_post_hook(self._forget_state))
@@ -183,7 +216,7 @@ class Classifier:
             if self._state_room is not None:
                 self._state_room.open(optimizer)
         self._allocator.set_phase(phase.number)
-        return self._wrap_closure(args, kwargs, phase)
+        return phase
 
     def _wrap_closure(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], phase: TensorClass
@@ -207,8 +240,14 @@ class Classifier:
         return args, {**kwargs, "closure": in_phase}
 
     def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        try:
+            self._end_step(optimizer)
+        except Exception as error:
+            _warn_once(f"{type(error).__name__}: {error}")
+
+    def _end_step(self, optimizer: Optimizer) -> None:
         sizes = _state_sizes(optimizer)
-        if self._known_states[id(optimizer)] != sizes:
+        if self._known_states.get(id(optimizer)) != sizes:
             self._known_states[id(optimizer)] = sizes
             if self._state_room is not None:
                 self._state_room.close(optimizer)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import sys
 import threading
@@ -33,6 +34,8 @@ from umem.runtime.unfilled_memory import unfilled, unfilled_bytes
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = ["CudaLoadingMemory", "LoadingMemory", "adapt_transformers", "load_weight"]
+
+_LOG = logging.getLogger("umem")
 
 _MODELS, _WARMUP = "transformers.modeling_utils", "caching_allocator_warmup"
 _LOADER, _TO_DEVICE = "transformers.core_model_loading", "_materialize_copy"
@@ -140,12 +143,21 @@ def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _loading_by(theirs: Callable[..., torch.Tensor], memory: LoadingMemory) -> Callable[..., Any]:
+    has_failed = False
+
     @functools.wraps(theirs)
     def to_device(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Any:
-        if device is None or torch.device(device).type != memory.device_type:
+        nonlocal has_failed
+        if has_failed or device is None or torch.device(device).type != memory.device_type:
             return theirs(tensor, device, dtype)
         source = tensor[...]  # of a file: mapped, and not read yet
-        loaded = load_weight(source, torch.device(device), dtype or source.dtype, memory)
+        try:
+            loaded = load_weight(source, torch.device(device), dtype or source.dtype, memory)
+        except Exception as error:
+            loaded, has_failed = None, True
+            _LOG.warning(
+                "umem: weights are loaded as without umem: %s: %s", type(error).__name__, str(error)
+            )
         return theirs(source, device, dtype) if loaded is None else loaded
 
     return to_device

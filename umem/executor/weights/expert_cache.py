@@ -289,6 +289,7 @@ class CachedExperts(Guard):
         self._lanes = lanes
         self._lock = threading.Lock()
         self._on_change = settle
+        self._has_failed = False
         self._stream = lanes.stream_key()
         """The only one whose work uses the caches."""
 
@@ -304,7 +305,7 @@ class CachedExperts(Guard):
 
     def serve(self) -> None:
         """Answer what is selected from tables that are at home, from now on."""
-        if not self.is_on:
+        if not (self.is_on or self._has_failed):
             self.hold([table for table, _ in self._tables if are_plain((table,))])
 
     def forget(self) -> None:
@@ -336,8 +337,23 @@ class CachedExperts(Guard):
         if has_alias((table,)):
             cached.forget()
             return table[chosen]
-        with self._lock:
-            return cached.select(table, chosen)
+        try:
+            with self._lock:
+                return cached.select(table, chosen)
+        except Exception as error:
+            self._fail(error)
+            return table[chosen]
+
+    def _fail(self, error: Exception) -> None:
+        """An error must not end a forward pass, which selects from the tables themselves."""
+        _LOG.warning(
+            "umem: experts are not cached on the device any more: %s: %s",
+            type(error).__name__,
+            str(error),
+            exc_info=_LOG.isEnabledFor(logging.DEBUG),
+        )
+        self._has_failed = True
+        self._changed()
 
 
 def _copies_rows(index: object) -> bool:

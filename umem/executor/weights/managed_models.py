@@ -130,4 +130,4 @@ def _step_begins(*_: object) -> None:
         model = reference()
         its = None if model is None else _models.get(model)
         if its is not None:
-            its.streamed.step_begins()
+            its.step_begins()

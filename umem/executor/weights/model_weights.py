@@ -277,6 +277,13 @@ class ModelWeights:
 
     # ------------------------------------------------------------------ calls
 
+    def step_begins(self) -> None:
+        """An optimizer's step is about to change weights."""
+        try:
+            self.streamed.step_begins()
+        except Exception as error:
+            self._fail(error)
+
     def _hook_model(self, model: nn.Module) -> None:
         self._undo += hook_calls(model, self._begin, self._end, self._fail)
 

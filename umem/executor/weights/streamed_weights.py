@@ -463,6 +463,10 @@ class StreamedWeights:
             if not self._use(_Pass.BACKWARD, staged, self):
                 self._in_backward = None
 
+    def backward_ends(self) -> None:
+        """A backward pass of the process has ended. Nothing is raised."""
+        self._guard(self.end_backward)()
+
     def end_backward(self) -> None:
         """The backward pass has left the block that it was in."""
         with self._lock:
@@ -667,7 +671,7 @@ class StreamedWeights:
 def _backward_ends(reference: weakref.ref[StreamedWeights], _has_failed: bool) -> None:
     weights = reference()
     if weights is not None:
-        weights.end_backward()
+        weights.backward_ends()
 
 
 def _end(

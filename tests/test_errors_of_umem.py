@@ -1,0 +1,131 @@
+"""An error of umem itself, in a hook: the program has the bits of stock torch, and one warning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lazy_lanes import LazyLanes
+from streamed_programs import Program, bits
+from torch import nn
+
+from umem.executor.optimizer import piece_updates, step_call, streamed_step, streamed_units
+from umem.executor.optimizer.copied_gradients import CopiedGradients
+from umem.executor.optimizer.temporary_slots import TemporarySlots
+from umem.executor.streamed_training import StreamedTraining
+from umem.executor.weights.model_weights import ModelWeights
+from umem.executor.weights.streamed_weights import StreamedWeights
+from umem.offloading import offload_blocks
+from umem.offloading.store import ActivationStore
+
+
+class InternalError(Exception):
+    """As in umem's own code."""
+
+
+PARTS: list[tuple[Any, str]] = [
+    (streamed_step.StreamedStep, "wait"),
+    (streamed_step.StreamedStep, "find_state"),
+    (streamed_step.StreamedStep, "settle"),
+    (streamed_step.StreamedStep, "have_loaded"),
+    (streamed_step.StreamedStep, "may_divide"),
+    (streamed_step.StreamedStep, "join"),
+    (streamed_step, "StepCall"),
+    (streamed_step, "has_alias"),
+    (streamed_units.StreamedUnits, "fetch_ahead"),
+    (streamed_units.StreamedUnits, "fetch"),
+    (streamed_units.StreamedUnits, "lay_out"),
+    (streamed_units.StreamedUnits, "send_state_home"),
+    (piece_updates.PieceUpdates, "launch"),
+    (piece_updates.PieceUpdates, "of"),
+    (piece_updates.PieceUpdates, "stage_operands"),
+    (step_call.StepCall, "update"),
+    (step_call.StepCall, "shadow"),
+    (CopiedGradients, "step_begins"),
+    (CopiedGradients, "settle"),
+    (TemporarySlots, "step_begins"),
+    (StreamedTraining, "_count_step"),
+    (StreamedTraining, "_obstacle"),
+    (ModelWeights, "begin_call"),
+    (StreamedWeights, "step_begins"),
+]
+
+
+def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> list[int]:
+    """Have the call of a function with this number raise; returns the number of calls."""
+    calls, function = [0], getattr(owner, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] - 1 == at:
+            raise InternalError(name)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, broken)
+    return calls
+
+
+def run(lanes: Callable[[nn.Module], LazyLanes] | None, begins: Callable[[], object]) -> Any:
+    program = Program(lanes, copied_gradients=frozenset(("head",)), streams_weights=True)
+    program.step()
+    program.stream()
+    program.step()
+    begins()
+    program.step()
+    state = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict()))
+    program.step()
+    program.model.load_state_dict(state[0])
+    program.optimizer.load_state_dict(state[1])
+    for _ in range(2):
+        program.step()
+    with torch.no_grad():
+        program.seen.append(program.model(program.batch()))
+    return program, bits([program.seen, program.model.state_dict(), program.optimizer.state_dict()])
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize(("owner", "name"), PARTS, ids=lambda it: getattr(it, "__name__", it))
+def test_the_training_goes_on_as_without_umem(
+    owner: Any,
+    name: str,
+    at: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, expected = run(None, lambda: None)
+    calls: list[list[int]] = []
+    program, found = run(
+        lambda model: LazyLanes(model, 1.0),  # work runs when it is queued, as on a GPU
+        lambda: calls.append(break_once(monkeypatch, owner, name, at)),
+    )
+    assert found == expected
+    has_failed = calls[0][0] > at
+    assert has_failed or at > 0
+    assert len(caplog.records) == has_failed
+    if has_failed:
+        assert f"InternalError: {name}" in caplog.text
+        assert program.training is not None
+        assert program.training.is_closed or owner in (ModelWeights, StreamedWeights)
+
+
+@pytest.mark.parametrize("name", ["open_group", "send", "release", "fetch", "_admit"])
+def test_offloaded_layers_go_on_as_without(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(*, offloads: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        if offloads:
+            offload_blocks(model, 3, min_bytes=1)
+        for _ in range(3):
+            model(torch.randn(8, 64)).square().sum().backward()
+        return bits([it.grad for it in model.parameters()])
+
+    expected = train(offloads=False)
+    calls = break_once(monkeypatch, ActivationStore, name, 2)
+    assert train(offloads=True) == expected
+    assert calls[0] > 2
+    assert len(caplog.records) == 1
