@@ -377,8 +377,7 @@ void DeviceAllocator::retire(Block* block) {
 // A graph's memory is the graph's from one replay to the next, freed or not; and nothing is added to
 // a graph that the program did not ask for.
 bool DeviceAllocator::poisons(const Block& block) const {
-  return config_.poisons && active_pools_.empty() && block.segment->heap->pool == nullptr &&
-         !driver_.capturing(user_of(block).stream);
+  return config_.poisons && active_pools_.empty() && block.segment->heap->pool == nullptr;
 }
 
 // On the stream whose requests the block serves. With `mutex_`, though the driver may keep the

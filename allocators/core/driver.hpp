@@ -74,7 +74,8 @@ class Driver {
   // Copies between plain device memory and host memory, and returns when the copy is done.
   virtual bool copy(int device, std::uintptr_t to, std::uintptr_t from,
                     std::size_t bytes) noexcept = 0;
-  // Has a stream set all bytes of memory of any kind. A refusal leaves them as they are.
+  // Has a stream set all bytes of memory of any kind, unless it is being captured into a graph. A
+  // refusal leaves them as they are.
   virtual void fill(int device, StreamId stream, Range range, unsigned char value) noexcept = 0;
   // Moves managed pages to the host, and returns when they are there.
   virtual bool evict(int device, Range range) noexcept = 0;

@@ -211,8 +211,12 @@ bool CudaDriver::copy(int device, std::uintptr_t to, std::uintptr_t from,
 void CudaDriver::fill(int device, StreamId stream, Range range, unsigned char value) noexcept {
   if (in_forked_child()) return;
   const CurrentDevice current(device);
-  succeeded(cudaMemsetAsync(reinterpret_cast<void*>(range.address), value, range.bytes,
-                            stream_handle(stream)));
+  // Of the default stream it is refused while streams are captured that wait for it.
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
+  if (succeeded(cudaStreamIsCapturing(stream_handle(stream), &status)) &&
+      status == cudaStreamCaptureStatusNone)
+    succeeded(cudaMemsetAsync(reinterpret_cast<void*>(range.address), value, range.bytes,
+                              stream_handle(stream)));
 }
 
 bool CudaDriver::evict(int device, Range range) noexcept {

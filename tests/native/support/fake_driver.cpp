@@ -239,8 +239,8 @@ bool FakeDriver::copy(int, std::uintptr_t to, std::uintptr_t from, std::size_t b
 
 void FakeDriver::fill(int device, StreamId stream, Range range, unsigned char value) noexcept {
   const std::lock_guard lock(mutex_);
-  CHECK(!capturing_.contains(stream));
   CHECK_EQUAL(value, kPoison);
+  if (capturing_.contains(stream)) return;
   fills_.push_back({key(stream, device), range, ++streams_[key(stream, device)].launched});
 }
 

@@ -29,7 +29,7 @@ class HeldTensors:
         self._has_passed = has_passed
         self._held: deque[tuple[Sequence[torch.Tensor], Any]] = deque()
         """Tensors, with the moment after the last work that uses them, in the order of the work."""
-        self._lock = threading.Lock()  # trainings of several threads share the lanes
+        self._lock = threading.RLock()  # trainings of several threads share the lanes
 
     def hold(self, tensors: Sequence[torch.Tensor], moment: Any) -> None:
         """Hold tensors until a moment has passed, and forget earlier ones whose moment has.
