@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.access_guard import is_guardable
@@ -176,7 +177,7 @@ class LazyLanes(Lanes):
                 self._run(first)
 
     def _run(self, task: _Task) -> None:
-        with self._as_queued(task):
+        with _disable_current_modes(), self._as_queued(task):  # a GPU knows of no modes
             task.work()
         task.is_done = True
         # As an event of a GPU, it keeps nothing alive.
