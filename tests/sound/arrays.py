@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from small_trainings import Run, program, train
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils import dlpack
 
 import umem
 
@@ -85,7 +85,7 @@ def storages_held(run: Run) -> None:
     def read() -> None:
         if not held:
             held.extend((each.untyped_storage(), each.shape) for each in model.parameters())
-        empty = torch.empty(0, device=run.device)
+        empty: Any = torch.empty(0, device=run.device)
         run.record("held", [empty.clone().set_(kept, 0, shape) for kept, shape in held])
 
     train(run, model, optimizer, read)
@@ -94,11 +94,12 @@ def storages_held(run: Run) -> None:
 @program()
 def state_by_old_dlpack(run: Run) -> None:
     """``to_dlpack`` of optimizer state, as CuPy's ``fromDlpack`` takes it."""
+    old: Any = dlpack
     model, optimizer = run.model()
 
     def read() -> None:
         state = [its["exp_avg"] for its in optimizer.state.values()]
-        run.record("state", [from_dlpack(to_dlpack(each)) for each in state])
+        run.record("state", [old.from_dlpack(old.to_dlpack(each)) for each in state])
 
     train(run, model, optimizer, read)
 
@@ -112,8 +113,11 @@ def saved_in_a_thread(run: Run) -> None:
         if run.step % 3 != 1:
             return
         file = io.BytesIO()
-        states = lambda: (model.state_dict(), optimizer.state_dict())  # noqa: E731, the thread's
-        thread = threading.Thread(target=lambda: torch.save(states(), file))
+
+        def save_states() -> None:
+            torch.save((model.state_dict(), optimizer.state_dict()), file)
+
+        thread = threading.Thread(target=save_states)
         thread.start()
         thread.join()
         file.seek(0)
@@ -122,6 +126,62 @@ def saved_in_a_thread(run: Run) -> None:
         run.record("state", [its["exp_avg"] for its in state["state"].values()])
 
     train(run, model, optimizer, save)
+
+
+# ---- addresses ----
+
+
+class _AtAddress:
+    """An array of CUDA's at an address, as an extension has it: it keeps nothing alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "version": 3,
+        }
+
+
+def _read_at_addresses(run: Run, model: Any, optimizer: Any) -> None:
+    """Average weights and read state by addresses that were taken at the second step."""
+    arrays: list[_AtAddress] = []
+
+    def read() -> None:
+        if not run.step:
+            return
+        if not arrays:
+            state = [its["exp_avg"] for its in optimizer.state.values()]
+            tensors = [*model.parameters(), *state]
+            if run.is_umem:
+                _hold(tensors)
+            arrays.extend(map(_AtAddress, tensors))
+        run.record("read", [torch.as_tensor(each, device="cuda") * 1 for each in arrays])
+
+    train(run, model, optimizer, read)
+
+
+def _hold(tensors: list[torch.Tensor]) -> None:
+    getattr(umem, "hold")(tensors)  # noqa: B009, not in all versions
+
+
+@program("cuda")
+def addresses_held(run: Run) -> None:
+    """Addresses that are kept from step to step, after ``umem.hold`` of their tensors."""
+    _read_at_addresses(run, *run.model())
+
+
+@program("cuda", expected=("EQUAL", "DIFFERENT", "CRASH"), page="streaming.md")
+def addresses_kept(run: Run) -> None:
+    """The same without it: out of reach by design. The weights' alone are asked for once."""
+    model, optimizer = run.model()
+    arrays: list[_AtAddress] = []
+
+    def read() -> None:
+        arrays.extend(map(_AtAddress, () if arrays else model.parameters()))
+        run.record("read", [torch.as_tensor(each, device="cuda") * 1 for each in arrays])
+
+    train(run, model, optimizer, read)
 
 
 # ---- CuPy and Triton ----

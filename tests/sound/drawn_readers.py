@@ -300,7 +300,8 @@ def readers_program(name: str) -> Program:
 def reader_programs(count: int, first_seed: int, *, on_cpu: bool) -> list[Program]:
     """Programs with so many drawn readers in all, by turns with each optimizer."""
     names = list(OPTIMIZERS if on_cpu else CUDA_OPTIMIZERS)
-    device, programs = "cpu" if on_cpu else "cuda", []
+    device = "cpu" if on_cpu else "cuda"
+    programs: list[Program] = []
     while count > 0:
         seed, which = divmod(len(programs), len(names))
         steps = min(count, _WHOLE_STEPS)

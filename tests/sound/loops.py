@@ -192,14 +192,16 @@ def two_optimizers(run: Run) -> None:
     known = set(map(id, matrices))
     rest = [weight for weight in model.parameters() if id(weight) not in known]
     optimizers = (torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3))
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 10) for each in optimizers]
+    schedules: list[Any] = [
+        torch.optim.lr_scheduler.CosineAnnealingLR(each, 10) for each in optimizers
+    ]
     run.trains(model, *optimizers)
     for batch in run.batches():
         loss = model(batch).square().mean()
         model.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for each in (*optimizers, *schedules):
+        for each in [*optimizers, *schedules]:
             each.step()
         run.record("loss", loss)
 

@@ -23,7 +23,8 @@ class _UsedAgain(Net):
             x = checkpoint(block, x, use_reentrant=False)
         y: torch.Tensor = self.head(x)
         if self.again is not None:
-            y = y + 0.1 * self.again(x, self.blocks[0].up.weight)[:, :16]
+            weight = self.get_parameter("blocks.0.up.weight")
+            y = y + 0.1 * self.again(x, weight)[:, :16]
         return y
 
 
@@ -166,11 +167,17 @@ class _NormedConvolutions(nn.Module):
         return y
 
 
+def _in_channels_last(size: Size) -> nn.Module:
+    model: Any = _NormedConvolutions(size)
+    moved: nn.Module = model.to(memory_format=torch.channels_last)
+    return moved
+
+
 @program()
 def convolutions_cast(run: Run) -> None:
     """Channels-last convolutions with batch norm under autocast, checkpoints and evaluations."""
-    last: Any = torch.channels_last
-    model, optimizer = run.model(lambda size: _NormedConvolutions(size).to(memory_format=last))
+    last = torch.channels_last
+    model, optimizer = run.model(_in_channels_last)
     pixels = 24 if run.is_cuda else 4
     for _ in run.batches(rows=1):
         image = torch.randn(8, model.width, pixels, pixels, device=run.device)

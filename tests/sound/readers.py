@@ -23,9 +23,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import get_total_norm, parameters_to_vector, vector_to_parameters
 from torch.overrides import TorchFunctionMode, has_torch_function
+from torch.utils import dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 __all__ = ["READERS", "Reader"]
 
@@ -60,6 +60,9 @@ class Reader:
 
 
 READERS: dict[str, Reader] = {}
+
+_DLPACK: Any = dlpack
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -207,9 +210,7 @@ def _scripted_shrink(x: torch.Tensor) -> None:
     x.mul_(0.995)
 
 
-_traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
-    lambda x: (x * x).sum(), (torch.ones(8, 8),), check_trace=False
-)
+_traced: Any = torch.jit.trace(lambda x: (x * x).sum(), (torch.ones(8, 8),), check_trace=False)
 
 
 @_reads
@@ -301,7 +302,7 @@ class _PassesOn(TorchFunctionMode):
 
 class _Counts(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -312,21 +313,21 @@ class _Counts(TorchDispatchMode):
 class _Wrapper(torch.Tensor):
     """A tensor that has another one, and uses it in each operator."""
 
-    inner: torch.Tensor
-
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> _Wrapper:
-        made: _Wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: _Wrapper = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, dtype=inner.dtype, device=inner.device
         )
         return made
 
     def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+        self.held = inner
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inner = [each.inner if isinstance(each, _Wrapper) else each for each in args]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        inner = [each.held if isinstance(each, _Wrapper) else each for each in args]
         return func(*inner, **(kwargs or {}))
 
 
@@ -457,12 +458,12 @@ def by_protocol_of_arrays(tensor: Any) -> Any:
 
 @_reads
 def by_dlpack(tensor: Any) -> Any:
-    return torch.from_dlpack(tensor.detach()) * 1
+    return _DLPACK.from_dlpack(tensor.detach()) * 1
 
 
 @_reads
 def by_old_dlpack(tensor: Any) -> Any:
-    return from_dlpack(to_dlpack(tensor.detach())) * 1
+    return _DLPACK.from_dlpack(_DLPACK.to_dlpack(tensor.detach())) * 1
 
 
 @_reads
@@ -738,7 +739,7 @@ def array_held(tensor: Any) -> Held:
 
 @_holds
 def dlpack_held(tensor: Any) -> Held:
-    other = torch.from_dlpack(tensor.detach())
+    other = _DLPACK.from_dlpack(tensor.detach())
     yield
     return other * 1
 
@@ -786,7 +787,9 @@ def old_graph_of_a_layer(tensor: Any) -> Held:
 
 @_holds
 def old_closure(tensor: Any) -> Held:
-    read = lambda: tensor.detach() * 1  # noqa: E731, it is what is held
+    def read() -> Any:
+        return tensor.detach() * 1
+
     yield
     return read()
 
@@ -837,7 +840,7 @@ def shrunk_by_numpy(tensor: Any) -> None:
 
 @_writes
 def shrunk_by_dlpack(tensor: Any) -> None:
-    torch.from_dlpack(tensor.detach()).mul_(0.995)
+    _DLPACK.from_dlpack(tensor.detach()).mul_(0.995)
 
 
 @_writes

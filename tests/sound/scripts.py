@@ -52,7 +52,7 @@ def gradients_zeroed_by_script(run: Run) -> None:
 def squares_traced(run: Run) -> None:
     """A traced function of weights."""
     model, optimizer = run.model()
-    traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
+    traced: Any = torch.jit.trace(
         lambda weight: (weight * weight).sum(), (torch.ones(8, 8, device=run.device),)
     )
 
@@ -116,7 +116,7 @@ def step_compiled(run: Run) -> None:
     model, optimizer = run.model(
         make_optimizer=lambda every: torch.optim.AdamW(every, lr=1e-3, foreach=True)
     )
-    step: Any = torch.compile(lambda: optimizer.step(), backend="eager")
+    step: Any = torch.compile(optimizer.step, backend="eager")
     for batch in run.batches():
         loss = model(batch).square().mean()
         optimizer.zero_grad()
