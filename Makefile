@@ -38,7 +38,7 @@ BUILD_TOOLS_13 := librmm-cu13 nvidia-cuda-runtime nvidia-cuda-crt
 # As the extra `docs` in pyproject.toml has them.
 DOCS_TOOLS := mkdocs-material mkdocstrings-python
 
-NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators -type f)
+NATIVE_SOURCES := CMakeLists.txt $(shell find cmake allocators guard -type f)
 # Their times change with the set of modules, which an editable install lists when it is made.
 PACKAGE_FOLDERS := $(shell find umem -type d -not -name __pycache__)
 NATIVE_TESTS := plain address thread
@@ -163,9 +163,11 @@ native: .venv/native.stamp
 	$(PIP_INSTALL) $(BUILD_TOOLS) $(BUILD_TOOLS_$(UMEM_CUDA))
 	touch $@
 
-# Editable, so that Python sources are used where they are; the extension lies in site-packages.
+# Editable, so that Python sources are used where they are; the extensions lie in site-packages. The
+# guard is built for the torch that is there.
 .venv/native.stamp: .venv/tools.stamp pyproject.toml umem/_version.py $(NATIVE_SOURCES) \
   $(PACKAGE_FOLDERS)
+	$(PIP_INSTALL) torch
 	$(PIP_INSTALL) --no-build-isolation \
 	  --config-settings=build-dir=build/python \
 	  --editable '.[$(CUDA_EXTRA)dev,examples,plots]'

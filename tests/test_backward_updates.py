@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.core.errors import PlanError
-from umem.executor.optimizer.freed_gradient import FreedGradient
+from umem.executor.optimizer.freed_gradient import is_freed
 from umem.executor.optimizer.lanes import HostLanes
 from umem.executor.streamed_training import StreamedTraining
 from umem.runtime.model_parts import storage_addresses
@@ -222,7 +222,7 @@ def test_weights_that_a_graph_keeps_wait_for_the_step() -> None:
     assert updates(streamed) > 0
 
 
-def test_a_saved_weight_raises_also_with_kernels_that_count_no_version() -> None:
+def test_a_weight_that_the_backward_pass_reads_later_is_seen_in_the_watched_steps() -> None:
     class Custom(Net):
         """Its first operator reads the head's weights in the backward pass, frozen for it."""
 
@@ -232,7 +232,7 @@ def test_a_saved_weight_raises_also_with_kernels_that_count_no_version() -> None
             weight.requires_grad_(True)
             return super().forward(x)
 
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(PlanError, match="weights are used between"):
         run(
             nothing,
             make_model=Custom,
@@ -381,14 +381,14 @@ def test_gradients_are_freed_within_the_backward_pass() -> None:
     def count(_gradient: torch.Tensor) -> None:
         gc.collect()
         found = [it.grad for it in program.model.parameters()]
-        seen.append(sum(type(it) is FreedGradient for it in found))
+        seen.append(sum(map(is_freed, found)))
 
     program.model.scale.register_hook(count)  # among the last
     program.step()
     assert seen[-1] > len(list(program.model.parameters())) // 2
     freed = program.model.head.weight.grad
     assert (freed.shape, freed.dtype) == ((4, 16), torch.float32)
-    assert storage_addresses(freed) == []  # it wraps no tensor
+    assert set(freed.stride()) == {0}  # it has one element of memory
     program.optimizer.zero_grad()
     assert program.model.head.weight.grad is None
 

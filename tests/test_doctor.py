@@ -24,6 +24,7 @@ from umem.doctor import (
     Check,
     Environment,
     Feature,
+    Guard,
     Host,
     Native,
     Report,
@@ -67,6 +68,7 @@ HEALTHY = Environment(
     torch_error="",
     native=NATIVE,
     native_error="",
+    guard=Guard("/venv/umem/_guard_torch2_11.so", problem="", remedy=""),
     devices=(H200,),
     devices_error="",
     variables={},
@@ -109,6 +111,7 @@ def test_nothing_installed() -> None:
             torch_error="No module named 'torch'",
             native=None,
             native_error="No module named 'umem.runtime._native'",
+            guard=None,
             devices=None,
             devices_error="umem.cuda needs cuda-python",
         )
@@ -119,6 +122,20 @@ def test_nothing_installed() -> None:
     assert failed["torch"].startswith("pip install 'torch>=2.8,<2.16' --index-url")
     assert failed["GPU"] == install_command("cuda13")
     assert {one.verdict for one in report.features} == {Verdict.NO}
+
+
+def test_without_the_guard() -> None:
+    """The swap works; what does not is named, with the command that builds it."""
+    guard = Guard("", "umem was built without the headers of torch 2.11", "pip install umem")
+    report = diagnose(replace(HEALTHY, guard=guard))
+    assert report.swap_works
+    found = check(report, "guard")
+    assert (found.status, found.remedy) == (Status.WARN, "pip install umem")
+    assert guard.problem in found.why
+    assert "step()" in found.why
+    caught = feature(report, "torch.OutOfMemoryError")
+    assert caught.verdict is Verdict.NO
+    assert "CUDA out of memory." in caught.remedy
 
 
 @pytest.mark.parametrize(
@@ -419,7 +436,6 @@ class TestFeatures:
             "CUDA IPC",
             "memory history",
             "expandable segments",
-            "torch.OutOfMemoryError",
         ],
     )
     def test_out_of_reach_everywhere(self, words: str) -> None:
@@ -431,7 +447,15 @@ class TestFeatures:
 
     @pytest.mark.parametrize(
         "words",
-        ["statistics", "record_stream", "CUDA graphs", "default mode", "find_executable", "numba"],
+        [
+            "statistics",
+            "record_stream",
+            "CUDA graphs",
+            "default mode",
+            "find_executable",
+            "torch.OutOfMemoryError",
+            "numba",
+        ],
     )
     def test_works_under_the_swap(self, words: str) -> None:
         """What umem gives back."""

@@ -56,7 +56,7 @@ print(json.dumps(facts))
 
 # The whole swap, with stand-ins for torch's CUDA side and an allocator over host memory.
 STAND_INS = """
-import json
+import json, sys
 from dataclasses import replace
 from types import SimpleNamespace
 import torch, umem, umem.swap
@@ -88,12 +88,17 @@ for entry in PRIVATE_NAMES.values():
         setattr(owner, attribute, None)
 torch.cuda.memory.CUDAPluggableAllocator = Pluggable
 torch.cuda.memory.change_current_allocator = lambda allocator: order.append("swap")
-entry_points = ("record_stream", "empty_cache", "memory_fraction", "base_allocation",
-                "begin_pool", "end_pool", "release_pool")
+entry_points = ("malloc", "free", "record_stream", "empty_cache", "memory_fraction",
+                "base_allocation", "begin_pool", "end_pool", "release_pool")
 umem.swap.detect_all = lambda: (replace(H200, free_bytes=101 << 30),)
 umem.swap.native = lambda: SimpleNamespace(
     HAS_CUDA=True, __file__="umem.so", installed=lambda: None, install=install,
     torch_entry_points=lambda: {name: number for number, name in enumerate(entry_points)})
+if sys.argv[1:] == ["guarded"]:
+    guard = SimpleNamespace(__file__="guard.so", set_allocator=lambda *its: order.append(its))
+else:
+    guard = None
+umem.swap.native_guard = lambda: guard
 
 enabled = umem.enable("sft")
 model = torch.nn.Linear(4, 4)
@@ -112,15 +117,19 @@ print(json.dumps([enabled, order, len(functions), sorted(functions.values()), st
 
 
 @pytest.mark.slow
-def test_the_swap_comes_after_everything_that_can_fail() -> None:
+@pytest.mark.parametrize("guard", [True, False])
+def test_the_swap_comes_after_everything_that_can_fail(guard: bool) -> None:
     """Torch gets every entry point first; then a training goes on as before."""
     enabled, order, setters, addresses, blocks, summary, budgets, kinds, managers = json.loads(
-        python(STAND_INS)
+        python(STAND_INS, *(["guarded"] if guard else []))
     )
     assert enabled is True
-    assert order == ["umem_malloc and umem_free of umem.so", "install", "swap"]
+    functions: list[Any] = ["umem_malloc and umem_free of umem.so"]
+    if guard:
+        functions = [[0, 1], "umem_guard_malloc and umem_guard_free of guard.so"]
+    assert order == [*functions, "install", "swap"]
     assert setters == len(addresses) == 7
-    assert addresses == list(range(7))
+    assert addresses == list(range(2, 9))
     assert blocks == 0
     assert summary == "GPU 0, policy sft"
     assert budgets == [100 << 30]  # of 101 GiB that are free
@@ -129,9 +138,9 @@ def test_the_swap_comes_after_everything_that_can_fail() -> None:
     assert managers == 0
 
 
-def python(code: str) -> str:
+def python(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         env={
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",

@@ -23,7 +23,6 @@ from torch import nn
 from umem import torch_compat
 from umem.capture.live import SavedTensorHooks
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import ParameterGuard
 from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.runtime import cuda_streams
 from umem.runtime._native import Allocator, ClassSetting, Config
@@ -110,28 +109,6 @@ def test_a_gradient_is_multiplied_once_by_each_factor() -> None:
     def check() -> None:
         clipped.use(gradient)
         assert gradient.tolist() == [6.0] * 4
-        _has_gradients()
-
-    interrupt(act, check)
-
-
-@pytest.mark.slow
-def test_a_gradient_that_came_meanwhile_is_added_once() -> None:
-    """However often an interrupt cuts that short, and it begins anew."""
-    guard = ParameterGuard(lambda: None)
-
-    parameter = nn.Parameter(torch.zeros(4))
-
-    def act() -> Callable[[], None]:
-        parameter.grad = torch.ones(4)
-        guard.take_gradients([parameter], [parameter.grad])
-        parameter.sum().backward()
-        return guard.release
-
-    def check() -> None:
-        guard.release()
-        assert parameter.grad is not None
-        assert parameter.grad.tolist() == [2.0] * 4
         _has_gradients()
 
     interrupt(act, check)

@@ -12,6 +12,7 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = Path(sysconfig.get_path("purelib"))
+GUARD = "umem/runtime/_guard_torch{}_{}" + sysconfig.get_config_var("EXT_SUFFIX")
 CMAKE = str(Path(sys.executable).with_name("cmake"))
 
 # Runs "$@" where the folders in $HIDDEN are empty and the files in $HIDDEN_FILES are not there.
@@ -80,9 +82,9 @@ def without_toolkit(env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     return [*unshare, "bash", "-c", HIDE, "hide"], env | hidden
 
 
-def build_wheel(cuda: str, folder: Path) -> tuple[Path, str]:
+def build_wheel(cuda: str, folder: Path, torch: str = "none") -> tuple[Path, str]:
     """Build in isolation without a CUDA toolkit; the wheel, and what the build said."""
-    before, env = without_toolkit(clean_environment(UMEM_CUDA=cuda))
+    before, env = without_toolkit(clean_environment(UMEM_CUDA=cuda, UMEM_TORCH=torch))
     # Not optimised: these tests ask what a wheel holds and finds, not how fast it is.
     flags = "--config-settings=cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG"
     pip = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", flags]
@@ -102,7 +104,7 @@ def native_library(wheel: Path, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel13(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     def build(folder: Path) -> None:
-        _, said = build_wheel("13", folder)
+        _, said = build_wheel("13", folder, torch="auto")
         (folder / "said").write_text(said)
 
     folder = made_once(tmp_path_factory, "wheel13", build)
@@ -149,6 +151,9 @@ def test_builds_the_core_without_cuda_and_rmm(tmp_path: Path) -> None:
     wheel, said = build_wheel("none", tmp_path)
     assert "librmm" not in said
     library = native_library(wheel, tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if "_guard_torch" in name]
+    assert "no guard" in said
     load = (
         "import importlib.util, sys\n"
         "spec = importlib.util.spec_from_file_location('_native', sys.argv[1])\n"
@@ -167,11 +172,24 @@ def test_wheel_holds_policies_examples_and_types(wheel13: tuple[Path, str]) -> N
     files = (path.relative_to(ROOT) for path in (ROOT / "policies").rglob("*.yaml"))
     policies = {f"umem/{path.as_posix()}" for path in files}
     assert {"umem/policies/sft.yaml", "umem/policies/hardware/h200-pcie.yaml"} <= policies
-    assert policies | {"umem/py.typed", "umem/runtime/_native.pyi"} <= names
+    types = {f"umem/runtime/{name}.pyi" for name in ("_native", "_guard")}
+    assert policies | types | {"umem/py.typed"} <= names
     examples = {f"umem/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
     assert "umem/examples/demo.py" in examples
     assert {name for name in names if name.startswith("umem/examples/")} == examples
     assert {name.split("/")[0] for name in names} == {"umem", "umem-0.1.0.dist-info"}
+
+
+def test_an_isolated_build_has_the_guard_for_the_torch_of_the_environment(
+    wheel13: tuple[Path, str], clean_python: Path, tmp_path: Path
+) -> None:
+    guard = GUARD.format(*version("torch").split(".")[:2])
+    with zipfile.ZipFile(wheel13[0]) as archive:
+        assert [name for name in archive.namelist() if "_guard_torch" in name] == [guard]
+    show = "from umem.runtime.native_guard import *; print(native_guard(), guard_problem())"
+    shown = run(clean_python, "-c", show, cwd=tmp_path, env=clean_environment())
+    assert f"{clean_python.parent.parent}/" in shown
+    assert guard in shown
 
 
 def test_native_library_finds_its_libraries_by_itself(clean_python: Path, tmp_path: Path) -> None:
@@ -225,10 +243,11 @@ class Configuration:
             for path in found:
                 (self.site / path.name).symlink_to(path)
 
-    def run(self, cuda: str) -> tuple[int, str]:
+    def run(self, cuda: str, *options: str) -> tuple[int, str]:
         python = self.folder / "venv" / "bin" / "python"
         before, env = without_toolkit(clean_environment(PYTHONPATH=str(self.site)))
         choices = [f"-DUMEM_CUDA={cuda}", f"-DPython_EXECUTABLE={python}", "-DUMEM_TESTS=OFF"]
+        choices += options
         done = subprocess.run(
             [*before, CMAKE, "-S", str(ROOT), "-B", str(self.folder / "build"), *choices],
             env=env,
@@ -296,6 +315,71 @@ def test_a_conda_environment_has_no_python_package_of_rmm(configuration: Configu
     assert f"at {prefix}/lib/librmm.so" in said
     assert f"CUDA 13 runtime at {cuda}/lib/libcudart.so.13, headers in " in said
     assert f"{prefix}/include;{cuda}/include " in said
+
+
+def test_a_torch_that_comes_later_is_asked_for_by_the_doctor(configuration: Configuration) -> None:
+    status, said = configuration.run("none")
+    assert status == 0, said
+    assert "umem: no guard" in said
+    assert "umem doctor" in said
+
+
+def fake_torch(folder: Path, version: str) -> Path:
+    """A folder with what the build looks for of torch."""
+    for name in ("c10", "torch_cpu", "torch_python"):
+        library = folder / "torch" / "lib" / f"lib{name}.so"
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+    (folder / "torch" / "include" / "ATen").mkdir(parents=True)
+    (folder / "torch" / "include" / "ATen" / "ATen.h").touch()
+    (folder / "torch" / "version.py").write_text(f"__version__ = '{version}'\ndebug = False\n")
+    return folder
+
+
+def test_each_minor_version_of_torch_has_a_guard(configuration: Configuration) -> None:
+    folders = configuration.folder / "torches"
+    for number, torch in enumerate(["2.8.0+cpu", "2.14.1+cu130", "2.8.1+cpu"]):
+        fake_torch(folders / str(number), torch)
+    status, said = configuration.run("none", f"-DUMEM_TORCH={folders}/[01];{folders}/2")
+    assert status == 0, said
+    assert re.findall(r"guard for torch (\S+)", said) == ["2.8.0+cpu", "2.14.1+cu130"]
+    cmake = (CMAKE, "--build", configuration.folder / "build", "--target", "help")
+    assert {"_guard_torch2_8", "_guard_torch2_14", "guard"} <= set(re.findall(r"\w+", run(*cmake)))
+
+
+def test_a_folder_without_torch_is_refused(configuration: Configuration) -> None:
+    empty = configuration.folder / "empty"
+    status, said = configuration.run("none", f"-DUMEM_TORCH={empty}")
+    assert status != 0
+    assert f"{empty} holds no torch" in said
+
+
+def test_torches_are_downloaded_as_the_build_wants_them(tmp_path: Path) -> None:
+    """Of each minor version the newest wheel for this Python; libraries that nothing links stay."""
+    index, folder = tmp_path / "index", tmp_path / "torches"
+    index.mkdir()
+    for torch in ("2.7.0", "2.9.0", "2.9.1", "2.11.0"):
+        content = fake_torch(tmp_path / torch, torch) / "torch"
+        (content / "lib" / "libtorch_cuda.so").touch()
+        about = f"torch-{torch}.dist-info"
+        with zipfile.ZipFile(index / f"torch-{torch}-py3-none-any.whl", "w") as wheel:
+            for path in content.rglob("*"):
+                wheel.write(path, path.relative_to(content.parent))
+            said = f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}"
+            wheel.writestr(f"{about}/METADATA", said)
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any")
+            wheel.writestr(f"{about}/RECORD", "")
+    fake_torch(folder / "2.10", "2.10.0")  # of another Python
+    script = ROOT / "cmake" / "download_torches.py"
+    alone = {"PIP_CONFIG_FILE": os.devnull, "PIP_CONSTRAINT": "", "PIP_NO_INDEX": "1"}
+    env = clean_environment(**alone, PIP_FIND_LINKS=str(index))
+    run(sys.executable, script, folder, env=env)
+    assert sorted(path.name for path in folder.iterdir()) == ["2.11", "2.9"]
+    libraries = {path.name for path in (folder / "2.9" / "torch" / "lib").iterdir()}
+    assert libraries == {"libc10.so", "libtorch_cpu.so", "libtorch_python.so"}
+    locate = ROOT / "cmake" / "locate_torch.py"
+    found = json.loads(run(sys.executable, locate, f"{folder}/*"))
+    assert [torch["version"] for torch in found] == ["2.11.0", "2.9.1"]
 
 
 def test_unknown_choices_are_refused(configuration: Configuration) -> None:

@@ -37,7 +37,7 @@ from umem.executor.tuning_status import TuningState
 from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
-from umem.torch_compat import DisableTorchFunctionSubclass
+from umem.runtime.guard import Unguarded
 
 EAGERNESS = [0.0, 0.5, 0.9]
 
@@ -214,7 +214,7 @@ class CountedDevice(CountedMemory):
         return home
 
     def weights_at_home(self) -> int:
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             return sum(it.nbytes for it in self._weights if it.data_ptr() in self._away)
 
 
@@ -327,7 +327,7 @@ class Process:
     def weight_bytes(self) -> int:
         """Of models whose weights can be moved; others are a part of the base."""
         streamed = [it.model for it in self.owners if it.weights is not None]
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             return sum(p.nbytes for model in streamed for p in model.parameters())
 
     @property

@@ -26,7 +26,7 @@ from umem.planning.stream_prediction import (
 from umem.planning.training_plan import plan_training
 from umem.planning.weight_plan import WeightUnit
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.trace import Trace, phase_of_access, save_trace
+from umem.trace import Trace, save_trace
 
 PREDICTIONS = Path(__file__).parents[1] / "benchmarks" / "results" / "predicted-streamed.txt"
 MIB = 1 << 20
@@ -74,7 +74,7 @@ def with_budget(policy: ResolvedPolicy, budget_mib: int) -> ResolvedPolicy:
 def step_of(make_trace: MakeTrace) -> Callable[..., Trace]:
     """Builds a step of layers, forward 1 ms and backward 2 ms each, with clipping of 3 ms."""
 
-    def build(batches: int = 1, *, casts: bool = False) -> Trace:
+    def build(batches: int = 1) -> Trace:
         tensors: dict[str, tuple[int, str, bool]] = {}
         phases: list[tuple[str, float, list[str], list[str]]] = []
         for layer in range(LAYERS):
@@ -88,10 +88,6 @@ def step_of(make_trace: MakeTrace) -> Callable[..., Trace]:
                 tensors[f"out {batch} {layer}"] = (SAVED * MIB, "activations", False)
                 name = f"model.layers.{layer}.linear"
                 reads = [f"{name}.weight", *([f"out {batch} {layer - 1}"] if layer else [])]
-                if casts:
-                    reads[0] = f"copy {layer}"
-                    tensors[reads[0]] = (WEIGHT * MIB // 2, "activations", False)
-                    phases.append((f"forward {name}: to", 0.0, [f"{name}.weight"], reads[:1]))
                 phases.append((f"forward {name}: mm", 1e-3, reads, [f"out {batch} {layer}"]))
             for layer in reversed(range(LAYERS)):
                 name = f"model.layers.{layer}.linear"
@@ -123,39 +119,6 @@ def test_units_are_the_layers(step_of: Callable[..., Trace], policy: ResolvedPol
     assert step.other_s == pytest.approx(3e-3)
     assert step.batches == 1
     assert step.passes_s == pytest.approx(LAYERS * 3e-3)
-
-
-def test_copies_of_autocast_are_freed_behind_their_unit(
-    step_of: Callable[..., Trace], policy: ResolvedPolicy
-) -> None:
-    plain = streamed_step(step_of(), policy, STATE * MIB)
-    trace = step_of(casts=True)
-    is_copy = np.char.startswith(np.array(trace.tensor_names), "copy")
-    last_phase = np.where(is_copy, 2 * LAYERS - 1, trace.last_phase)  # the forward pass's end
-    step = streamed_step(replace(trace, last_phase=last_phase), policy, STATE * MIB)
-    for unit, without in zip(step.units, plain.units, strict=True):
-        assert unit.forward_peak_bytes == without.forward_peak_bytes + WEIGHT * MIB // 2
-        assert unit.backward_peak_bytes == without.backward_peak_bytes
-
-
-def test_a_copy_that_is_saved_stays(step_of: Callable[..., Trace], policy: ResolvedPolicy) -> None:
-    trace = step_of(casts=True)
-    is_copy = np.char.startswith(np.array(trace.tensor_names), "copy")
-    last_phase = np.where(is_copy, 3 * LAYERS - 1, trace.last_phase)  # the backward pass's end
-    saved = [(f"model.layers.{layer}.linear.weight", f"copy {layer}") for layer in range(LAYERS)]
-    numbers = {name: number for number, name in enumerate(trace.tensor_names)}
-    phase = phase_of_access(trace)
-    tensor = trace.access_tensor.copy()
-    for weight, copied in saved:
-        in_backward = (phase >= 2 * LAYERS) & (phase < 3 * LAYERS)
-        tensor[in_backward & (tensor == numbers[weight])] = numbers[copied]
-    trace = replace(trace, access_tensor=tensor, last_phase=last_phase)
-    peaks = [unit.forward_peak_bytes for unit in streamed_step(trace, policy, STATE * MIB).units]
-    plain = [
-        unit.forward_peak_bytes for unit in streamed_step(step_of(), policy, STATE * MIB).units
-    ]
-    held = [(number + 1) * WEIGHT * MIB // 2 for number in range(LAYERS)]
-    assert [it - without for it, without in zip(peaks, plain, strict=True)] == held
 
 
 def test_activations_count_for_the_last_layer_that_uses_them_forward(

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import GuardedParameter, GuardedTensor
 from umem.executor.optimizer.lanes import HostLanes
 from umem.executor.streamed_training import StreamedTraining
+from umem.runtime.guard import guard_of
 from umem.telemetry import Profile, load_recording, report_of
 
 EAGERNESS = [0.0, 0.8]
@@ -89,7 +89,7 @@ def test_a_plain_loop_waits_block_by_block_only() -> None:
     assert lanes.open_tasks > 0  # the last step is still under way
     run.training.close()
     assert lanes.open_tasks == 0
-    assert all(type(it) is nn.Parameter for it in run.model.parameters())
+    assert all(guard_of(it) is None for it in run.model.parameters())
     states = [it for values in run.optimizer.state.values() for it in values.values()]
     assert all(type(it) is torch.Tensor for it in states)
 
@@ -149,9 +149,9 @@ def test_questions_that_need_no_value_do_not_wait() -> None:
     waits = lanes.waits
     weight = run.model.head.weight
     gradient = weight.grad
-    guarded = [isinstance(weight, GuardedParameter), isinstance(gradient, GuardedTensor)]
-    assert guarded == [True, True]
-    assert isinstance(weight, nn.Parameter)
+    assert guard_of(weight) is not None
+    assert guard_of(gradient) is not None
+    assert type(weight) is nn.Parameter
     facts = weight.shape, weight.dtype, weight.device, weight.requires_grad, weight.numel()
     assert facts == (torch.Size([4, 16]), torch.float32, torch.device("cpu"), True, 64)
     assert weight.grad is gradient
@@ -161,15 +161,15 @@ def test_questions_that_need_no_value_do_not_wait() -> None:
     assert lanes.waits == waits
     torch.save(weight, io.BytesIO())
     assert lanes.waits > waits
-    assert not isinstance(weight, GuardedParameter)
+    assert guard_of(weight) is None
 
 
 def test_torch_chooses_kernels_for_guarded_tensors_as_for_others() -> None:
     run, _ = streaming()
     run.step()
-    parameters = [it for it in run.model.parameters() if isinstance(it, GuardedParameter)]
+    parameters = [it for it in run.model.parameters() if guard_of(it) is not None]
     gradients: list[torch.Tensor] = [
-        it.grad for it in parameters if isinstance(it.grad, GuardedTensor)
+        it.grad for it in parameters if it.grad is not None and guard_of(it.grad) is not None
     ]
     assert len(parameters) == len(gradients) > 0
     assert _has_foreach_support(gradients, torch.device("cuda"))  # as clip_grad_norm_ asks
@@ -181,7 +181,7 @@ def test_join_waits_for_all() -> None:
     run, _ = streaming()
     run.step()
     umem.join()
-    assert all(type(it) is nn.Parameter for it in run.model.parameters())
+    assert all(guard_of(it) is None for it in run.model.parameters())
 
 
 def test_a_model_may_be_pickled_and_goes_when_it_is_dropped() -> None:

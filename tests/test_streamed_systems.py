@@ -10,7 +10,6 @@ import copy
 import ctypes
 import gc
 import json
-import logging
 import tempfile
 import warnings
 import weakref
@@ -209,12 +208,10 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_trainer_with_streamed_state_is_exact(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = bits(train(tmp_path / "stock", **PROGRAMS[name]))
-    monkeypatch.setattr(stream_tuning, "_LEAST_GAIN", 1 << 30)  # autocast's copies are small
-    caplog.set_level(logging.INFO, "umem")
-    for more_bytes in (-100_000, 30_000):
+    for more_bytes in (-1, 30_000):
         streams = Streams(more_bytes)
         with streaming(streams, monkeypatch):
             found = bits(train(tmp_path / str(more_bytes), **PROGRAMS[name]))
@@ -228,7 +225,6 @@ def test_a_trainer_with_streamed_state_is_exact(
                 assert counts.streamed > 1
             if more_bytes < 0:
                 assert status.activations.tensors_out > 0
-        assert ("copies of weights are freed" in caplog.text) == ("bf16" in PROGRAMS[name])
 
 
 def test_a_trainer_that_looks_at_no_gradient_steps_in_its_backward_pass(

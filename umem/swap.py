@@ -30,6 +30,7 @@ from umem.runtime.host_room import divide_host
 from umem.runtime.live_figures import live_figures
 from umem.runtime.live_socket import serve
 from umem.runtime.memory_stats import install_memory_stats
+from umem.runtime.native_guard import native_guard
 from umem.runtime.native_library import native
 from umem.runtime.state import (
     Runtime,
@@ -191,9 +192,8 @@ def _enable(policy: Policy) -> Runtime:
     config = native_config(
         replace(resolved, managed_limit_bytes=caps.managed_bytes), caps.pinned_bytes, of_device
     )
-    torch_memory, path = torch.cuda.memory, str(library.__file__)
-    pluggable = torch_memory.CUDAPluggableAllocator(path, "umem_malloc", "umem_free")
-    set_allocator_functions(pluggable.allocator(), library.torch_entry_points())
+    torch_memory = torch.cuda.memory
+    pluggable = _pluggable_allocator(library)
     try:
         allocator = library.install(config)
     except RuntimeError as error:
@@ -231,6 +231,19 @@ def _enable(policy: Policy) -> Runtime:
     return Runtime(
         policy, resolved, budgets, capabilities, allocator, classifier, caps.pinned_share
     )
+
+
+def _pluggable_allocator(library: Any) -> Any:
+    """The allocator as torch takes it; through the guard, out of memory is torch's own error."""
+    entry_points = library.torch_entry_points()
+    names = str(library.__file__), "umem_malloc", "umem_free"
+    guard = native_guard()
+    if guard is not None:
+        guard.set_allocator(entry_points["malloc"], entry_points["free"])
+        names = str(guard.__file__), "umem_guard_malloc", "umem_guard_free"
+    pluggable = torch.cuda.memory.CUDAPluggableAllocator(*names)
+    set_allocator_functions(pluggable.allocator(), entry_points)
+    return pluggable
 
 
 def _check_torch(library: Any) -> None:

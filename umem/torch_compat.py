@@ -14,6 +14,7 @@ import functools
 import importlib
 import pkgutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -53,10 +54,13 @@ __all__ = [
     "PrivateName",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
-    "before_compilation",
+    "before_compiled_code",
     "before_fsdp_gathers",
     "fsdp_groups",
     "fsdp_modules",
+    "is_distributed",
+    "let_pass_higher_order_operators",
+    "runs_compiled",
     "missing",
     "replace",
     "require",
@@ -229,16 +233,6 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {"foreach_multiply": "torch:_foreach_mul_", "foreach_norm": "torch:_foreach_norm"},
     ),
     **_names(
-        "stands in the place of a gradient that was freed in the backward pass",
-        "a use of freed gradients could not be refused",
-        {"make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass"},
-    ),
-    **_names(
-        "the class of what runs a process group's collectives on one kind of device",
-        "a collective may read weights whose update is under way",
-        {"ProcessGroupBackend": "torch.distributed:_Backend"},
-    ),
-    **_names(
         "tells whether this thread runs a backward pass",
         "a checkpoint's second forward pass would be taken for a new step",
         {"current_graph_task_id": "torch._C:_current_graph_task_id"},
@@ -345,16 +339,13 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
 def missing() -> list[PrivateName]:
     """Look up every name that this torch should have, and return those that it lacks.
 
-    Names for CUDA, and of ``torch.distributed``, are left out in a torch without it, and those
-    newer than this torch.
+    Names for CUDA are left out in a torch without it, and those newer than this torch.
     """
     torch = importlib.import_module("torch")
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     absent = []
     for entry in PRIVATE_NAMES.values():
         if version < entry.since or (entry.is_cuda and torch.version.cuda is None):
-            continue
-        if entry.path.startswith("torch.distributed:") and not torch.distributed.is_available():
             continue
         try:
             entry.find()
@@ -387,7 +378,6 @@ def _lacks(absent: list[PrivateName]) -> UnsupportedError:
 
 
 # Looked up when they are first used.
-ProcessGroupBackend: Any
 current_graph_task_id: Callable[[], int]
 current_autograd_node: Callable[[], Any]
 current_raw_stream: Callable[[int], int]
@@ -402,7 +392,6 @@ fused_adam: Callable[..., None]
 fused_adamw: Callable[..., None]
 grouped_matmul: Any
 is_traceable_wrapper_subclass: Callable[[Any], bool]
-make_wrapper_subclass: Callable[..., Any]
 next_sequence_number: Callable[[], int]
 pop_saved_tensor_hooks: Callable[[], None]
 push_saved_tensor_hooks: Callable[..., None]
@@ -470,22 +459,50 @@ def hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[Any], None]) 
         tensor._backward_hooks = others
 
 
-def before_compilation(function: Callable[..., None]) -> None:
-    """Call a function before each compilation by ``torch.compile``, for the rest of the process.
+def before_compiled_code(settle: Callable[[], bool]) -> None:
+    """Call a function before ``torch.compile`` compiles code, for the rest of the process.
 
-    Its argument says what is compiled. ``torch.compiler.reset()`` forgets all such functions of
-    torch's, but not this one. The compiler is imported, which takes a second or two in a process
-    without an optimizer.
+    Compiled code checks the dispatch keys of its tensors. Where the function returns True, some had
+    a guard's: from then on it is also called before that code runs, which would be compiled again
+    and again otherwise. The compiler is imported, which takes a second or two in a process without
+    an optimizer.
     """
     handler: Any = importlib.import_module("torch._dynamo.callback").callback_handler
+    frames: Any = importlib.import_module("torch._dynamo.eval_frame")
+    choose = frames._callback_from_stance
     forget = handler.clear
+    entered = threading.local()
+    guarded: dict[int, Any] = {}
 
-    def forget_others() -> None:
+    def compilation_begins(*_: object) -> None:
+        if settle() and (code := getattr(entered, "code", None)) is not None:
+            guarded[id(code)] = code
+
+    def enter(code: Any) -> Any:
+        entered.code = code
+        if id(code) in guarded:
+            settle()
+        return choose(code)
+
+    def forget_others() -> None:  # `torch.compiler.reset()` forgets functions of torch's alone
         forget()
-        handler.register_start_callback(function)
+        handler.register_start_callback(compilation_begins)
 
+    frames._callback_from_stance = enter
     handler.clear = forget_others
-    handler.register_start_callback(function)
+    handler.register_start_callback(compilation_begins)
+
+
+def runs_compiled() -> bool:
+    """Whether this thread is in code that is being compiled, or that graph breaks have left."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return False
+    frames: Any = pkgutil.resolve_name("torch._C:_dynamo.eval_frame")
+    return getattr(frames, "get_eval_frame_callback", _nothing)() is not None
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -565,6 +582,21 @@ def before_fsdp_gathers(
 
     kind.unshard = unshard
     return True
+
+
+def let_pass_higher_order_operators(key: int) -> None:
+    """Have ``cond``, ``map`` and the like pass a dispatch key, which operators in them meet."""
+    ops: Any = importlib.import_module("torch._ops")
+    dispatch_key = ops.DispatchKey(key)
+    ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(dispatch_key)
+    for operator in ops._higher_order_ops.values():
+        operator.fallthrough(dispatch_key)
+
+
+def is_distributed() -> bool:
+    """Whether ``torch.distributed`` is initialised."""
+    distributed: Any = importlib.import_module("torch.distributed")
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def torch_profiler_runs() -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 from managed_training import MIB, Training
 from random_training import Pair, clear
 
-from umem.executor.optimizer.access_guard import GuardedParameter, GuardedTensor
 from umem.executor.streamed_training import StreamedTraining
+from umem.runtime.guard import Guard
 
 __all__ = [
     "soak",
@@ -97,9 +97,7 @@ def _figures() -> dict[str, int]:
         "descriptors": len(descriptors),
         "sockets": sum(it.startswith("socket:") for it in descriptors),
         "threads": threading.active_count(),
-        "kinds of guards": sum(
-            len(it.__subclasses__()) for it in (GuardedTensor, GuardedParameter)
-        ),
+        "guards": sum(isinstance(it, Guard) for it in gc.get_objects()),
         "objects": len(gc.get_objects()),
         "bytes": resident,
     }

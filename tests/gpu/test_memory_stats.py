@@ -344,7 +344,7 @@ class TestOutOfMemory:
             assert torch.cuda.get_per_process_memory_fraction() == 0.5
         room(64 * MIB)
         fits = empty(40 * MIB)
-        with pytest.raises(RuntimeError, match=r"^CUDA out of memory\.") as caught:
+        with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\.") as caught:
             empty(256 * MIB)
         assert "set_per_process_memory_fraction" in str(caught.value)
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -396,7 +396,7 @@ class TestOutOfMemory:
         index = torch.zeros(1, dtype=torch.int64, device="cuda")
         # The gradient of gather has the size of what was gathered from, which here is one number.
         picked = torch.gather(leaf.expand(count), 0, index)
-        with pytest.raises(RuntimeError, match=r"^CUDA out of memory\."):
+        with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\."):
             picked.sum().backward()
         torch.gather(leaf.expand(100), 0, index).sum().backward()
         assert leaf.grad is not None

@@ -21,7 +21,6 @@ from umem.executor.optimizer.separable import refusal
 from umem.executor.phase_measurement import DeviceRoom
 from umem.executor.stream_tuning import StreamTuner
 from umem.executor.streamed_training import StreamedTraining
-from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
@@ -73,8 +72,6 @@ class Streams:
         Parameters that optimizers will have later.
     eagerness
         Of the lanes: whether work may run before anything waits for it.
-    streams_weights
-        Whether weights are streamed, too.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class Streams:
         in_backward: bool = False,
         also: Iterable[torch.Tensor] = (),
         eagerness: float = 0.3,
-        streams_weights: bool = False,
     ) -> None:
         self.trainings: list[StreamedTraining] = []
         self._shared: dict[StreamedTraining, tuple[LazyLanes, HostStateMemory]] = {}
@@ -92,8 +88,6 @@ class Streams:
         self._more_bytes = more_bytes
         self._in_backward = in_backward
         self._eagerness = eagerness
-        self._streams_weights = streams_weights
-        self.weights: ModelWeights | None = None
         self.also = list(also)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -109,8 +103,6 @@ class Streams:
             room = Room(self._more_bytes)
             store = ActivationStore("cpu", LazyMover(), min_bytes=256)
             tuner, pool = StreamTuner(load_hardware("h200-pcie"), room, room, store), None
-            if self._streams_weights:
-                self.weights = ModelWeights(model, lanes, memory, room, store, min_bytes=256)
         training = StreamedTraining(
             model,
             optimizer,
@@ -119,7 +111,6 @@ class Streams:
             tuner,
             streams_state=not refusal(optimizer),
             step_in_backward=self._in_backward,
-            weights=self.weights,
             pool=pool,
         )
         self.trainings.append(training)

@@ -21,10 +21,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import is_guardable
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
-from umem.torch_compat import DisableTorchFunctionSubclass
+from umem.runtime.guard import Unguarded, can_guard
 
 __all__ = ["CountedMemory", "HostStateMemory", "LazyLanes"]
 
@@ -185,41 +184,36 @@ class LazyLanes(Lanes):
 
     @contextmanager
     def _as_queued(self, task: _Task) -> Iterator[None]:
-        """Parameters with the class and the gradient that they had when the work was queued."""
+        """Parameters with the gradient that they had when the work was queued."""
         gradient: Any = nn.Parameter.grad
         queued = []
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             for parameter, of in task.gradients:
-                kind, seen = type(parameter), gradient.__get__(parameter)
-                if kind is not nn.Parameter or seen is not of:  # most are as they were
+                seen = gradient.__get__(parameter)
+                if seen is not of:  # most are as they were
                     # The program may have converted some meanwhile, whose work is over then.
                     if not _can_have(parameter, of, seen):
                         continue
-                    parameter.__class__ = nn.Parameter
                     parameter.grad = of
-                queued.append((parameter, kind, seen))
+                queued.append((parameter, seen))
             was_compiling = torch.compiler._is_compiling_flag
             torch.compiler._is_compiling_flag = False  # a compiler may be what has waited
             try:
                 yield
             finally:
                 torch.compiler._is_compiling_flag = was_compiling
-                for parameter, kind, seen in queued:
+                for parameter, seen in queued:
                     if gradient.__get__(parameter) is not seen:
                         parameter.grad = seen
-                    parameter.__class__ = kind
 
 
 def _can_have(parameter: nn.Parameter, *gradients: torch.Tensor | None) -> bool:
-    """Whether a parameter's object can have another class, and these gradients.
+    """Whether a parameter can have these gradients.
 
     Work on a DTensor has taken this rank's part of it, and of its gradient, already.
     """
-    kind = type(parameter)
-    return (
-        is_guardable(kind)
-        and not hasattr(kind, "device_mesh")
-        and all(it is None or it.dtype == parameter.dtype for it in gradients)
+    return can_guard(parameter) and all(
+        it is None or it.dtype == parameter.dtype for it in gradients
     )
 
 
@@ -297,7 +291,7 @@ class HostStateMemory(StateMemory):
         """Memory that is NaN, where the device has room for buffers."""
         if self._has_no_room():
             return None
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             new = torch.empty_like(tensor)
         ctypes.memset(new.data_ptr(), 0xFF, new.nbytes)
         return new

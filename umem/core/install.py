@@ -1,4 +1,4 @@
-"""The command that installs an extra of umem, for remedies."""
+"""The commands that install an extra of umem or build it again, for remedies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import metadata
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ["install_command"]
+__all__ = ["build_command", "install_command"]
 
 
 def install_command(extra: str, options: str = "") -> str:
@@ -22,6 +22,20 @@ def install_command(extra: str, options: str = "") -> str:
     build = "UMEM_CUDA=12 " if extra == "cuda12" else ""
     command = f"{build}pip install {options}{editable}'{place or '.'}[{extra}]'"
     return command if place else f"{command} in a checkout of umem"
+
+
+def build_command(extra: str) -> str:
+    """Write the command that builds umem again from its sources, and leaves its dependencies alone.
+
+    Where umem came from a wheel, which holds what is there already, the command is one for a
+    checkout.
+    """
+    editable, place = _origin()
+    build = "UMEM_CUDA=12 " if extra == "cuda12" else ""
+    options = "--force-reinstall --no-deps --no-cache-dir"
+    if os.path.isdir(place):
+        return f"{build}pip install {options} {editable}'{place}'"
+    return f"{build}pip install {options} . in a checkout of umem"
 
 
 @cache

@@ -12,7 +12,7 @@ from umem.core.errors import PolicyError
 from umem.core.install import install_command
 from umem.core.log import parse_log_level
 from umem.core.units import format_bytes, parse_bytes
-from umem.doctor.facts import Environment, dotted, version_numbers
+from umem.doctor.facts import Environment, Guard, dotted, version_numbers
 from umem.doctor.features import Feature, features
 from umem.hardware import load_hardware
 from umem.hardware.capabilities import Capabilities
@@ -165,6 +165,9 @@ def _umem(environment: Environment) -> Iterator[Check]:
         remedy = f"pip install 'rmm-cu{cuda_major}=={built[0]}.{built[1]:02d}.*'"
         yield _fail("RMM versions match", value, why, remedy)
 
+    if environment.guard is not None:
+        yield _guard(environment.guard)
+
     torch_cuda = environment.torch.cuda if environment.torch else None
     value = f"native {native.cuda_version}, torch {torch_cuda or 'without CUDA'}"
     if torch_cuda is None:
@@ -175,6 +178,13 @@ def _umem(environment: Environment) -> Iterator[Check]:
     else:
         why = "two major versions of CUDA's runtime do not share streams and memory"
         yield _fail("CUDA versions match", value, why, rebuild)
+
+
+def _guard(guard: Guard) -> Check:
+    if not guard.problem:
+        return _ok("guard", guard.path)
+    why = f"{guard.problem}; step() waits until its updates have ended"
+    return _warn("guard", "none", why, guard.remedy)
 
 
 def _torch(environment: Environment) -> Iterator[Check]:

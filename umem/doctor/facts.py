@@ -27,6 +27,7 @@ from umem.torch_compat import PrivateName, missing
 __all__ = [
     "PACKAGES",
     "Environment",
+    "Guard",
     "Host",
     "Native",
     "Torch",
@@ -104,12 +105,25 @@ class Native:
 
 
 @dataclass(frozen=True)
+class Guard:
+    """The guard, the native part that is built for one minor version of torch."""
+
+    path: str
+    """"" where there is none that works."""
+    problem: str
+    """Why there is none; "" where there is one."""
+    remedy: str
+    """The command that builds it."""
+
+
+@dataclass(frozen=True)
 class Environment:
     """The facts that :func:`umem.doctor.diagnose` judges.
 
     `torch`, `native` and `devices` are None where they could not be loaded; `torch_error`,
-    `native_error` and `devices_error` then say why. `packages` has the version of each package
-    in `PACKAGES`, and `variables` the environment variables that matter to umem.
+    `native_error` and `devices_error` then say why. `guard` is None without torch. `packages`
+    has the version of each package in `PACKAGES`, and `variables` the environment variables that
+    matter to umem.
     """
 
     host: Host
@@ -122,6 +136,7 @@ class Environment:
     torch_error: str
     native: Native | None
     native_error: str
+    guard: Guard | None
     devices: tuple[Capabilities, ...] | None
     devices_error: str
     variables: Mapping[str, str]
@@ -183,6 +198,7 @@ def collect() -> Environment:
         torch_error=torch_error,
         native=library,
         native_error=native_error,
+        guard=_guard() if torch else None,
         devices=devices,
         devices_error=devices_error,
         variables={
@@ -228,6 +244,15 @@ def _native() -> tuple[Native | None, str]:
         return None, str(error)
     path, versions = str(library.__file__), (library.CUDA_VERSION, library.RMM_VERSION)
     return Native(path, library.HAS_CUDA, *versions), ""
+
+
+def _guard() -> Guard:
+    # It imports torch, without which the doctor must run.
+    from umem.runtime.native_guard import guard_problem, guard_remedy, native_guard
+
+    guard = native_guard()
+    path = "" if guard is None else str(guard.__file__)
+    return Guard(path, guard_problem(), guard_remedy())
 
 
 def _devices() -> tuple[tuple[Capabilities, ...] | None, str]:

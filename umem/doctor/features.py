@@ -52,10 +52,6 @@ _WORKS = {
 """Name -> why it works."""
 
 _FAILS = {
-    "except torch.OutOfMemoryError": (
-        "that type can be raised inside libtorch only",
-        'except RuntimeError, and look for "CUDA out of memory." in its text',
-    ),
     'torch.compile(mode="reduce-overhead")': (
         "cudagraph trees call checkPoolLiveAllocations, which torch offers for its own allocator "
         "only",
@@ -86,6 +82,7 @@ _FAILS = {
 }
 """Name -> why it does not work, and what to use instead."""
 
+_OUT_OF_MEMORY = "except torch.OutOfMemoryError"
 _HINTS = "umem.cuda: prefetch, advise"
 _DISCARD = "discard and batch prefetch"
 _SYSTEM = "system memory (ATS or HMM): kind system"
@@ -100,6 +97,7 @@ def features(environment: Environment, failures: Sequence[str]) -> tuple[Feature
     return (
         _swap(failures),
         *(_under_swap(name, why, failures) for name, why in _WORKS.items()),
+        _out_of_memory(environment, failures),
         *(Feature(name, Verdict.NO, *said) for name, said in _FAILS.items()),
         _sharing(environment, failures, "numba-cuda", _NUMBA, install_command("numba")),
         _sharing(environment, failures, "cupy", _CUPY, environment.install_cupy),
@@ -122,6 +120,14 @@ def _under_swap(name: str, why: str, failures: Sequence[str]) -> Feature:
     if failures:
         return Feature(name, Verdict.NO, f"needs the one-line swap; {why}")
     return Feature(name, Verdict.YES, why)
+
+
+def _out_of_memory(environment: Environment, failures: Sequence[str]) -> Feature:
+    if environment.guard is None or environment.guard.problem:
+        why = "the guard raises it, and there is none: the error is a RuntimeError"
+        remedy = 'except RuntimeError, and look for "CUDA out of memory." in its text'
+        return Feature(_OUT_OF_MEMORY, Verdict.NO, why, remedy)
+    return _under_swap(_OUT_OF_MEMORY, "the guard raises torch's own error", failures)
 
 
 def _sharing(

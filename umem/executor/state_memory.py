@@ -14,11 +14,12 @@ from umem.core.classes import TensorClass
 from umem.core.interrupts import call_all
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.executor.phase_measurement import DeviceRoom
+from umem.runtime.guard import Unguarded, addresses_of
 from umem.runtime.native_library import native
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.refused_memory import unless_refused
 from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
-from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
+from umem.torch_compat import InferenceMode
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -64,7 +65,7 @@ class CudaStateMemory(StateMemory):
 
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether CUDA knows its memory as the host's."""
-        return bool(native().memory_type(tensor.data_ptr()) == "host")
+        return bool(native().memory_type(*addresses_of((tensor,))) == "host")
 
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Copy to new memory, which the tensor then has."""
@@ -73,7 +74,7 @@ class CudaStateMemory(StateMemory):
         make = self.device_like if on_device else self.home_like
         moved = make(tensor, TensorClass.OPTIMIZER_STATE)
         if moved is not None:
-            with DisableTorchFunctionSubclass(), InferenceMode(torch.is_inference_mode_enabled()):
+            with Unguarded(), InferenceMode(torch.is_inference_mode_enabled()):
                 torch.set_grad_enabled(False)
                 tensor.data = moved.copy_(tensor)
 

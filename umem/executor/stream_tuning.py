@@ -11,11 +11,9 @@ from umem.capture.live import NO_BLOCK, Block, PhaseTracker
 from umem.capture.live.timing import Clock
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
-from umem.executor.autocast_copies import AutocastCopies
 from umem.executor.copied_activations import CopiedActivations
 from umem.executor.measured_steps import MeasuredSteps, Occasion
 from umem.executor.named_plan import FEWEST_SLOTS, by_names, everything_leaves
-from umem.executor.optimizer.lanes import Lanes
 from umem.executor.phase_measurement import DeviceRoom, StepFigures, StepMeter
 from umem.executor.shared_budget import BudgetPart, SharedBudget
 from umem.executor.tuned_optimizers import (
@@ -54,8 +52,7 @@ _SLACK_SHARES = (1.0, 0.5, 0.25)
 """Of the usual slack, in the order of trying: a plan with little to spare is faster than none."""
 
 _LEAST_GAIN = 128
-"""Part of the budget that has to be gained for a new plan when others leave it more, and by freed
-copies of autocast."""
+"""Part of the budget that a training has to gain for a new plan when others leave it more."""
 
 _WITHOUT_STEP_IN_BACKWARD = (
     ". Without step_in_backward, trained weights can be streamed and gradients copied, too"
@@ -127,7 +124,6 @@ class StreamTuner:
         self._state = TuningState.OFF
         self._activations: CopiedActivations | None = None
         self._tracker: PhaseTracker | None = None
-        self._autocast: AutocastCopies | None = None
         self._weights: ModelWeights | None = None
         self._units: Sequence[StreamUnit] = []
         """Those of the plan."""
@@ -152,7 +148,6 @@ class StreamTuner:
         model: nn.Module,
         blocks: Sequence[Block],
         optimizer: TunedOptimizer,
-        lanes: Lanes,
         weights: ModelWeights | None = None,
     ) -> None:
         """Begin with an optimizer of the model, which others may follow.
@@ -165,8 +160,6 @@ class StreamTuner:
             Its blocks.
         optimizer
             The optimizer, until :meth:`detach`.
-        lanes
-            Where its updates run.
         weights
             Streams weights; None for a training whose weights stay where they are.
         """
@@ -193,7 +186,6 @@ class StreamTuner:
             self.away_bytes,
         )
         self._tracker = PhaseTracker(root, blocks, Guard(self._fail), self._meter)
-        self._autocast = AutocastCopies(model, blocks, lanes, self._early_uses)
         self._measure(Occasion.BEGIN, _MEASURED_STEPS)
 
     def detach(self, optimizer: TunedOptimizer) -> None:
@@ -221,8 +213,6 @@ class StreamTuner:
             training step: those of several optimizers, or of one whose groups have some of its
             parameters by turns, as DeepSpeed has them.
         """
-        if self._autocast is not None:
-            self._autocast.release()
         if current_graph_task_id() != -1:
             self._is_open = self._is_later_call = True
             self._takes_peak = False
@@ -385,8 +375,6 @@ class StreamTuner:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
             tracker.stop()
-        if self._autocast is not None:
-            self._autocast.close()
         if self._activations is not None:
             self._activations.close()
 
@@ -403,8 +391,6 @@ class StreamTuner:
         self._copied = {}
         if self._tracker is not None:
             self._tracker.stop()
-        if self._autocast is not None:
-            self._autocast.stop()
         if self._activations is not None:
             self._activations.set_plan({}, 1, is_measuring=False)
 
@@ -424,8 +410,6 @@ class StreamTuner:
         if self._activations is not None:
             self._activations.begin_step()
         self._tracker.start()
-        if self._autocast is not None:
-            self._autocast.watch()
 
     def _set_activations(self) -> None:
         if self._activations is not None:
@@ -499,42 +483,15 @@ class StreamTuner:
         figures.step_peak_bytes = max(figures.step_peak_bytes, self._later_bytes)
         figures.update_peak_bytes = max(figures.update_peak_bytes, self._later_bytes)
         measured.add(figures, saved_bytes)
-        if self._frees_autocast_copies():
-            self._measured = MeasuredSteps()
-            self._measure(Occasion.BEGIN, _MEASURED_STEPS)
-            return
         is_expected = self._optimizers.expects_backward
         if is_expected or not measured.is_complete:
             return
         assert self._tracker is not None
         self._tracker.stop()
-        if self._autocast is not None:
-            self._autocast.stop()
         is_short = measured.occasion == Occasion.SHORT and not measured.has_grown
         # What is used in host memory is slow: under a plan that has room for it, measure again.
         self._measures_again = measured.is_slow and measured.occasion == Occasion.BEGIN
         self._make_plan(with_more_slack=is_short)
-
-    def _early_uses(self) -> int:
-        of_copies = 0 if self._weights is None else self._weights.streamed.early_uses
-        return self._optimizers.early_uses() + of_copies
-
-    def _frees_autocast_copies(self) -> bool:
-        """Free copies of autocast from now on, if that makes room which the training needs."""
-        copies = self._autocast
-        budget_bytes = self._room.budget_bytes
-        if copies is None or not copies.may_free:
-            return False
-        if _LEAST_GAIN * copies.most_bytes < budget_bytes:
-            return False
-        if self.need_bytes + self.most_bytes <= budget_bytes - least_slack_bytes(budget_bytes):
-            return False
-        copies.free()
-        _LOG.info(
-            "umem: autocast's copies of weights are freed behind each block: up to %s",
-            format_bytes(copies.most_bytes),
-        )
-        return True
 
     # ------------------------------------------------------------------ planning
 

@@ -21,7 +21,6 @@ from umem.core.errors import PlanError, TraceError
 from umem.executor.copied_activations import is_compiled
 from umem.executor.optimizer.backward_updates import BackwardUpdates
 from umem.executor.optimizer.clipped_gradients import ClippedGradients
-from umem.executor.optimizer.collectives import is_distributed, order_collectives
 from umem.executor.optimizer.copied_gradients import CopiedGradients
 from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.separable import refusal, whole_step_reason
@@ -46,10 +45,12 @@ from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.modules import Hook
 from umem.torch_compat import (
     InferenceMode,
-    before_compilation,
+    before_compiled_code,
     current_graph_task_id,
     fsdp_modules,
     function_transform_level,
+    is_distributed,
+    runs_compiled,
 )
 
 __all__ = ["StreamedStatus", "StreamedTraining", "join", "streamed_trainings"]
@@ -60,21 +61,17 @@ _STEPS_BEFORE_WARNING = 3
 """Steps that run on state in host memory for the same reason before umem warns: a first step may
 differ from all others."""
 
-_MOST_COMPILATIONS = 4
-"""Compilations while updates are under way, after which steps are not deferred any more."""
-
 _trainings: weakref.WeakSet[StreamedTraining] = weakref.WeakSet()
 
 
 @functools.cache
 def _watch_compiler() -> None:
-    """Have all updates waited for before code is compiled: torch cannot compile the guard."""
+    """Have all updates waited for before code is compiled, and before it runs if it reads them."""
 
-    def settle(*_: object) -> None:
-        for training in streamed_trainings():
-            training.compilation_begins()
+    def settle() -> bool:
+        return any([training.compilation_begins() for training in streamed_trainings()])
 
-    before_compilation(settle)
+    before_compiled_code(settle)
 
 
 def streamed_trainings() -> list[StreamedTraining]:
@@ -203,7 +200,6 @@ class StreamedTraining:
             self._step.settled = weights.streamed.settled
         self._step.may_defer = not is_compiled(model)
         self._step.find_gathered = self._find_gathered
-        self._compilations = 0
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
         self._is_distributed = False
@@ -228,9 +224,8 @@ class StreamedTraining:
                 self._send_parameters_home,
                 lambda: self._step.waits,
                 self._temporary,
-                lambda: self.counts.early,
             )
-            tuner.attach(model, blocks, tuned, lanes, weights)
+            tuner.attach(model, blocks, tuned, weights)
             self._undo.append(lambda: tuner.detach(tuned))
         self._blocks = blocks
         self._block_hooks: list[Callable[[], None]] = []
@@ -377,11 +372,10 @@ class StreamedTraining:
             self._backward.close(is_checked=False)
         self._release()
 
-    def compilation_begins(self) -> None:
-        """Let the stream wait for all updates: torch cannot compile uses of guarded tensors.
+    def compilation_begins(self) -> bool:
+        """Let the stream wait for all updates; returns whether there were any.
 
-        Compiled code checks the classes of tensors. A function that takes parameters is compiled
-        again if it meets guarded ones, and torch does not do so for ever.
+        Compiled code checks the keys of tensors, and reads some past torch's operators.
 
         Raises
         ------
@@ -390,13 +384,12 @@ class StreamedTraining:
         """
         if self._backward is not None:
             self._backward.compilation_begins()
-        if not self._step.is_under_way:
-            return
-        self._step.join()
-        self._compilations += 1
-        if self._compilations == _MOST_COMPILATIONS and self._step.may_defer:
-            self._step.may_defer = False
-            _LOG.info("umem: steps wait for their updates: code that uses weights is compiled")
+        was_under_way = self._step.is_under_way
+        if was_under_way:
+            self._step.join()
+        if self._weights is not None:
+            was_under_way |= self._weights.streamed.drop_waiting()
+        return was_under_way
 
     # ------------------------------------------------------------------ hooks
 
@@ -492,11 +485,12 @@ class StreamedTraining:
             return None
         if is_distributed():
             self._is_distributed = True
-            order_collectives()
             # Libraries hand parameters that no module holds to functions of their own.
             self._step.defers_outside = self._model_holds(optimizer)
         # Updates would take a part of the time of the forward pass that is measured.
-        is_deferred = self._tuner is None or not self._tuner.is_measuring
+        # Between graph breaks code that was compiled reads tensors without an entry of its own.
+        is_measuring = self._tuner is not None and self._tuner.is_measuring
+        is_deferred = not is_measuring and not runs_compiled()
         empty = self._step.step(optimizer, is_deferred=is_deferred)
         if self._step.units.has_common_state:
             self._note_whole_step(

@@ -93,8 +93,6 @@ class TunedOptimizer:
     waits: Callable[[], bool]
     """Whether the program's stream waits for updates within ``step()``."""
     temporary: TemporarySlots | None
-    early_uses: Callable[[], int]
-    """Counts the uses of parameters before their block's update."""
     in_backward: bool = False
     """Whether it updates parameters in the backward pass."""
     expects_backward: bool = False
@@ -161,10 +159,6 @@ class TunedOptimizers:
     def waits(self) -> bool:
         """Whether the program's stream waits for updates of one within ``step()``."""
         return any(it.waits() for it in self._all)
-
-    def early_uses(self) -> int:
-        """Uses of parameters before their block's update, so far."""
-        return sum(it.early_uses() for it in self._all)
 
     # ------------------------------------------------------------------ state
 

@@ -132,7 +132,7 @@ class _Working:
     """At the fullest moment of its backward pass, `saved` and recomputed activations included."""
     cast: int = 0
     """Copies of weights in bfloat16 that autocast makes. Those of trained weights stay until the
-    forward pass ends, unless umem frees them behind their unit's."""
+    forward pass ends."""
 
 
 def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> StreamedStep:
@@ -164,7 +164,7 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
         )
     seconds = _roofline(hardware)
     parts = _parts(workload, seconds)
-    peaks_forward, peaks_backward, step_peak_bytes = _peaks(workload, parts, is_stock=False)
+    peaks_forward, peaks_backward, step_peak_bytes = _peaks(workload, parts, deferred=True)
     units, weights = [], {}
     for part, forward_bytes, backward_bytes in zip(
         parts, peaks_forward, peaks_backward, strict=True
@@ -208,7 +208,7 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
 def stock_bytes(workload: Workload, hardware: Hardware) -> int:
     """Bytes at the fullest moment of a step with everything on the device, and nothing deferred."""
     parts = _parts(workload, _roofline(hardware))
-    forward, backward, step = _peaks(workload, parts, is_stock=True)
+    forward, backward, step = _peaks(workload, parts, deferred=False)
     fixed = sum(part.state_bytes + sum(part.leaving) for part in parts)
     return fixed + max(*forward, *backward, step)
 
@@ -600,7 +600,7 @@ def _layer_working(workload: Workload, layer: Layer) -> _Working:
 
 
 def _peaks(
-    workload: Workload, parts: Sequence[_Part], *, is_stock: bool
+    workload: Workload, parts: Sequence[_Part], *, deferred: bool
 ) -> tuple[list[int], list[int], int]:
     """Bytes of everything but leaving state and weights.
 
@@ -608,22 +608,20 @@ def _peaks(
     -------
     tuple
         At the fullest moment of each unit's forward pass, of each unit's backward pass, and when
-        the optimizer's step begins. Under umem gradients live until the next forward pass of their
-        unit, as updates are deferred, and autocast's copies until the end of their unit's.
+        the optimizer's step begins. If updates are `deferred`, gradients live until the next
+        forward pass of their unit.
     """
     fixed = sum(part.weight_bytes - sum(part.leaving) + part.small_state_bytes for part in parts)
     gradients = [part.gradient_bytes for part in parts]
     later = [*accumulate(reversed(gradients), initial=0)][::-1]
-    kept = [0, *accumulate(part.working.saved for part in parts)]  # by earlier units
-    # Without checkpoints they are saved; those of frozen weights are gone behind each use.
-    has_casts = workload.checkpoint and workload.trains_all
-    casts = [part.working.cast if has_casts else 0 for part in parts]
-    if is_stock:
-        casts = [*accumulate(casts)]
+    # What earlier units keep; casts of trained weights until the forward pass ends, if not saved.
+    kept = [0, *accumulate(part.working.saved for part in parts)]
+    keeps_casts = workload.checkpoint and workload.trains_all
+    casts = [0, *accumulate(part.working.cast if keeps_casts else 0 for part in parts)]
     forward, backward = [], []
     for number, part in enumerate(parts):
-        held = 0 if is_stock else later[number]
-        forward.append(fixed + held + kept[number] + casts[number] + part.working.forward)
+        held = later[number] if deferred else 0
+        forward.append(fixed + held + kept[number] + casts[number + 1] + part.working.forward)
         early = part.working.backward + later[number + 1]
         # Behind it, all of its gradients are there.
         behind = later[number] + part.working.saved

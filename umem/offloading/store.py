@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from umem.core.errors import OffloadError
 from umem.offloading.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
+from umem.runtime.guard import Unguarded
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
 from umem.runtime.torch_hooks.saved_tensors import (
     Hooks,
@@ -27,7 +28,6 @@ from umem.runtime.torch_hooks.saved_tensors import (
     unpack_kept,
 )
 from umem.torch_compat import (
-    DisableTorchFunctionSubclass,
     current_graph_task_id,
     function_transform_level,
     push_saved_tensor_hooks,
@@ -342,7 +342,7 @@ class ActivationStore:
         permanent
             Keep these beside the tensors of other calls; only another permanent call replaces them.
         """
-        with DisableTorchFunctionSubclass():  # no memory is read: updates may be under way
+        with Unguarded():  # no memory is read: updates may be under way
             addresses = frozenset(
                 storage_key(tensor.untyped_storage())
                 for tensor in tensors

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -293,8 +293,7 @@ def streamed_step(
     update_s, unowned_s = _updates(trace, kind == _STEP, tensor_unit, duration_s, count)
     can_leave = _leaving_weights(trace, policy, tensor_unit, unit, kind, in_backward)
     weights = _weight_units(trace, can_leave, tensor_unit, kind, order)
-    freed_early = _without_autocast_copies(trace, unit, kind)
-    live = live_bytes(freed_early, np.where(streamed | can_leave, 0, trace.tensor_bytes))
+    live = live_bytes(trace, np.where(streamed | can_leave, 0, trace.tensor_bytes))
     held, freed = _gradient_lifetimes(np.where(state_bytes > 0, gradient_bytes, 0), in_backward)
     is_first = (kind == _FORWARD) & (np.arange(len(kind)) < ends[0])
     live[is_first] += held[unit[is_first]]
@@ -492,26 +491,6 @@ def _piece_sizes(sizes: Sequence[int], piece_bytes: int) -> tuple[int, ...]:
         ends = [number * run_bytes // count for number in range(count + 1)]
         found += [end - begin for begin, end in pairwise(ends)]
     return tuple(found)
-
-
-def _without_autocast_copies(trace: Trace, unit: _Numbers, kind: _Numbers) -> Trace:
-    """The trace, in which autocast's copies of weights are freed behind their unit's forward pass.
-
-    Autocast keeps them until its context ends. Those that autograd has saved are used later.
-    """
-    runs = np.flatnonzero(np.diff(unit, append=-1))  # the last phase of each run of one unit
-    first, (_, last_use) = trace.first_phase, first_and_last_use(trace)
-    end = runs[np.searchsorted(runs, last_use)]
-    is_over = ~trace.persistent & (kind[first] == _FORWARD) & (kind[last_use] == _FORWARD)
-    is_over &= (unit[first] == unit[last_use]) & (last_use >= 0) & (trace.last_phase > end)
-    is_weight, last_phase = _is_weight(trace), trace.last_phase.copy()
-    for number in np.flatnonzero(is_over).tolist():
-        made = int(first[number])
-        used = trace.access_tensor[trace.access_start[made] : trace.access_start[made + 1]]
-        casts = is_weight[used] & (trace.tensor_bytes[used] == 2 * trace.tensor_bytes[number])
-        if len(used) == 2 and casts.any():
-            last_phase[number] = end[number]
-    return replace(trace, last_phase=last_phase)
 
 
 def _saved_bytes(

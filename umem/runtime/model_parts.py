@@ -18,10 +18,12 @@ from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError
-from umem.torch_compat import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
+from umem.runtime.guard import Unguarded, addresses_of
+from umem.torch_compat import is_traceable_wrapper_subclass
 
 __all__ = [
     "buffers_of",
+    "can_guard_dtensor",
     "dtensor_class",
     "find_chains",
     "gpu_of",
@@ -281,6 +283,11 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def can_guard_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor of torch's own class."""
+    return type(tensor) is dtensor_class()
+
+
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The innermost tensors that have a storage; sparse ones have none."""
     return (part for part in unwrapped(tensor) if part.layout is torch.strided)
@@ -296,7 +303,8 @@ def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
 
 def storage_addresses(tensor: torch.Tensor) -> list[int]:
     """Where the storages of a tensor begin; storages without memory are left out."""
-    # A guard that orders uses behind updates need not see this: no memory is read.
-    with DisableTorchFunctionSubclass():
-        addresses = [part.untyped_storage().data_ptr() for part in plain_tensors(tensor)]
-    return [address for address in addresses if address]
+    with Unguarded():
+        parts = list(plain_tensors(tensor))
+        offsets = [int(it.storage_offset()) * it.itemsize for it in parts]
+    begins = zip(addresses_of(parts), offsets, strict=True)
+    return [address - offset for address, offset in begins if address != offset]

@@ -17,8 +17,8 @@ __all__ = ["unless_refused"]
 _T = TypeVar("_T")
 
 _REFUSALS = ("CUDA out of memory.", "DefaultCPUAllocator: can't allocate memory")
-"""What errors say where an allocator has no more. One of a swapped allocator is a plain
-``RuntimeError`` from torch, and a ``MemoryError`` where the allocator is asked itself."""
+"""What errors say where an allocator has no more. One of a swapped allocator is a ``RuntimeError``
+from torch, and a ``MemoryError`` where the allocator is asked itself."""
 
 
 def unless_refused(allocator: Allocator, born: TensorClass, make: Callable[[], _T]) -> _T | None:

@@ -82,7 +82,7 @@ def cap() -> dict[str, Any]:
     kept = empty(32 * MIB)
     try:
         empty(128 * MIB)
-    except RuntimeError as error:
+    except torch.OutOfMemoryError as error:
         text = str(error)
     else:
         text = ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging.handlers
 import os
 import sys
 import threading
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.cuda import bindings
@@ -51,12 +49,6 @@ class Layer(nn.Module):
         if self.adapter is not None:
             hidden = hidden + self.adapter(normal)
         y: torch.Tensor = x + self.down(nn.functional.gelu(hidden))
-        return y
-
-
-class Checkpointed(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
         return y
 
 
@@ -103,11 +95,11 @@ class CardMemory:
 class Training:
     """The same model and batches in every process."""
 
-    def __init__(self, *, clips: bool, casts: bool = False) -> None:
-        self.clips, self.casts = clips, casts
+    def __init__(self, *, clips: bool) -> None:
+        self.clips = clips
         self.rows = ROWS
         torch.manual_seed(1)
-        layers = [Checkpointed() if casts else Layer() for _ in range(LAYERS)]
+        layers = [Layer() for _ in range(LAYERS)]
         self.model = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.side = torch.cuda.Stream()
@@ -117,9 +109,7 @@ class Training:
 
     def step(self) -> None:
         torch.manual_seed(100 + len(self.losses))
-        batch = torch.randn(self.rows, HIDDEN, device="cuda")
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.casts):
-            loss = self.model(batch).float().square().mean()
+        loss = self.model(torch.randn(self.rows, HIDDEN, device="cuda")).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         if self.clips:
@@ -242,10 +232,6 @@ def buffers_filled_late(training: Training) -> None:
     setattr(CudaStateMemory, "buffer", late)  # noqa: B010, the type checker takes no new method
 
 
-def cast(_training: Training) -> None:
-    """Under autocast, with checkpoints."""
-
-
 def varied(training: Training) -> None:
     """Batches of three sizes, evaluations, and a checkpoint that is saved and loaded."""
     saved_and_loaded(training)
@@ -261,7 +247,7 @@ MODES: dict[str, Callable[[Training], None]] = {
     for it in (
         *(plain, averaged, averaged_beside, averaged_behind_an_event, read_behind_a_host_wait),
         *(norm_logged, saved_and_loaded, in_a_thread, captured, gradients_copied, in_backward),
-        *(gradients_clipped, buffers_filled_late, varied, cast),
+        *(gradients_clipped, buffers_filled_late, varied),
     )
 }
 
@@ -272,10 +258,7 @@ def main() -> None:
         assert umem.enable(os.environ["UMEM_POLICY"])
     card = CardMemory()
     between = MODES[sys.argv[1]]
-    training = Training(clips=between is not in_backward, casts=between is cast)
-    log = logging.handlers.BufferingHandler(1 << 20)
-    logging.getLogger("umem").addHandler(log)
-    logging.getLogger("umem").setLevel(logging.INFO)
+    training = Training(clips=between is not in_backward)
     steps, waited = int(sys.argv[2]), 0
     for number in range(steps):
         if number == steps - 4:
@@ -306,9 +289,6 @@ def main() -> None:
             "waited": counts.waited - waited,
             "early": counts.early,
             "ahead": counts.ahead,
-            "frees_copies": any(
-                "copies of weights are freed" in it.getMessage() for it in log.buffer
-            ),
             "pinned_bytes": kinds["pinned"]["reserved_bytes"],
             "managed_bytes": kinds["managed"]["reserved_bytes"],
             "budget_peak_bytes": runtime().allocator.stats(0)["budget_bytes"]["peak"],

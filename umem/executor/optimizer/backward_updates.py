@@ -28,15 +28,15 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from umem.core.errors import PlanError
-from umem.executor.optimizer.access_guard import are_plain, has_alias
-from umem.executor.optimizer.collectives import is_distributed
-from umem.executor.optimizer.freed_gradient import FreedGradient, freed_gradient
+from umem.executor.optimizer.freed_gradient import freed_gradient, is_freed
 from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.step_call import StepCall
 from umem.executor.optimizer.step_observer import StepObserver
 from umem.executor.optimizer.streamed_step import StreamedStep
 from umem.executor.optimizer.streamed_unit import StreamedUnit
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
+from umem.runtime.guard import are_plain, has_alias
+from umem.torch_compat import is_distributed
 
 __all__ = ["BackwardUpdates"]
 
@@ -216,7 +216,7 @@ class BackwardUpdates:
             if parameter.requires_grad and parameter.grad is None:
                 return False
         gradients = [it.grad for it in parameters if it.grad is not None]
-        if any(type(it) is FreedGradient for it in gradients):
+        if any(map(is_freed, gradients)):
             raise self._refused(
                 "a gradient is kept from one step to the next: zero_grad() is not called"
             )
@@ -290,9 +290,11 @@ class BackwardUpdates:
             for unit in self._ahead:
                 if unit.state is None or not unit.state.is_current(optimizer.state):
                     raise self._refused("state is replaced between backward() and step()")
+                if not all(is_freed(parameter.grad) for parameter in unit.ahead):
+                    raise self._refused("gradients are set or dropped between backward() and step()")
         others = [unit.queued for unit in self._step.units.queued if not unit.ahead]
         for _, some in chain(self._step.units.in_line, *others):
-            if any(type(parameter.grad) is FreedGradient for parameter in some):
+            if any(is_freed(parameter.grad) for parameter in some):
                 raise self._refused("step() takes a gradient that an earlier step has used")
 
     def step_ends(self) -> bool:

@@ -21,12 +21,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.interrupts import call_all
-from umem.executor.optimizer.access_guard import Guard, are_plain
 from umem.executor.optimizer.lanes import Lanes, Moment
+from umem.runtime.guard import Guard, Unguarded, are_plain, guard_of, settle
 from umem.torch_compat import (
-    DisableTorchFunctionSubclass,
     InferenceMode,
     foreach_multiply,
     foreach_norm,
@@ -37,8 +37,7 @@ __all__ = ["ClippedGradients", "GradientNorm", "multiply"]
 
 _NORM: Any = foreach_norm
 _MULTIPLY: Any = foreach_multiply
-_NAME = "_umem_held"
-"""The attribute of a held gradient: what is known of it lives as long as the tensor."""
+_NORM_NAME, _MULTIPLY_NAME = "aten::_foreach_norm", "aten::_foreach_mul_"
 
 
 class GradientNorm(NamedTuple):
@@ -72,11 +71,13 @@ class ClippedGradients(Guard):
         The streams.
     """
 
-    functions = frozenset((_NORM, _MULTIPLY))
+    functions = (_NORM_NAME, _MULTIPLY_NAME)
 
     def __init__(self, lanes: Lanes) -> None:
-        super().__init__()
+        super().__init__(_nothing)
         self._lanes = lanes
+        self._held: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """What is known of each held gradient lives as long as the tensor."""
         self._lock = threading.RLock()
         self._order: float | None = None
         """Of the norm that the program has asked for last."""
@@ -95,7 +96,7 @@ class ClippedGradients(Guard):
         numbers: dict[torch.dtype, list[int]] = {}
         for number, gradient in enumerate(gradients):
             numbers.setdefault(gradient.dtype, []).append(number)
-        with InferenceMode(torch.is_inference_mode_enabled()), DisableTorchFunctionSubclass():
+        with InferenceMode(torch.is_inference_mode_enabled()), Unguarded():
             torch.set_grad_enabled(False)
             for some in numbers.values():
                 alike = [gradients[it] for it in some]
@@ -104,7 +105,7 @@ class ClippedGradients(Guard):
                         found[number] = GradientNorm(norm, order)
         return found
 
-    def hold(self, gradient: torch.Tensor, norm: GradientNorm | None, moment: Moment) -> None:
+    def keep(self, gradient: torch.Tensor, norm: GradientNorm | None, moment: Moment) -> None:
         """Guard a gradient that is in host memory from now on.
 
         Parameters
@@ -116,33 +117,33 @@ class ClippedGradients(Guard):
         moment
             Behind the work that made the norm.
         """
-        gradient.__dict__[_NAME] = _Held(moment, version_counter(gradient), norm)
-        tensor: Any = gradient
-        tensor.__class__ = self.kind
+        self._held[gradient] = _Held(moment, version_counter(gradient), norm)
+        self.watch([gradient])
 
     def is_held(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient is guarded here."""
-        return type(gradient) is self.kind
+        return guard_of(gradient) is self
 
     def factors(self, gradient: torch.Tensor) -> tuple[Any, ...]:
         """By what a gradient is still to be multiplied, one after the other."""
-        held = self._held(gradient)
+        held = self._known(gradient)
         return () if held is None else tuple(held.factors)
 
-    def _held(self, gradient: torch.Tensor) -> _Held | None:
-        return gradient.__dict__[_NAME] if self.is_held(gradient) else None
+    def _known(self, gradient: torch.Tensor) -> _Held | None:
+        held: _Held | None = self._held.get(gradient)
+        return held
 
-    def _release(self, gradient: torch.Tensor) -> None:
+    def _end(self, gradient: torch.Tensor) -> None:
         """Multiply a gradient where it is, if it is to be, and guard it no more."""
         with self._lock:
-            held = self._held(gradient)
+            held = self._known(gradient)
             if held is None:  # another thread was faster
                 return
             if held.factors:
                 self._lanes.wait(held.moment)
                 with (
                     InferenceMode(torch.is_inference_mode_enabled()),
-                    DisableTorchFunctionSubclass(),
+                    Unguarded(),
                 ):
                     torch.set_grad_enabled(False)
                     while held.factors:  # once by each, also if Ctrl-C ends this and it begins anew
@@ -151,14 +152,8 @@ class ClippedGradients(Guard):
                             partial(held.factors.pop, 0),
                         )
                 self._lanes.wait_on_stream_of(held.moment, self._lanes.mark())
-            tensor: Any = gradient
-            tensor.__class__ = torch.Tensor
-            del tensor.__dict__[_NAME]
-
-    def before_sum(self, gradient: torch.Tensor | None) -> None:
-        """Have a gradient's value before autograd adds to it, which no guard sees."""
-        if gradient is not None and self.factors(gradient):
-            self.use(gradient)
+            self.give_back([gradient])
+            del self._held[gradient]
 
     # ------------------------------------------------------------------ an update reads them
 
@@ -167,7 +162,7 @@ class ClippedGradients(Guard):
     ) -> None:
         """Note that an update reads gradients: `wait` waits for it; None when it has ended."""
         for gradient in gradients:
-            held = self._held(gradient)
+            held = self._known(gradient)
             if held is not None:
                 held.wait = wait
 
@@ -175,29 +170,27 @@ class ClippedGradients(Guard):
 
     def use(self, tensor: torch.Tensor) -> None:
         """Have the gradient's value where it is, before a use of it."""
-        held = self._held(tensor)
+        held = self._known(tensor)
         if held is not None and held.wait is not None:
             held.wait()
-        self._release(tensor)
+        self._end(tensor)
 
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, function: str, args: list[Any]) -> Any:
         """Take the norms of gradients, or multiply them, as ``clip_grad_norm_`` asks for it."""
-        tensors: Any = args[0] if args else None
-        others = [*args[1:], *kwargs.values()]
+        tensors, by, *others = args
         is_known = (
-            isinstance(tensors, list | tuple)
-            and len(others) == 1
-            and isinstance(others[0], int | float | torch.Tensor)
+            not any(it is not None for it in others)
+            and isinstance(by, int | float | torch.Tensor)
             and not self._lanes.is_capturing()
             and not torch.compiler.is_compiling()
             and _is_uniform(tensors)
         )
         with InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(False)
-            if is_known and function is _NORM and isinstance(others[0], int | float):
-                return self._norms_of(tensors, float(others[0]))
-            if is_known and function is _MULTIPLY and _is_number(others[0]):
-                return self._multiply(tensors, others[0])
+            if is_known and function == _NORM_NAME and isinstance(by, int | float):
+                return self._norms_of(tensors, float(by))
+            if is_known and function == _MULTIPLY_NAME and _is_number(by):
+                return self._multiply(tensors, by)
         return NotImplemented
 
     def _norms_of(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
@@ -205,7 +198,7 @@ class ClippedGradients(Guard):
         known: dict[int, torch.Tensor] = {}
         rest: list[torch.Tensor] = []
         for number, tensor in enumerate(tensors):
-            held = self._held(tensor)
+            held = self._known(tensor)
             norm = self._take_norm(tensor, held, order)
             if norm is not None:
                 known[number] = norm
@@ -220,12 +213,8 @@ class ClippedGradients(Guard):
         """Take norms where the tensors are."""
         if not tensors:
             return []
-        if all(type(it) is self.kind or are_plain((it,)) for it in tensors):
-            with DisableTorchFunctionSubclass():
-                return list(_NORM(tensors, order))
-        for tensor in tensors:  # some have another guard
-            if self.is_held(tensor):
-                self.use(tensor)
+        if not all(self.is_held(it) or are_plain((it,)) for it in tensors):
+            settle(tensors)  # some have another guard
         return list(_NORM(tensors, order))
 
     def _take_norm(
@@ -234,7 +223,7 @@ class ClippedGradients(Guard):
         """A norm that is known and right, once: the program may write to it."""
         if held is None or held.norm is None or held.factors:
             return None
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             is_right = (held.norm.order, held.version) == (order, version_counter(gradient))
         if not is_right:
             return None
@@ -248,18 +237,20 @@ class ClippedGradients(Guard):
         rest = []
         with self._lock:
             for tensor in tensors:
-                held = self._held(tensor)
+                held = self._known(tensor)
                 if held is None or held.wait is not None:
                     rest.append(tensor)
                     continue
                 held.factors.append(own)
                 held.moment, held.norm = moment, None
                 torch.autograd.graph.increment_version(tensor)
-        for tensor in rest:
-            if self.is_held(tensor):
-                self.use(tensor)
+        settle(rest)
         if rest:
             _MULTIPLY(rest, factor)
+
+
+def _nothing() -> None:
+    pass
 
 
 def multiply(tensors: list[torch.Tensor], factors: Iterable[Any]) -> None:
@@ -274,7 +265,7 @@ def _is_number(factor: Any) -> bool:
 
 def _is_uniform(tensors: Sequence[Any]) -> bool:
     """Whether torch takes the same kernels for a list as for any part of it, and makes no graph."""
-    with DisableTorchFunctionSubclass():
+    with Unguarded():
         first = tensors[0]
         return all(
             isinstance(it, torch.Tensor)

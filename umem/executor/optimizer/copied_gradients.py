@@ -27,12 +27,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import TensorGuard, are_plain
 from umem.executor.optimizer.clipped_gradients import ClippedGradients, GradientNorm
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.planning.stream_timing import UNITS_WITH_GRADIENTS
-from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode, version_counter
+from umem.runtime.guard import Guard, Unguarded, are_plain
+from umem.torch_compat import InferenceMode, version_counter
 
 __all__ = ["CopiedGradients"]
 
@@ -60,7 +60,7 @@ class _Move:
     asked: Moment
     """When the copies started, on the stream that owns the gradients' memory."""
     moment: Moment
-    guard: TensorGuard
+    guard: Guard
     units_behind: int = 0
     """Units whose gradients have begun to arrive since."""
 
@@ -179,9 +179,6 @@ class CopiedGradients:
         arrive = functools.partial(_arrive, weakref.ref(self), name)
         for it in parameters:
             self._handles.append(it.register_post_accumulate_grad_hook(arrive))
-            if name in self._copied:
-                before = functools.partial(_before_sum, self._clipped, weakref.ref(it))
-                self._handles.append(it.register_hook(before))
 
     def settle(self) -> None:
         """Let the current stream wait for copies under way: their gradients have moved now."""
@@ -292,7 +289,7 @@ class CopiedGradients:
             self._lanes.copy(lane, parts, TensorClass.GRADIENTS)
 
         moment = self._lanes.run(lane, copy, [asked])
-        guard = TensorGuard(self.settle)
+        guard = Guard(self.settle)
         guard.hold(it.tensor for it in gradients)
         self._moves.append(_Move(gradients, lane is Lane.COPY_OUT, asked, moment, guard))
 
@@ -301,26 +298,18 @@ class CopiedGradients:
         self._lanes.wait(move.moment)
         self._lanes.wait_on_stream_of(move.asked, move.moment)
         move.guard.release()
-        with DisableTorchFunctionSubclass(), InferenceMode(torch.is_inference_mode_enabled()):
+        with Unguarded(), InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(False)
             for it in move.gradients:
                 tensor: Any = it.tensor
                 if version_counter(tensor) == it.version:
                     tensor.data = it.copy
                     if move.is_out and are_plain((tensor,)):
-                        self._clipped.hold(tensor, it.norm, move.asked)
+                        self._clipped.keep(tensor, it.norm, move.asked)
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad and parameter.is_leaf
-
-
-def _before_sum(
-    clipped: ClippedGradients, parameter: weakref.ref[torch.Tensor], _added: torch.Tensor
-) -> None:
-    known = parameter()
-    if known is not None:
-        clipped.before_sum(known.grad)
 
 
 def _arrive(reference: weakref.ref[CopiedGradients], name: str, parameter: torch.Tensor) -> None:

@@ -81,6 +81,11 @@ class Lanes(Protocol):
     def wait_on_stream_of(self, marked: Moment, moment: Moment) -> None:
         """Let later work of the stream of a call of :meth:`mark` wait for a moment."""
 
+    def events_of(self, moment: Moment) -> list[tuple[int, int]] | None:
+        """The CUDA events that make up a moment, each with its device's number; None without any."""
+        del moment
+        return None
+
     def count_behind(self, marked: Moment, moment: Moment) -> None:
         """Count a moment as part of the stream of a call of :meth:`mark`, which does not wait.
 
@@ -233,6 +238,10 @@ class CudaLanes(Lanes):
         """Make that stream wait, unless it is the current one, which does already."""
         if marked.stream != self._current_stream():
             moment.event.wait(marked.stream)
+
+    def events_of(self, moment: Moment) -> list[tuple[int, int]] | None:
+        """Its event."""
+        return [(self._device.index or 0, moment.event.cuda_event)]
 
     def count_behind(self, marked: Moment, moment: Moment) -> None:
         """Wrap torch's events."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from umem.executor.optimizer.access_guard import is_guardable
-from umem.executor.optimizer.freed_gradient import FreedGradient
+from umem.executor.optimizer.freed_gradient import is_freed
+from umem.runtime.guard import PLAIN_CLASSES
 from umem.runtime.model_parts import local_part
 
 __all__ = [
@@ -193,7 +193,7 @@ def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool
         if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
             states = [optimizer.state.get(it, {}) for it in updated]
             has_momentum.update(state.get("momentum_buffer") is not None for state in states)
-    if len(set(map(is_guardable, kinds))) > 1:
+    if len(set(map(PLAIN_CLASSES.__contains__, kinds))) > 1:
         return "a group has parameters of torch's own classes and of others"
     return "some parameters have no momentum yet" if len(has_momentum) > 1 else ""
 
@@ -201,7 +201,7 @@ def _mixed_reason(group: dict[str, Any], optimizer: Optimizer, *, is_torch: bool
 def _order_reason(updated: list[Any], gradients: list[Any], *, is_torch: bool) -> str:
     """The same by the order of elements in memory, of parameters and their gradients."""
     for it, gradient in zip(updated, gradients, strict=True):
-        if (gradient.is_contiguous() and it.is_contiguous()) or type(gradient) is FreedGradient:
+        if (gradient.is_contiguous() and it.is_contiguous()) or is_freed(gradient):
             continue
         if gradient.layout is not torch.strided:
             return "gradients are sparse"

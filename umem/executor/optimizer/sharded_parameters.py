@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from umem.executor.optimizer.access_guard import (
+from umem.runtime.guard import (
+    Unguarded,
     are_all_on_memory,
     are_plain,
     can_guard,
-    can_guard_dtensor,
-    guards_of,
+    guard_of,
     has_alias,
 )
+from umem.runtime.model_parts import can_guard_dtensor
 from umem.torch_compat import (
     DTENSOR_PART,
-    DisableTorchFunctionSubclass,
     before_fsdp_gathers,
     fsdp_groups,
     storage_address,
@@ -63,17 +63,17 @@ def _settle(flats: list[torch.Tensor], streams: Iterator[AbstractContextManager[
     The guard is for these streams alone: the program's stream has waited too then, and any other
     one waits for that, as it does in a program without umem.
     """
-    guards = guards_of(flats)
+    guards = {id(guard): guard for it in flats if (guard := guard_of(it)) is not None}
     if not guards:  # an earlier gathering since the step has waited
         return
     have_waited = False
     for stream in streams:
         with stream:
-            for guard, some in guards:
-                guard.use(some[0])
+            for guard in guards.values():
+                guard.settle()
         have_waited = True
-    for guard, some in guards if have_waited else ():
-        guard.give_back(some)
+    for guard in guards.values() if have_waited else ():
+        guard.give_back(flats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class ShardedStep:
         """By address."""
         self._parts: dict[int, torch.Tensor] = {}
         """Of gradients, by ``id``; those that are no single plain tensor are left out."""
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             for parameter in parameters:
                 gradient = parameter.grad
                 if gradient is not None and can_guard_dtensor(gradient):
@@ -176,7 +176,7 @@ class ShardedStep:
         None where something may use them that a guard would not see.
         """
         found = ShardedUnit()
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             for parameter in parameters:
                 gradient: Any = parameter.grad
                 if id(gradient) in self._parts:

@@ -18,7 +18,7 @@ from umem.executor.optimizer.clipped_gradients import multiply
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes
 from umem.executor.optimizer.state_staging import StateMemory
 from umem.planning.weight_plan import staged_bytes
-from umem.torch_compat import DisableTorchFunctionSubclass
+from umem.runtime.guard import Unguarded
 
 __all__ = ["StagedOperands"]
 
@@ -78,7 +78,7 @@ class StagedOperands:
         self._buffer: torch.Tensor | None = None
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         """The buffer as elements of a type."""
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             for parameter in parameters:
                 self._find(self._weights, parameter, parameter)
                 gradient = parameter.grad

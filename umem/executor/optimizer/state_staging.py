@@ -12,12 +12,16 @@ from typing import Any, Protocol
 import torch
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import can_guard, can_guard_dtensor, has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.optimizer.state_views import StateViews
-from umem.runtime.model_parts import layout_of, local_part, local_parts, wrapper_of
+from umem.runtime.guard import (
+    Unguarded,
+    can_guard,
+    has_alias,
+    has_guard,
+)
+from umem.runtime.model_parts import can_guard_dtensor, layout_of, local_part, local_parts, wrapper_of
 from umem.runtime.unfilled_memory import unfilled_like
-from umem.torch_compat import DisableTorchFunctionSubclass
 
 __all__ = [
     "Binding",
@@ -277,7 +281,7 @@ class StagedState:
         that a lane's stream has of its own cannot be taken by others before all that is queued
         there has run, and the program would wait for that."""
         self.size_bytes = 0
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             self._find(memory)
             self._lay_out(memory)
             if span is not None:
@@ -372,11 +376,16 @@ class StagedState:
 
     @property
     def guarded(self) -> list[torch.Tensor]:
-        """The tensors whose uses are seen, from the layout to the next one, but `dtensors`."""
-        return self.homes if self.is_shared else [*self.homes, *self.others, *self.views]
+        """The tensors whose uses are seen, from the layout to the next one."""
+        if not has_guard():
+            return []
+        if self.is_shared:
+            return self.homes
+        return [*self.homes, *self.others, *self.views, *self.dtensors]
 
     def _have_alias(self) -> bool:
-        return not self._can_guard_all() or has_alias((*self.homes, *self.others))
+        every = (*self.homes, *self.others)
+        return not has_guard() or not self._can_guard_all() or has_alias(every)
 
     def _can_guard_all(self) -> bool:
         every = (*self.homes, *self.others)
@@ -384,7 +393,7 @@ class StagedState:
 
     def _find_views(self, views: StateViews) -> None:
         found = None
-        if self._can_guard_all() and not has_alias(self.others):
+        if has_guard() and self._can_guard_all() and not has_alias(self.others):
             found = views.of(self.homes)
         self.views, self.is_shared = found or [], found is None
 
@@ -407,7 +416,7 @@ class StagedState:
             return
         self.binding = Binding()  # behind an interrupt it is made anew
         binding = Binding(slot)
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             made = {id(home): self._view(home, slot) for home in self.homes}
             if not self.is_shared:  # objects that nothing guards
                 made |= {id(value): value.detach() for value in self.others}

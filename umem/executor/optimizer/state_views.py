@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 import torch
 
-from umem.executor.optimizer.access_guard import are_all_on_memory, has_alias
-from umem.torch_compat import DisableTorchFunctionSubclass, storage_address
+from umem.runtime.guard import Unguarded, are_all_on_memory, has_alias
+from umem.torch_compat import storage_address
 
 __all__ = ["StateViews"]
 
@@ -56,7 +56,7 @@ class StateViews:
     def _on_memory_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         if self._tensors is None:
             self._tensors = defaultdict(list)
-            with DisableTorchFunctionSubclass():
+            with Unguarded():
                 for it in gc.get_objects():
                     # Not `isinstance`, for which a proxy may answer with another class.
                     if issubclass(type(it), torch.Tensor):

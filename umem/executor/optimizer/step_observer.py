@@ -13,15 +13,10 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from umem.executor.optimizer.access_guard import (
-    GuardedParameter,
-    TensorGuard,
-    WatchedParameterGuard,
-    can_guard,
-)
 from umem.executor.optimizer.lanes import Lanes
 from umem.executor.optimizer.step_call import StepCall
 from umem.executor.optimizer.streamed_unit import StreamedUnit
+from umem.runtime.guard import Guard, can_guard
 from umem.torch_compat import version_counter
 
 __all__ = ["StepObserver"]
@@ -54,11 +49,8 @@ class StepObserver:
         self._lanes = lanes
         self._gradients: dict[int, _Gradient] = {}
         self._guards = (
-            TensorGuard(lambda: self.note_use("a gradient is used between backward() and step()")),
-            WatchedParameterGuard(
-                lambda: self.note_use("weights are used between backward() and step()"),
-                lambda: self.note_use("gradients are set or dropped between backward() and step()"),
-            ),
+            Guard(lambda: self.note_use("a gradient is used between backward() and step()")),
+            Guard(lambda: self.note_use("weights are used between backward() and step()")),
         )
         """Of gradients and of weights."""
         self._stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -78,7 +70,7 @@ class StepObserver:
 
     def arrived(self, unit: StreamedUnit, parameter: Any, optimizer: Optimizer) -> None:
         """See a gradient that autograd has computed or added to."""
-        if isinstance(parameter, GuardedParameter) or id(parameter) in self._gradients:
+        if self._guards[1].holds(parameter) or id(parameter) in self._gradients:
             self.note(_ACCUMULATED)
             return
         gradient = parameter.grad
@@ -125,7 +117,7 @@ class StepObserver:
         self._forget()
         for it in seen:
             if it.parameter.grad is not it.tensor or version_counter(it.tensor) != it.version:
-                self.note("gradients are changed between backward() and step()")
+                self.note("gradients are set, changed or dropped between backward() and step()")
         if call is not None and not call.has_hyperparameters_of(optimizer):
             self.note("hyperparameters are changed between backward() and step()")
         for it in seen:

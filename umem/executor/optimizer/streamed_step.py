@@ -33,34 +33,23 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import PlanError
-from umem.executor.optimizer.access_guard import (
-    DTensorGuard,
-    DTensorParameterGuard,
-    ParameterGuard,
-    StandingGuard,
-    TensorGuard,
-    WatchedParameterGuard,
-    are_plain,
-    has_alias,
-)
 from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.piece_updates import PieceUpdates, are_staged, work_on_dtensors
 from umem.executor.optimizer.sharded_parameters import (
     GatheredParameters,
     ShardedStep,
-    ShardedUnit,
     order_gathering,
 )
 from umem.executor.optimizer.step_call import ParameterGroups, StepCall, parameters_of
 from umem.executor.optimizer.streamed_unit import (
     PendingUpdate,
-    ShardGuards,
     StreamedUnit,
     UnitGuards,
 )
 from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.executor.optimizer.unit_names import is_outside
+from umem.runtime.guard import Guard, are_plain, has_alias
 from umem.runtime.model_parts import optimizer_parameters
 from umem.torch_compat import current_graph_task_id
 
@@ -355,53 +344,30 @@ class StreamedStep:
         self._updates.launch(unit, call, pieces, ready)
         if sharded is not None and work_on_dtensors(pieces):
             sharded, is_shared = None, True
+        guards = self._guards(unit)
+        guards.flats.release()
+        events = self._lanes.events_of(unit.updated)
         if sharded is not None:  # also for a step that is measured: the gathering tells the order
-            self._shard_guards(unit).flats.hold(sharded.flats)
-        elif unit.shard_guards is not None:
-            unit.shard_guards.flats.release()
+            guards.flats.hold(sharded.flats, events)
         waits = is_shared or (is_outside(unit.name) and not self.defers_outside)
         self.waits |= waits
         if waits or not is_deferred:
             return unit.returned if state.is_shared else unit.updated
-        if sharded is not None:
-            self._guard_sharded(unit, sharded, ready)
-            return None
-        guards = self._guards(unit)
         kept = [it.grad for it in held]
         if kept:
             self._clipped.update_begins(kept, lambda: self._use_gradient(unit))
         unit.pending = PendingUpdate(ready, (guards.gradients, guards.parameters), kept)
-        guards.gradients.hold(free)
-        guards.parameters.take_gradients(updated, gradients)
+        if sharded is None:
+            guards.gradients.hold(free, events)
+            guards.parameters.hold(updated, events)
+        else:
+            # Gradients of DTensors have memory of a stream of FSDP2's. It may be used anew as soon
+            # as it is given back, after the program's stream: that stream waits for this one before
+            # it reduces gradients. So it may go when the program's stream has waited.
+            guards.gradients.hold([*sharded.gradients, *sharded.dtensor_gradients], events)
+            parts = sharded.parts
+            guards.parameters.hold([*sharded.parameters, *sharded.dtensors, *parts], events)
         return None
-
-    def _guard_sharded(self, unit: StreamedUnit, sharded: ShardedUnit, ready: Moment) -> None:
-        """Guard the tensors of a unit that has DTensors.
-
-        Their gradients have memory of a stream of FSDP2's. It may be used anew as soon as it is
-        given back, behind the program's stream, for which that stream waits before it reduces
-        gradients. So it is right to give it back when the program's stream has waited.
-        """
-        guards, shards = self._guards(unit), self._shard_guards(unit)
-        # Gradients first: those of DTensors are given back with the parameters.
-        every = (guards.gradients, shards.gradients, shards.parts)
-        unit.pending = PendingUpdate(ready, (*every, guards.parameters, shards.parameters))
-        guards.gradients.hold(sharded.gradients)
-        shards.gradients.hold(sharded.dtensor_gradients)
-        shards.parts.hold(sharded.parts)
-        plain_gradients: list[Any] = [it.grad for it in sharded.parameters]
-        guards.parameters.take_gradients(sharded.parameters, plain_gradients)
-        shards.parameters.take_gradients(sharded.dtensors, sharded.dtensor_gradients)
-
-    def _shard_guards(self, unit: StreamedUnit) -> ShardGuards:
-        if unit.shard_guards is None:
-            unit.shard_guards = ShardGuards(
-                DTensorGuard(lambda: self._use_gradient(unit)),
-                DTensorParameterGuard(lambda: self._settle_early(unit)),
-                TensorGuard(lambda: self._settle_early(unit)),
-                StandingGuard(lambda: self._gather(unit)),
-            )
-        return unit.shard_guards
 
     def _gather(self, unit: StreamedUnit) -> None:
         """FSDP2 reads parameters of a unit: on a stream that has not waited for it yet.
@@ -418,9 +384,9 @@ class StreamedStep:
     def _guards(self, unit: StreamedUnit) -> UnitGuards:
         if unit.guards is None:
             unit.guards = UnitGuards(
-                TensorGuard(lambda: self._use_gradient(unit)),
-                ParameterGuard(lambda: self._settle_early(unit)),
-                WatchedParameterGuard(lambda: self._settle_early(unit), unit.check_not_ahead),
+                Guard(lambda: self._use_gradient(unit)),
+                Guard(lambda: self._settle_early(unit)),
+                Guard(lambda: self._gather(unit)),
             )
         return unit.guards
 
@@ -453,7 +419,7 @@ class StreamedStep:
         # Fused kernels do not count: a graph that has saved a parameter must notice.
         torch.autograd.graph.increment_version(updated)
         gradients = [parameter.grad for parameter in updated]
-        guard = self._guards(unit).ahead
+        guard = self._guards(unit).parameters
         unit.pending = PendingUpdate(ready, (guard,), gradients)
         unit.ahead = updated
         for parameter in updated:

@@ -9,41 +9,22 @@ from typing import Any
 import torch
 
 from umem.core.errors import PlanError
-from umem.executor.optimizer.access_guard import (
-    DTensorGuard,
-    DTensorParameterGuard,
-    ParameterGuard,
-    StandingGuard,
-    TensorGuard,
-    WatchedParameterGuard,
-)
 from umem.executor.optimizer.lanes import Moment
 from umem.executor.optimizer.state_staging import Slot, StagedState
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
+from umem.runtime.guard import Guard
 
-__all__ = ["PendingUpdate", "ShardGuards", "StreamedUnit", "UnitGuards"]
+__all__ = ["PendingUpdate", "StreamedUnit", "UnitGuards"]
 
 
 @dataclass(frozen=True, slots=True)
 class UnitGuards:
     """The guards of a unit's parameters and gradients."""
 
-    gradients: TensorGuard
-    parameters: ParameterGuard
-    ahead: WatchedParameterGuard
-    """Of parameters that were updated in the backward pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardGuards:
-    """The guards of a unit that has DTensors, beside those of its plain tensors."""
-
-    gradients: DTensorGuard
-    parameters: DTensorParameterGuard
-    parts: TensorGuard
-    """Of this rank's parts of parameters."""
-    flats: StandingGuard
-    """Of what FSDP2 gathers from: from a step to the first gathering behind it."""
+    gradients: Guard
+    parameters: Guard
+    flats: Guard
+    """Of what FSDP2 gathers from: from a step to the first gathering after it."""
 
 
 @dataclass(slots=True)
@@ -52,7 +33,7 @@ class PendingUpdate:
 
     asked: Moment
     """When the step was called, on the stream that owns the memory of the gradients."""
-    guards: tuple[TensorGuard, ...]
+    guards: tuple[Guard, ...]
     """Guards of parameters, and of gradients, until then."""
     kept: list[torch.Tensor] = field(default_factory=list)
     """Gradients that the program has no more, and the update reads."""
@@ -78,12 +59,10 @@ class StreamedUnit:
         """The same, without groups."""
         self.state: StagedState | None = None
         """State of these parameters; None if there are none."""
-        self.state_guards: tuple[TensorGuard, ...] = ()
-        """They guard it from one layout to the next."""
+        self.state_guard: Guard | None = None
+        """It guards the state from one layout to the next."""
         self.guards: UnitGuards | None = None
         """None until they are needed first."""
-        self.shard_guards: ShardGuards | None = None
-        """The same."""
         self.slot: Slot | None = None
         """Where its state in host memory is staged; None if it has none, or no buffer fits the
         device."""

@@ -11,7 +11,6 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import DTensorGuard, TensorGuard
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.separable import is_elementwise, replaces_state
 from umem.executor.optimizer.slot_pool import SlotPool
@@ -27,7 +26,8 @@ from umem.executor.optimizer.state_staging import (
 from umem.executor.optimizer.state_views import StateViews
 from umem.executor.optimizer.step_call import ParameterGroups, parameters_of
 from umem.executor.optimizer.streamed_unit import StreamedUnit
-from umem.torch_compat import DisableTorchFunctionSubclass, InferenceMode
+from umem.runtime.guard import Guard, Unguarded
+from umem.torch_compat import InferenceMode
 
 __all__ = ["StreamedUnits"]
 
@@ -166,7 +166,7 @@ class StreamedUnits:
                         or self._memory.is_home(parameter)
                     ):
                         continue
-                    with DisableTorchFunctionSubclass(), InferenceMode(False):
+                    with Unguarded(), InferenceMode(False):
                         data = parameter.data
                         home = self._memory.home_like(data, TensorClass.WEIGHTS)
                         if home is None:
@@ -381,14 +381,8 @@ class StreamedUnits:
                         some, self._memory, piece.span, unit.state, on_parts=on_parts
                     )
                     unit.divided.append(divided)
-            touch = functools.partial(self._touch, unit)
-            guard = TensorGuard(touch)
-            unit.state_guards = (guard,)
-            guard.hold(unit.state.guarded)
-            if unit.state.dtensors and not unit.state.is_shared:
-                around = DTensorGuard(touch)
-                unit.state_guards = (guard, around)
-                around.hold(unit.state.dtensors)
+            unit.state_guard = Guard(functools.partial(self._touch, unit))
+            unit.state_guard.hold(unit.state.guarded)
 
     def _touch(self, unit: StreamedUnit) -> None:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
@@ -607,9 +601,9 @@ class StreamedUnits:
                 piece.state.unbind()
         if unit.returned is not None:
             self._lanes.wait(unit.returned)
-        for guard in unit.state_guards:
-            guard.release()
-        unit.state, unit.state_guards, unit.is_touched = None, (), False
+        if unit.state_guard is not None:
+            unit.state_guard.release()
+        unit.state, unit.state_guard, unit.is_touched = None, None, False
         unit.divided.clear()
 
     def clear(self) -> None:
@@ -621,9 +615,9 @@ class StreamedUnits:
         for unit in self._units.values():
             if unit.returned is not None:
                 self._lanes.finish(unit.returned)
-            if unit.shard_guards is not None:
+            if unit.guards is not None:
                 # Not before: streams of FSDP2 wait for updates by this guard alone.
-                unit.shard_guards.flats.release()
+                unit.guards.flats.release()
             self._drop_state(unit)
         self._units.clear()
         self._taken = None

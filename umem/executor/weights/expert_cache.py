@@ -23,11 +23,10 @@ from torch import nn
 
 from umem.core.errors import CudaError, NativeLibraryError
 from umem.cuda import bindings
-from umem.executor.optimizer.access_guard import WatchedParameterGuard, has_alias
 from umem.executor.optimizer.lanes import Lanes
 from umem.runtime.cuda_streams import run_on
+from umem.runtime.guard import Guard, are_plain, has_alias
 from umem.torch_compat import (
-    DisableTorchFunctionSubclass,
     InferenceMode,
     function_transform_level,
     version_counter,
@@ -262,7 +261,7 @@ def _warn_without_kernels(why: str) -> None:
     )
 
 
-class CachedExperts(WatchedParameterGuard):
+class CachedExperts(Guard):
     """Serves the rows that a block selects from its tables, and sees every other use of them.
 
     Parameters
@@ -275,7 +274,7 @@ class CachedExperts(WatchedParameterGuard):
         Called before a use that may change a table, or keep a view of it.
     """
 
-    functions: ClassVar = frozenset((torch.Tensor.__getitem__,))
+    functions: ClassVar = ("aten::index",)
 
     def __init__(
         self,
@@ -283,7 +282,7 @@ class CachedExperts(WatchedParameterGuard):
         lanes: Lanes,
         settle: Callable[[], None],
     ) -> None:
-        super().__init__(self._changed, lambda: None)
+        super().__init__(self._changed)
         self._tables = [*tables]
         self._by_id = {id(table): cached for table, cached in self._tables}
         self._lanes = lanes
@@ -305,7 +304,7 @@ class CachedExperts(WatchedParameterGuard):
     def serve(self) -> None:
         """Answer what is selected from tables that are at home, from now on."""
         if not self.is_on:
-            self.hold([table for table, _ in self._tables if type(table) is nn.Parameter])
+            self.hold([table for table, _ in self._tables if are_plain((table,))])
 
     def forget(self) -> None:
         """Tables may have changed."""
@@ -317,28 +316,27 @@ class CachedExperts(WatchedParameterGuard):
         self.forget()
         self._on_change()
 
-    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, function: str, args: list[Any]) -> Any:
         """Select rows."""
-        del kwargs
-        table, chosen = args
+        del function
+        table, (chosen, *others) = args
         cached = self._by_id.get(id(table))
-        if cached is None or not _copies_rows(chosen) or _makes_graph(table):
+        if cached is None or others or not _copies_rows(chosen) or _makes_graph(table):
             return NotImplemented
-        with DisableTorchFunctionSubclass():
-            if (
-                torch.compiler.is_compiling()
-                or self._lanes.is_capturing()
-                or function_transform_level() is not None
-                or self._lanes.stream_key() != self._stream
-                or chosen.device != table.device
-                or chosen.numel() > cached.experts
-            ):
-                return function(table, chosen)
-            if has_alias((table,)):
-                cached.forget()
-                return function(table, chosen)
-            with self._lock:
-                return cached.select(table, chosen)
+        if (
+            torch.compiler.is_compiling()
+            or self._lanes.is_capturing()
+            or function_transform_level() is not None
+            or self._lanes.stream_key() != self._stream
+            or chosen.device != table.device
+            or chosen.numel() > cached.experts
+        ):
+            return table[chosen]
+        if has_alias((table,)):
+            cached.forget()
+            return table[chosen]
+        with self._lock:
+            return cached.select(table, chosen)
 
 
 def _copies_rows(index: object) -> bool:

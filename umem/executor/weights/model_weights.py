@@ -38,11 +38,11 @@ from umem.offloading import ActivationStore
 from umem.planning.stream_plan import least_slack_bytes
 from umem.planning.training_plan import WEIGHT_SLOTS
 from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
+from umem.runtime.guard import Unguarded
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import buffers_of, weight_classes
 from umem.runtime.torch_hooks.modules import Undo, hook_calls, hook_running_forward
 from umem.torch_compat import (
-    DisableTorchFunctionSubclass,
     InferenceMode,
     current_graph_task_id,
     function_transform_level,
@@ -217,7 +217,7 @@ class ModelWeights:
         if model is None:
             return False
         now = {id(it) for it in _movable(model, self._device) if it.nbytes >= self._min_bytes}
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             known = {id(it) for it in self._every() if it.nbytes >= self._min_bytes}
         return now == known
 
@@ -247,7 +247,7 @@ class ModelWeights:
         self._shared.leave(self)
 
     def _count_bytes(self) -> int:
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             return sum(it.nbytes for it in self._every())
 
     def _every(self) -> Iterable[torch.Tensor]:
@@ -407,7 +407,7 @@ class ModelWeights:
     @property
     def fixed_bytes(self) -> int:
         """Weights and buffers that belong on the device."""
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             return sum(it.nbytes for it in self._fixed)
 
     @property
@@ -525,7 +525,7 @@ class ModelWeights:
         By turns, so that the home that one leaves serves the next: page-locking memory takes longer
         than copying it.
         """
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             out = [it for it in leaving if not self._memory.is_home(it)]
             into = [it for it in coming if self._memory.is_home(it)]
             out_bytes, into_bytes = (sum(it.nbytes for it in some) for some in (out, into))
@@ -548,7 +548,7 @@ class ModelWeights:
         if self._memory.is_home(tensor) == to_home or not is_movable_weight(tensor):
             return True
         kind = self._class_of(tensor)
-        with DisableTorchFunctionSubclass(), InferenceMode(False):
+        with Unguarded(), InferenceMode(False):
             data = tensor.data
             if to_home:
                 new = self._memory.home_like(data, kind)
@@ -591,7 +591,7 @@ def _find_units(
                         gathered.add(len(tensors))
                     tensors.append(part)
         if tensors:
-            with DisableTorchFunctionSubclass():
+            with Unguarded():
                 sizes = tuple(it.nbytes for it in tensors)
             trained = frozenset(n for n, it in enumerate(tensors) if it.requires_grad)
             tables = frozenset(n for n, it in enumerate(tensors) if id(it) in experts.ids)

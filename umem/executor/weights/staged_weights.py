@@ -16,15 +16,13 @@ import torch
 
 from umem.core.classes import TensorClass
 from umem.core.interrupts import exhaust
-from umem.executor.optimizer.access_guard import has_alias
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, Moment
 from umem.executor.weights.expert_cache import CachedExperts, make_cached_table
 from umem.executor.weights.experts import Experts
-from umem.executor.weights.weight_guard import WeightGuard
 from umem.planning.weight_plan import staged_bytes
+from umem.runtime.guard import Guard, Unguarded, addresses_of, has_alias, has_guard
 from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.torch_compat import (
-    DisableTorchFunctionSubclass,
     InferenceMode,
     storage_key,
     storage_use_count,
@@ -55,7 +53,7 @@ def is_movable_weight(tensor: torch.Tensor) -> bool:
 
     Also of subclasses of parameters, such as quantised ones: only their memory changes.
     """
-    with DisableTorchFunctionSubclass():
+    with Unguarded():
         return (
             tensor.layout is torch.strided
             and not tensor.is_inference()
@@ -124,7 +122,6 @@ def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable
 
 _TORCHS_OWN = (torch.Tensor, torch.nn.Parameter)
 
-_address = torch.Tensor.data_ptr
 _data: Any = torch.Tensor.data
 _dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 _numbers = count()
@@ -170,7 +167,7 @@ class _Parts:
 
     def are_at_home(self) -> bool:
         """Whether they have the homes that were seen last."""
-        return list(map(_address, self.tensors)) == self._addresses
+        return addresses_of(self.tensors) == self._addresses
 
     def are_as_seen(self) -> bool:
         """Whether they have the layouts, too."""
@@ -239,8 +236,6 @@ class StagedWeights:
         """Calls and backward passes under way, all with the copy or all without one."""
         self.was_used = False
         """Whether the present copy has had a use."""
-        self.early_uses = 0
-        """Uses by the program while a copy was under way or waited for its use."""
         self.is_whole = False
         """Whether the present copy is of all weights, tables of experts included."""
         self._lanes = lanes
@@ -256,7 +251,7 @@ class StagedWeights:
         """The stream that has waited for the copy."""
         self.size_bytes = 0
         parts: list[_Part] = []
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             for tensor in tensors:
                 part = _Part(
                     tensor,
@@ -273,7 +268,7 @@ class StagedWeights:
         """Whether weights are of another class than torch's own, such as quantised ones."""
         self._copied = _Parts([])
         """Those that the present copy is of."""
-        self.guard = WeightGuard(self._settle)
+        self.guard = Guard(self._settle)
         """Sees what the program does to the weights while their copy waits for its use."""
         self.cache: CachedExperts | None = None
         """Experts that stay on the device from one use to the next."""
@@ -329,7 +324,7 @@ class StagedWeights:
         self.hold()  # first: behind an interrupt no copy is without its guard
         if asked is None or not buffer.used:  # what had a new buffer's memory may be later
             asked = self._lanes.mark()
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             copied.versions = list(map(version_counter, copied.tensors))
             copies = copied.copies_to(buffer)
         work = partial(self._lanes.copy, Lane.WEIGHTS_IN, copies, self._tensor_class)
@@ -341,12 +336,13 @@ class StagedWeights:
 
     def _look_at_homes(self) -> None:
         """Leave alone what the program has given memory that is no home, or that is larger."""
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             if self._parts.are_as_seen():
                 return
             staying = []
-            for part in self._parts.every:
-                address, size_bytes = part.tensor.data_ptr(), part.tensor.nbytes
+            addresses = addresses_of(self._parts.tensors)
+            for part, address in zip(self._parts.every, addresses, strict=True):
+                size_bytes = part.tensor.nbytes
                 is_known = (address, size_bytes) == (part.address, part.size_bytes)
                 part.address = address
                 if is_known or (
@@ -360,12 +356,11 @@ class StagedWeights:
     def _settle(self) -> None:
         """The program uses a weight whose copy is under way or waits for its use."""
         with self._lock:
-            self.early_uses += 1
             self.drop()
 
     def hold(self) -> None:
         """Guard the weights from a copy's start to its use."""
-        self.guard.hold(self._copied.tensors)
+        self.guard.hold(self._copied.tensors, ())
 
     def drop(self) -> None:
         """Forget the copy: its buffer is free. Not while it is in use."""
@@ -386,7 +381,9 @@ class StagedWeights:
         copied = self._copied
         if not self.has_copy(with_experts=with_experts) or self._have_alias(copied):
             return False
-        with DisableTorchFunctionSubclass():
+        if self.guard.was_used:
+            return False
+        with Unguarded():
             are_known = list(map(version_counter, copied.tensors)) == copied.versions
             return are_known and copied.are_at_home()
 
@@ -396,6 +393,8 @@ class StagedWeights:
 
     def _have_alias(self, parts: _Parts) -> bool:
         homes = self._homes
+        if not has_guard():  # what the program changes is not seen
+            return True
         if not homes:
             return has_alias(parts.tensors)
         return has_alias([it.tensor for it in parts.every if it.offset not in homes])
@@ -440,7 +439,7 @@ class StagedWeights:
         self.was_used = self._is_bound = True
         self._stream = self._lanes.stream_key()
         copied = self._copied
-        with DisableTorchFunctionSubclass(), InferenceMode(False):
+        with Unguarded(), InferenceMode(False):
             places = self.buffer.places_of(copied)
             self._homes = dict(zip(copied.offsets, map(_data.__get__, copied.tensors), strict=True))
             exhaust(map(_data.__set__, copied.tensors, places))
@@ -453,10 +452,10 @@ class StagedWeights:
         copied, homes = self._copied, self._homes
         tensors = copied.tensors
         bound = list(map(self.buffer.memory.data_ptr().__add__, copied.offsets))
-        with DisableTorchFunctionSubclass(), InferenceMode(False):
+        with Unguarded(), InferenceMode(False):
             if (
                 list(map(version_counter, tensors)) == copied.versions
-                and list(map(_address, tensors)) == bound
+                and addresses_of(tensors) == bound
             ):
                 exhaust(map(_data.__set__, tensors, homes.values()))
             else:
@@ -496,7 +495,7 @@ class StagedWeights:
         # Another stream has not waited for the copy; the home has the same contents.
         if home is not None and self._lanes.stream_key() != self._stream:
             tensor = home
-        with DisableTorchFunctionSubclass():
+        with Unguarded():
             storage = tensor.untyped_storage()
             first = (tensor.storage_offset() * tensor.itemsize + offset) // dtype.itemsize
             return torch.empty(0, dtype=dtype, device=tensor.device).set_(

@@ -26,13 +26,12 @@ import torch
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.access_guard import TensorGuard
 from umem.executor.optimizer.lanes import Lanes, Moment
 from umem.executor.weights.expert_cache import ExpertUse
 from umem.executor.weights.experts import Experts
 from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
-from umem.executor.weights.weight_guard import WeightGuard
 from umem.offloading import ActivationStore
+from umem.runtime.guard import Guard as TensorGuard
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward, nodes_of
 from umem.runtime.torch_hooks.function_attributes import let_go_of_lent
@@ -207,11 +206,6 @@ class StreamedWeights:
         """The experts that are kept on the device."""
         return sum(it.cache.size_bytes for it in self._staged if it.cache is not None)
 
-    @property
-    def early_uses(self) -> int:
-        """Uses by the program while a copy of weights was under way or waited for its use."""
-        return sum(it.early_uses for it in self._staged)
-
     def expert_use(self) -> ExpertUse:
         """How often chosen experts were in the present cache. The device is waited for."""
         return ExpertUse.total(it.cache.counts for it in self._staged if it.cache is not None)
@@ -337,6 +331,14 @@ class StreamedWeights:
                         it.drop()
                     else:
                         it.hold()
+
+    def drop_waiting(self) -> bool:
+        """Forget copies that wait for their use; returns whether there were any."""
+        with self._lock:
+            waiting = [it for it in self._staged if it.guard.is_on]
+            for staged in waiting:
+                staged.drop()
+            return bool(waiting)
 
     def _clear(self) -> None:
         for undo in (*self._unhook, *self._undo):
@@ -655,9 +657,7 @@ def _backward_ends(reference: weakref.ref[StreamedWeights], _has_failed: bool) -
         weights.end_backward()
 
 
-def _end(
-    listener: Undo, buffers: Sequence[StagingBuffer], guards: Sequence[WeightGuard | TensorGuard]
-) -> None:
+def _end(listener: Undo, buffers: Sequence[StagingBuffer], guards: Sequence[TensorGuard]) -> None:
     listener()
     for buffer in buffers:
         buffer.end_loan()

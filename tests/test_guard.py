@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from umem.executor.optimizer.access_guard import has_alias
+from umem.runtime.guard import has_alias
 
 ALIASES: dict[str, Callable[[torch.Tensor], object]] = {
     "detached": torch.Tensor.detach,

@@ -1,0 +1,195 @@
+"""Orders every use of a tensor behind work on it that still runs on other streams.
+
+A deferred optimizer step returns while its updates are under way. Until a block's next forward
+pass has waited for them, anything else may look at the block's parameters, gradients or optimizer
+state: an average of weights, a checkpoint, a logged norm, another thread, a scripted function. A
+guard gives these tensors a key at torch's dispatcher, which hands each operator on them to the
+guard first, in every thread (``guard/guard.cpp``). Their class, attributes and addresses stay.
+
+What takes a tensor's memory without an operator asks the guard, too (``memory_access.py``). An
+object of another tensor on the same memory would not be seen. So what has such an alias is not
+deferred (:func:`has_alias`), unless all tensors on the memory are known and guarded
+(:func:`are_all_on_memory`).
+
+In a torch for which umem has no native guard nothing can be guarded: steps wait for their updates.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from umem.runtime.native_guard import native_guard
+from umem.runtime.torch_hooks.memory_access import wait_at_attributes
+from umem.torch_compat import (
+    DisableTorchFunctionSubclass,
+    let_pass_higher_order_operators,
+    storage_address,
+    storage_key,
+    storage_use_count,
+)
+
+__all__ = [
+    "PLAIN_CLASSES",
+    "Guard",
+    "Unguarded",
+    "addresses_of",
+    "are_all_on_memory",
+    "are_plain",
+    "can_guard",
+    "guard_of",
+    "has_alias",
+    "has_guard",
+    "settle",
+]
+
+_native: Any = native_guard()
+PLAIN_CLASSES = frozenset((torch.Tensor, nn.Parameter))
+"""torch's own classes of tensors, but for DTensor."""
+_ONE, _TWO = frozenset((1,)), frozenset((2,))
+"""References to a storage that one tensor has for itself: without an object in Python, and with."""
+_storage = torch.Tensor.untyped_storage
+
+Unguarded: Any = DisableTorchFunctionSubclass if _native is None else _native.Unguarded
+"""A context in which this thread uses tensors as they are: past guards, and past subclasses."""
+
+if _native is not None:
+    let_pass_higher_order_operators(_native.KEY)
+
+
+def has_guard() -> bool:
+    """Whether tensors can be guarded in this torch."""
+    return _native is not None
+
+
+class Guard(object if _native is None else _native.Guard):  # type: ignore[misc]
+    """Guards tensors that are updated, or copied, together.
+
+    Parameters
+    ----------
+    settle
+        Called before each use, in the thread that uses a tensor. It may :meth:`release` them.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ()
+    """Operators that :meth:`run` may run, such as ``aten::index``. Any other one is a use."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        if _native is not None:
+            super().__init__(list(self.functions))
+        self.settle = settle
+        self._tensors: list[torch.Tensor] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any tensors are guarded."""
+        return bool(self._tensors)
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Settle all, before a use of one."""
+        del tensor
+        self.settle()
+
+    def run(self, function: str, args: list[Any]) -> Any:
+        """Run one of `functions` on these tensors, and others that this guard does not know.
+
+        NotImplemented where it is a use after all. No guard sees what happens here.
+        """
+        raise NotImplementedError
+
+    def hold(
+        self, tensors: Iterable[torch.Tensor], events: Collection[tuple[int, int]] | None = None
+    ) -> None:
+        """Guard tensors, but those that another guard has, and keep them alive.
+
+        Parameters
+        ----------
+        tensors
+            The tensors.
+        events
+            Handles of CUDA events, each with its device's number. To wait for them is enough for a
+            thread that does not hold the interpreter's lock, which must not ask for it; `was_used`
+            tells of that. None where it is not.
+        """
+        self._tensors += super().hold(list(tensors), None if events is None else list(events))
+        if self._tensors:
+            _guards.add(self)
+            wait_at_attributes(_native.wait_for_use)
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Guard tensors for as long as something else keeps them alive."""
+        super().hold(list(tensors), None)
+        _guards.add(self)
+        wait_at_attributes(_native.wait_for_use)
+
+    def release(self) -> None:
+        """Guard nothing any more. What an interrupt cuts short, another call completes."""
+        if self._tensors:
+            super().release()
+            self._tensors = []
+            _guards.discard(self)
+            if not _guards:
+                wait_at_attributes(None)
+
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+"""Those that guard something."""
+
+
+def guard_of(tensor: torch.Tensor) -> Guard | None:
+    """The guard of a tensor; None if it has none."""
+    return None if _native is None else _native.guard_of(tensor)
+
+
+def settle(tensors: Iterable[torch.Tensor]) -> None:
+    """Settle what is guarded of some tensors, from where no guard sees their use."""
+    for tensor in tensors:
+        if (guard := guard_of(tensor)) is not None:
+            guard.use(tensor)
+
+
+def can_guard(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of torch's own classes."""
+    return type(tensor) in PLAIN_CLASSES
+
+
+def addresses_of(tensors: Collection[torch.Tensor]) -> list[int]:
+    """Where tensors begin in memory. No guard sees that: nothing is read."""
+    if _native is None:
+        return list(map(torch.Tensor.data_ptr, tensors))
+    addresses: list[int] = _native.addresses_of(tensors)
+    return addresses
+
+
+def are_plain(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether tensors are of torch's own classes, and can be guarded: nothing guards them yet."""
+    return _native is not None and _native.are_plain(tensors)
+
+
+def has_alias(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether other tensors, or views, have the memory of some; always for sparse tensors."""
+    try:
+        if _ONE.issuperset(map(storage_use_count, map(storage_address, tensors))):
+            return False
+        # Python's object of a storage counts too, also one that nothing refers to any more.
+        with Unguarded():
+            storages = list(map(_storage, tensors))
+        return not _TWO.issuperset(map(storage_use_count, map(storage_key, storages)))
+    except (NotImplementedError, RuntimeError):  # there is no storage
+        return True
+
+
+def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether these tensors, all on one memory, are the only ones there; each is given once."""
+    first = next(iter(tensors))
+    address = storage_address(first)
+    if storage_use_count(address) == len(tensors):
+        return True
+    # Python's object of a storage counts too, also one that nothing refers to any more.
+    with Unguarded():
+        storage = _storage(first)
+    return storage_use_count(storage_key(storage)) == len(tensors) + 1
