@@ -103,8 +103,8 @@ class Reading:
         kind = READERS[self.reader]
         if self.moment in IN_PASSES and (kind.writes or kind.passes or "graph" in kind.name):
             return False
-        if kind.writes and self.tensor == "step count" and kind.name in ("zeroed", "filled"):
-            return False  # no training has such counts
+        if kind.name == "swapped_and_back" and self.tensor in ("weight", "bias"):
+            return False  # torch refuses the next backward pass
         return self.thread == "this" or not (
             kind.writes or (self.thread == "two" and (kind.holds or kind.passes))
         )
