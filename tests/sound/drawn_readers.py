@@ -18,7 +18,6 @@ from torch import nn
 __all__ = [
     "BLOCKS",
     "CUDA_OPTIMIZERS",
-    "HOST_THREADS",
     "MOMENTS",
     "OPTIMIZERS",
     "STREAMS",
@@ -54,8 +53,8 @@ IN_PASSES = ("between blocks", "in backward", "in gradient hook")
 MOMENTS = (*BETWEEN_PASSES, *IN_PASSES)
 TENSORS = ("weight", "bias", "gradient", "first state", "second state", "step count")
 THREADS = ("this", "another", "two")
-HOST_THREADS = THREADS[:2]
-"""Late lanes do in the thread that waits what a GPU does by itself: two of them would not be it."""
+_OF_THE_PROCESS = ("dual_number", "tangent_by_func", "traced_by_fx", "under_fake_tensors")
+"""Readers that change what all threads share: two of them at once differ in stock, too."""
 
 STREAMS = ("current", "side")
 BLOCKS = 3
@@ -105,9 +104,17 @@ class Reading:
             return False
         if kind.name == "swapped_and_back" and self.tensor in ("weight", "bias"):
             return False  # torch refuses the next backward pass
-        return self.thread == "this" or not (
-            kind.writes or (self.thread == "two" and (kind.holds or kind.passes))
-        )
+        if self.thread == "two":
+            return not (kind.writes or kind.holds or kind.passes or kind.name in _OF_THE_PROCESS)
+        return self.thread == "this" or not kind.writes
+
+    @property
+    def asks_versions(self) -> bool:
+        """Whether torch compares the tensor's version, and stock may raise.
+
+        A GPU's updates count when they are launched, in ``step()``, and late lanes' when they run.
+        """
+        return self.reader.startswith("old_graph")
 
 
 def drawn(choose: Callable[[Sequence[Any]], Any], *, on_cuda: bool) -> Reading:
@@ -117,12 +124,12 @@ def drawn(choose: Callable[[Sequence[Any]], Any], *, on_cuda: bool) -> Reading:
             reader=choose(tuple(READERS)),
             moment=choose(MOMENTS),
             tensor=choose(TENSORS),
-            thread=choose(THREADS if on_cuda else HOST_THREADS),
+            thread=choose(THREADS),
             stream=choose(STREAMS) if on_cuda else "current",
             place=choose(range(BLOCKS)),
             block=choose(range(BLOCKS)),
         )
-        if reading.is_possible:
+        if reading.is_possible and (on_cuda or not reading.asks_versions):
             return reading
 
 

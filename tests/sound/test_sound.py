@@ -28,6 +28,12 @@ def process(told: dict[str, Any], status: int | None = 0) -> dict[str, Any]:
     return {"status": status, "words": "", "deferred_steps": 3} | told
 
 
+def environment() -> dict[str, str]:
+    """For the driver, with the project's umem."""
+    found = (ROOT / "benchmarks", ROOT / "tests" / "support", os.environ.get("PYTHONPATH", ""))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, found)))}
+
+
 class Told(Runner):
     """Runs nothing: the answers of the processes are given."""
 
@@ -127,16 +133,13 @@ def test_drawn_readers_are_the_same_for_a_seed() -> None:
 @pytest.mark.timeout(600)
 def test_a_tiny_campaign_fills_a_page(tmp_path: Path) -> None:
     results, page = tmp_path / "sound.jsonl", tmp_path / "page.md"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(str(ROOT / it) for it in ("benchmarks", "tests/support"))
-    }
     driver = ROOT / "tests" / "sound" / "sound.py"
     subprocess.run(
         [
             *(sys.executable, str(driver), "--cpu", "--only", "plain,gradients_kept"),
             *("--readers", "1", "--jobs", "2", "--output", str(results)),
         ],
-        env=environment,
+        env=environment(),
         check=False,  # a reader may differ
         stdout=subprocess.DEVNULL,
     )
@@ -193,11 +196,6 @@ def test_processes_are_counted_where_nvml_is(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_some_programs_on_a_gpu(tmp_path: Path) -> None:
     names = ("plain", "average_replayed", "average_scripted", "weights_changed_by_script")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            [*(str(ROOT / it) for it in ("benchmarks", "tests/support")), *sys.path]
-        )
-    }
     output = tmp_path / "sound.jsonl"
     done = subprocess.run(
         [
@@ -205,7 +203,7 @@ def test_some_programs_on_a_gpu(tmp_path: Path) -> None:
             *("--only", ",".join(names), "--readers", "60", "--jobs", "3"),
             *("--output", str(output)),
         ],
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
     )
