@@ -354,7 +354,7 @@ class StreamedStep:
         if waits or not is_deferred:
             if not state.is_shared:
                 return unit.updated
-            # Pieces without an alias stay in their slots: the last of them may have nothing to return.
+            # Behind all copies back, and the last update: a piece without an alias copies nothing.
             return self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
         kept = [it.grad for it in held]
         if kept:
