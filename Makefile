@@ -8,6 +8,9 @@ WORKERS ?= $(shell expr $(JOBS) + 1)
 MARKED ?= slow or not slow
 FUZZ_MINUTES ?= 10
 CHAOS_MINUTES ?= 20
+SOUND_MINUTES ?= 8
+# Drawn uses of tensors, beside the programs.
+READERS ?= 600
 # Of `make wheels`: native, x86_64 or aarch64.
 ARCHS ?= native
 GPU := $(wildcard /dev/nvidiactl)
@@ -50,7 +53,7 @@ EMULATOR_SKIPS_7 := aliases chaos device_budget expandable_segments hint_fork pa
 # a mapping of class_context.
 EMULATOR_SKIPS_64K := class_context
 
-.PHONY: help demo test check fast-tests lint native native-test test-aarch64 planner pytest fuzz chaos bench systems docs pictures lock wheel wheels clean
+.PHONY: help demo test check fast-tests lint native native-test test-aarch64 planner pytest fuzz chaos sound bench systems docs pictures lock wheel wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -64,6 +67,7 @@ help:
 	@echo 'make pytest       all Python tests; MARKED="not slow" for the quick ones'
 	@echo 'make fuzz         readers of files from strangers, FUZZ_MINUTES=10 for each'
 	@echo 'make chaos        killed, interrupted, forked and starved trainings, CHAOS_MINUTES=20 in all'
+	@echo 'make sound        programs that read what a step still writes, SOUND_MINUTES=8 in all (needs a GPU)'
 	@echo 'make bench        benchmarks (needs a GPU)'
 	@echo 'make systems      Trainer, TRL, DeepSpeed, Megatron and others under umem (needs a GPU)'
 	@echo 'make docs         the pages as a site in site/, without a network, links checked'
@@ -104,7 +108,7 @@ planner: native
 # Side by side, but for the tests on a GPU, which share its memory. Without one they are skipped.
 pytest: native
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(if $(GPU),not gpu and )($(MARKED))" $(PYTEST_ARGS)
-	$(if $(GPU),$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(or $(PYTEST_ARGS),tests/gpu tests/chaos))
+	$(if $(GPU),$(BIN)/python -m pytest -m "gpu and ($(MARKED))" $(or $(PYTEST_ARGS),tests/gpu tests/chaos tests/sound))
 
 fuzz: native
 	PYTHONPATH=tests/support:tests/fuzz:benchmarks $(BIN)/python tests/fuzz/fuzz.py \
@@ -113,6 +117,10 @@ fuzz: native
 chaos: native
 	PYTHONPATH=tests/support:tests/chaos:benchmarks $(BIN)/python tests/chaos/campaign.py \
 	  --minutes $(CHAOS_MINUTES) --output benchmarks/results/chaos.txt
+
+sound: native
+	PYTHONPATH=tests/support:benchmarks $(BIN)/python tests/sound/sound.py \
+	  --readers $(READERS) --minutes $(SOUND_MINUTES) --output benchmarks/results/sound.jsonl
 
 bench: native
 	$(BIN)/umem bench all

@@ -6,8 +6,8 @@ the project's folder::
     <!-- umem bench report benchmarks/results/FILE.jsonl --markdown -->
     <!-- end of report -->
 
-Results of systems are printed by `python tests/systems/matrix.py --report FILE --markdown`. Results
-that are text are shown as they are::
+Results of systems are printed by `python tests/systems/matrix.py --report FILE --markdown`, and
+those of small programs by `tests/sound/sound.py`. Results that are text are shown as they are::
 
     <!-- text benchmarks/results/FILE.txt -->
     <!-- end of text -->
@@ -23,7 +23,8 @@ import sys
 from pathlib import Path
 
 _REPORT = re.compile(
-    r"(<!-- (umem bench report [^>]*?|python tests/systems/matrix\.py --report [^>]*?) -->\n)"
+    r"(<!-- ((?:umem bench report|python tests/(?:systems/matrix|sound/sound)\.py --report) [^>]*?)"
+    r" -->\n)"
     r".*?(<!-- end of report -->)",
     re.DOTALL,
 )

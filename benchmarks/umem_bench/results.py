@@ -494,6 +494,7 @@ class Header(Record):
         "bounds",
         "against",
         "systems",
+        "sound",
     ]
     date: str | None
     commit: str | None

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from lost_memory import lose_memory
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, untraced
@@ -202,7 +203,8 @@ class LazyLanes(Lanes):
                 self._run(first)
 
     def _run(self, task: _Task) -> None:
-        with self._as_queued(task), untraced():
+        # A GPU knows of no modes.
+        with _disable_current_modes(), self._as_queued(task), untraced():
             task.work()
         task.is_done = True
         # As an event of a GPU, it keeps nothing alive.

@@ -391,7 +391,10 @@ class StreamedStep:
         waits = is_shared or (is_outside(unit.name) and not self.defers_outside)
         self.waits |= waits
         if waits or not is_deferred:
-            return unit.returned if state.is_shared else unit.updated
+            if not state.is_shared:
+                return unit.updated
+            # Behind all copies back, and the last update: a piece without an alias copies nothing.
+            return self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
         kept = [it.grad for it in held]
         if kept:
             self._clipped.update_begins(kept, lambda: self._use_gradient(unit))

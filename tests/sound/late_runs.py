@@ -1,0 +1,91 @@
+"""Runs on the CPU whose updates and copies are late: what does not wait shows in the records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lazy_lanes import HostStateMemory, LazyLanes
+from small_trainings import HOST_SIZE, Run, Size
+from streamed_programs import STAGED_BYTES, NoRoom
+
+from umem.executor.optimizer.slot_pool import SlotPool
+from umem.executor.streamed_training import StreamedTraining
+from umem.executor.weights.model_weights import ModelWeights
+from umem.offloading import ActivationStore
+
+__all__ = ["LateRun"]
+
+_MIN_WEIGHT_BYTES = 512
+
+
+class LateRun(Run):
+    """A run on late lanes, from its second step on.
+
+    Parameters
+    ----------
+    eagerness
+        Probability that queued work runs at an occasion; without occasions it waits for a wait.
+    seed
+        For the choice of that work.
+    streams_weights
+        Whether weights are away between their uses, too. Those of models that are not trained are.
+    slots
+        For the state of that many units.
+    """
+
+    is_umem = True
+
+    def __init__(
+        self,
+        eagerness: float = 0.0,
+        seed: int = 0,
+        size: Size = HOST_SIZE,
+        *,
+        streams_weights: bool = False,
+        slots: int = 2,
+    ) -> None:
+        super().__init__(size, "cpu")
+        self._eagerness, self._seed = eagerness, seed
+        self._streams_weights, self._slots = streams_weights, slots
+        self._trainings: list[StreamedTraining] = []
+        self._weights: list[ModelWeights] = []
+        self._begun: set[int] = set()
+
+    def begin(self) -> None:
+        """Stream what is trained, and is not streamed yet."""
+        for model, optimizers in self.trained:
+            if id(model) not in self._begun:
+                self._begun.add(id(model))
+                self._stream(model, optimizers)
+
+    def _stream(self, model: Any, optimizers: tuple[Any, ...]) -> None:
+        lanes = LazyLanes(model, self._eagerness, self._seed)
+        memory = HostStateMemory(
+            staged_bytes=STAGED_BYTES, parameters=model.parameters(), lanes=lanes
+        )
+        weights = None
+        if self._streams_weights or not optimizers:
+            store = ActivationStore("cpu")
+            weights = ModelWeights(
+                model, lanes, memory, NoRoom(), store, min_bytes=_MIN_WEIGHT_BYTES
+            )
+            weights.begin_call()
+            self._weights.append(weights)
+        pool = SlotPool(memory)
+        for optimizer in optimizers:
+            training = StreamedTraining(model, optimizer, lanes, memory, weights=weights, pool=pool)
+            training.step.units.set_plan(frozenset(), self._slots)
+            self._trainings.append(training)
+
+    @property
+    def active(self) -> int:
+        """Steps that were streamed, and copies of weights that were fetched."""
+        steps = sum(training.counts.streamed for training in self._trainings)
+        return steps + sum(its.streamed.counts.fetched for its in self._weights)
+
+    def close(self) -> None:
+        """End streaming."""
+        for training in self._trainings:
+            training.close()
+        for its in self._weights:
+            its.close()

@@ -1,0 +1,915 @@
+"""The table of readers: ways to use a tensor that an update may still be writing.
+
+A reader is a function of a model, its optimizer and a tensor of theirs, and returns what is
+compared with stock's. Where stock raises, the same error is the value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import hashlib
+import io
+import pickle
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import get_total_norm, parameters_to_vector, vector_to_parameters
+from torch.overrides import TorchFunctionMode, has_torch_function
+from torch.utils import dlpack
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["READERS", "Reader"]
+
+Use = Callable[[Any, Any, Any], Any]
+Held = Generator[None, None, Any]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A way to use a tensor.
+
+    Parameters
+    ----------
+    name
+        Of its function.
+    use
+        Takes model, optimizer and tensor. One that holds is a generator function: the first part
+        runs before the optimizer's step, the second one at the moment of the use.
+    writes
+        Whether it changes the tensor: then it is used between passes, by one thread.
+    passes
+        Whether it calls the model, or goes backward: then it is used between passes.
+    holds
+        Whether it begins before the step.
+    """
+
+    name: str
+    use: Use
+    writes: bool = False
+    passes: bool = False
+    holds: bool = False
+
+
+READERS: dict[str, Reader] = {}
+
+_DLPACK: Any = dlpack
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _add(name: str, use: Use, **kind: bool) -> None:
+    assert name not in READERS, name
+    READERS[name] = Reader(name, use, **kind)
+
+
+def _reads(function: _Function) -> _Function:
+    """Of a tensor alone."""
+    _add(function.__name__, lambda _model, _optimizer, tensor: function(tensor))
+    return function
+
+
+def _goes_backward(function: _Function) -> _Function:
+    _add(function.__name__, lambda _model, _optimizer, tensor: function(tensor), passes=True)
+    return function
+
+
+def _reads_a_training(function: _Function) -> _Function:
+    _add(function.__name__, function)
+    return function
+
+
+def _calls_the_model(function: _Function) -> _Function:
+    _add(function.__name__, function, passes=True)
+    return function
+
+
+def _holds(function: _Function) -> _Function:
+    _add(function.__name__, lambda _model, _optimizer, tensor: function(tensor), holds=True)
+    return function
+
+
+def _writes(function: _Function) -> _Function:
+    def use(_model: Any, _optimizer: Any, tensor: Any) -> Any:
+        with torch.no_grad():
+            return function(tensor)
+
+    _add(function.__name__, use, writes=True)
+    return function
+
+
+# ---- operators of torch ----
+
+_OF_ONE_TENSOR: dict[str, Callable[[Any], Any]] = {
+    "multiplied": lambda t: t * 2,
+    "cloned": lambda t: t.clone(),
+    "detached": lambda t: t.detach(),
+    "by_data": lambda t: t.data,
+    "by_data_of_data": lambda t: t.data.data * 1,
+    "viewed": lambda t: t.view(-1)[:9].clone(),
+    "transposed": lambda t: t.mT if t.ndim > 1 else t.flip(-1),
+    "first_row": lambda t: t[0],
+    "rows": lambda t: [row.sum() for row in t[:2]],
+    "unbound": lambda t: t.unbind()[-1],
+    "chosen_by_numbers": lambda t: t[torch.tensor([0, -1], device=t.device)],
+    "chosen_by_a_mask": lambda t: t[t > 0],
+    "flattened": lambda t: parameters_to_vector([t]),
+    "stacked": lambda t: torch.stack([t, t]),
+    "in_a_list": lambda t: torch._foreach_norm([t, t]),
+    "in_a_list_of_products": lambda t: torch._foreach_mul([t.detach()], 2.0),
+    "norm": lambda t: t.norm(),
+    "norm_of_many": lambda t: get_total_norm([t]),
+    "is_finite": lambda t: t.isfinite().all(),
+    "compared": lambda t: torch.equal(t, t.detach() + 0),
+    "largest": lambda t: t.flatten().topk(1).values,
+    "einsum": lambda t: torch.einsum("...i->...", t),
+    "linear": lambda t: nn.functional.linear(t.new_ones(2, t.shape[-1]), t),
+    "product_with_itself": lambda t: t.mT @ t,
+    "copied_from": lambda t: torch.empty_like(t).copy_(t),
+    "added_to_another": lambda t: torch.add(t.detach(), 1, out=torch.empty_like(t)),
+    "averaged": lambda t: torch.zeros_like(t).lerp_(t.detach(), 0.1),
+    "as_complex": lambda t: torch.view_as_complex(t.detach().reshape(-1, 2)).conj() * 1,
+    "as_float64": lambda t: t.to(torch.float64),
+    "as_float16": lambda t: t.half(),
+    "on_the_host": lambda t: t.cpu(),
+    "on_the_host_without_a_wait": lambda t: t.to("cpu", copy=True),
+    "without_data": lambda t: list(t.to("meta").shape),
+    "item": lambda t: t.sum().item(),
+    "as_list": lambda t: t.flatten()[:5].tolist(),
+    "as_float": lambda t: float(t.flatten()[0]),
+    "as_condition": lambda t: bool(t.flatten()[0] > 0),
+    "printed": repr,
+    "formatted": lambda t: f"{t.detach().flatten()[0]:.6f}",
+    "as_dense_sparse": lambda t: t.detach().to_sparse().to_dense(),
+    "unscaled": lambda t: _unscaled(t.detach()),
+}
+"""One line each."""
+
+for _name, _function in _OF_ONE_TENSOR.items():
+    _add(_name, lambda _model, _optimizer, tensor, function=_function: function(tensor))  # type: ignore[misc]
+
+
+def _unscaled(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """As a GradScaler does it, on a copy."""
+    copied, found = tensor.clone(), torch.zeros(1, device=tensor.device)
+    half = torch.full((1,), 0.5, device=tensor.device)
+    torch._amp_foreach_non_finite_check_and_unscale_([copied], found, half)
+    return [copied, found]
+
+
+# ---- functions that do not ask __torch_function__ ----
+
+_PAST_TORCH_FUNCTION: dict[str, Callable[[Any], Any]] = {
+    "as_tensor": lambda t: torch.as_tensor(t).detach() * 1,
+    "as_tensor_of_another_type": lambda t: torch.as_tensor(t, dtype=torch.float64).detach(),
+    "as_tensor_on_the_host": lambda t: torch.as_tensor(t, device="cpu").detach() * 1,
+    "new_tensor": lambda t: torch.tensor(t),
+    "new_tensor_of": lambda t: torch.zeros(1).new_tensor(t.detach().flatten()[:3]),
+    "as_array": lambda t: torch.asarray(t).detach() * 1,
+    "as_subclass": lambda t: t.as_subclass(torch.Tensor).detach() * 1,
+    "as_parameter": lambda t: nn.Parameter(t).detach() * 1,
+    "as_buffer": lambda t: nn.Buffer(t).detach() * 1,
+    "nested": lambda t: torch.nested.nested_tensor([t.detach(), t.detach()]).to_padded_tensor(0.0),
+    "sparse_of_values": lambda t: torch.sparse_coo_tensor(
+        torch.zeros(2, 1, dtype=torch.int64, device=t.device), t.detach().flatten()[:1], (2, 2)
+    ).to_dense(),
+    "tensors_of_a_list": lambda t: torch.tensor([t.detach().flatten()[0], 1.0]),
+}
+for _name, _function in _PAST_TORCH_FUNCTION.items():
+    _add(_name, lambda _model, _optimizer, tensor, function=_function: function(tensor))  # type: ignore[misc]
+
+
+@torch.jit.script
+def _scripted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x * y).sum() + x.max()
+
+
+@torch.jit.script
+def _scripted_dictionary(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return tensors["a"] * 2
+
+
+@torch.jit.script
+def _scripted_fork(x: torch.Tensor) -> torch.Tensor:
+    sine = torch.jit.fork(torch.sin, x)
+    cosine = torch.jit.fork(torch.cos, x)
+    return torch.jit.wait(sine) + torch.jit.wait(cosine)
+
+
+@torch.jit.script
+def _scripted_shrink(x: torch.Tensor) -> None:
+    x.mul_(0.995)
+
+
+_traced: Any = torch.jit.trace(lambda x: (x * x).sum(), (torch.ones(8, 8),), check_trace=False)
+
+
+@_reads
+def scripted(tensor: Any) -> Any:
+    return _scripted(tensor, tensor)
+
+
+@_reads
+def scripted_with_a_dictionary(tensor: Any) -> Any:
+    return _scripted_dictionary({"a": tensor})
+
+
+@_reads
+def scripted_in_other_threads(tensor: Any) -> Any:
+    return _scripted_fork(tensor.detach())
+
+
+@_reads
+def traced(tensor: Any) -> Any:
+    return _traced(tensor)
+
+
+@_reads
+def mapped(tensor: Any) -> Any:
+    return torch.vmap(lambda row: (row * row).sum())(tensor)
+
+
+@_reads
+def captured_by_a_map(tensor: Any) -> Any:
+    ones = torch.ones(3, device=tensor.device)
+    return torch.vmap(lambda number: (number * tensor).sum())(ones)
+
+
+@_reads
+def gradient_by_func(tensor: Any) -> Any:
+    return torch.func.grad(lambda x: (x**3).sum())(tensor)
+
+
+@_reads
+def captured_by_a_gradient(tensor: Any) -> Any:
+    return torch.func.grad(lambda x: (x * tensor.detach()).sum())(torch.ones_like(tensor))
+
+
+@_reads
+def product_by_func(tensor: Any) -> Any:
+    return torch.func.vjp(lambda x: x.sin(), tensor)[0]
+
+
+@_reads
+def tangent_by_func(tensor: Any) -> Any:
+    return torch.func.jvp(lambda x: x**2, (tensor,), (torch.ones_like(tensor),))
+
+
+@_reads
+def jacobian_by_func(tensor: Any) -> Any:
+    return torch.func.jacrev(lambda x: x.sin().sum())(tensor)
+
+
+@_reads
+def functionalized(tensor: Any) -> Any:
+    return torch.func.functionalize(lambda x: x.clone().add_(1))(tensor.detach())
+
+
+@_reads
+def dual_number(tensor: Any) -> Any:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
+        return forward_ad.unpack_dual(dual**2).tangent
+
+
+@_reads
+def traced_by_fx(tensor: Any) -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(lambda x: (x * 2).sum())(tensor)(tensor)
+
+
+# ---- modes, classes and functions of the program ----
+
+
+class _Tagged(torch.Tensor):
+    """A class of tensors, as libraries have them."""
+
+
+class _PassesOn(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Counts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor that has another one, and uses it in each operator."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
+        made: _Wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
+        return made
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.held = inner
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        inner = [each.held if isinstance(each, _Wrapper) else each for each in args]
+        return func(*inner, **(kwargs or {}))
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] * weight, None
+
+
+@torch.library.custom_op("umem_sound::doubled", mutates_args=())
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x.detach() * 2
+
+
+@_reads
+def tagged(tensor: Any) -> Any:
+    return (tensor.as_subclass(_Tagged) * 2).as_subclass(torch.Tensor)
+
+
+@_reads
+def wrapped_by_a_class(tensor: Any) -> Any:
+    return _Wrapper(tensor.detach()) * 2
+
+
+@_reads
+def under_a_function_mode(tensor: Any) -> Any:
+    with _PassesOn():
+        return (tensor * 2).sum()
+
+
+@_reads
+def under_a_dispatch_mode(tensor: Any) -> Any:
+    with _Counts() as mode:
+        total = (tensor * 2).sum()
+    return total, [name in mode.calls for name in ("aten.mul.Tensor", "aten.sum.default")]
+
+
+@_reads
+def under_fake_tensors(tensor: Any) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        shape = list((mode.from_tensor(tensor) * 2).shape)
+    return shape, tensor.detach() * 1
+
+
+@_reads
+def under_a_device(tensor: Any) -> Any:
+    with torch.device(tensor.device):
+        return tensor * torch.ones(1)
+
+
+@_reads
+def under_inference_mode(tensor: Any) -> Any:
+    with torch.inference_mode():
+        return (tensor * 2).clone()
+
+
+@_reads
+def under_autocast(tensor: Any) -> Any:
+    with torch.autocast(tensor.device.type, torch.bfloat16):
+        return tensor.mT @ tensor if tensor.ndim > 1 else tensor * 2
+
+
+@_reads
+def by_an_operator_of_the_program(tensor: Any) -> Any:
+    return _doubled(tensor)
+
+
+@_reads
+def classes(tensor: Any) -> Any:
+    return (
+        *(type(tensor).__name__, type(tensor) in (torch.Tensor, nn.Parameter)),
+        *(isinstance(tensor, nn.Parameter), tensor.__class__ is type(tensor)),
+        has_torch_function((tensor,)),
+    )
+
+
+@_reads
+def facts(tensor: Any) -> Any:
+    """What needs no value."""
+    return (
+        *(list(tensor.shape), tensor.dtype, tensor.stride(), tensor.is_leaf),
+        *(tensor.requires_grad, tensor.is_contiguous(), tensor.nbytes, tensor.dim()),
+    )
+
+
+@_reads
+def key_of_a_dictionary(tensor: Any) -> Any:
+    return {tensor: 1}[tensor], tensor.detach() * 1
+
+
+# ---- memory, copies and files ----
+
+
+@_reads
+def by_storage(tensor: Any) -> Any:
+    empty = torch.empty(0, device=tensor.device, dtype=tensor.dtype)
+    storage = tensor.untyped_storage()
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()) * 1
+
+
+@_reads
+def storage_copied(tensor: Any) -> Any:
+    return torch.tensor(tensor.untyped_storage().cpu().clone()[:64].tolist())
+
+
+@_reads
+def by_set(tensor: Any) -> Any:
+    return torch.empty(0, device=tensor.device, dtype=tensor.dtype).set_(tensor.detach()) * 1
+
+
+@_reads
+def by_numpy(tensor: Any) -> Any:
+    return torch.from_numpy(np.array(tensor.detach().cpu().numpy()))
+
+
+@_reads
+def by_protocol_of_arrays(tensor: Any) -> Any:
+    return torch.from_numpy(np.array(np.asarray(tensor.detach())))
+
+
+@_reads
+def by_dlpack(tensor: Any) -> Any:
+    return _DLPACK.from_dlpack(tensor.detach()) * 1
+
+
+@_reads
+def by_old_dlpack(tensor: Any) -> Any:
+    return _DLPACK.from_dlpack(_DLPACK.to_dlpack(tensor.detach())) * 1
+
+
+@_reads
+def by_address(tensor: Any) -> Any:
+    """On the host: an address that is used at once."""
+    if tensor.is_cuda:
+        return tensor.data_ptr() > 0
+    return hashlib.sha256(ctypes.string_at(tensor.data_ptr(), tensor.nbytes)).hexdigest()
+
+
+@_reads
+def deep_copied(tensor: Any) -> Any:
+    return copy.deepcopy(tensor)
+
+
+@_reads
+def pickled(tensor: Any) -> Any:
+    return pickle.loads(pickle.dumps(tensor))
+
+
+@_reads
+def saved(tensor: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"tensor": tensor}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["tensor"]
+
+
+@_reads
+def flattened_with_others(tensor: Any) -> Any:
+    from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+    flat = _flatten_dense_tensors([tensor.detach(), torch.ones_like(tensor)])
+    return _unflatten_dense_tensors(flat, [tensor, tensor])[0]
+
+
+# ---- the autograd engine ----
+
+
+@_goes_backward
+def saved_by_a_graph(tensor: Any) -> Any:
+    x = torch.ones_like(tensor, requires_grad=True)
+    return torch.autograd.grad((x * tensor.detach()).sum(), x)
+
+
+@_goes_backward
+def saved_by_a_function(tensor: Any) -> Any:
+    x = torch.ones_like(tensor, requires_grad=True)
+    output: Any = _Saves.apply(x, tensor.detach())  # type: ignore[no-untyped-call]
+    return torch.autograd.grad(output.sum(), x)
+
+
+@_goes_backward
+def saved_by_hooks(tensor: Any) -> Any:
+    packed: list[torch.Tensor] = []
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        packed.append(value.detach().clone())
+        return value
+
+    x = torch.ones_like(tensor, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        output = (x * tensor.detach()).sum()
+    return torch.autograd.grad(output, x), packed
+
+
+@_goes_backward
+def saved_on_the_host(tensor: Any) -> Any:
+    x = torch.ones_like(tensor, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        output = (x * tensor.detach()).sum()
+    return torch.autograd.grad(output, x)
+
+
+@_goes_backward
+def checkpointed(tensor: Any) -> Any:
+    x = torch.ones_like(tensor, requires_grad=True)
+    output: Any = checkpoint(lambda a, b: a * b, x, tensor.detach(), use_reentrant=False)
+    return torch.autograd.grad(output.sum(), x)
+
+
+@_goes_backward
+def checkpointed_in_the_old_way(tensor: Any) -> Any:
+    x = torch.ones_like(tensor, requires_grad=True)
+    output: Any = checkpoint(lambda a: a * tensor.detach(), x, use_reentrant=True)
+    output.sum().backward()
+    return x.grad
+
+
+@_goes_backward
+def second_derivative(tensor: Any) -> Any:
+    return torch.autograd.functional.hvp(
+        lambda x: (x**3).sum(), tensor.detach(), torch.ones_like(tensor)
+    )[1]
+
+
+@_goes_backward
+def penalty(tensor: Any) -> Any:
+    """A gradient for the tensor itself, which a stock weight gets."""
+    return torch.autograd.grad((tensor**2).sum(), tensor)
+
+
+@_goes_backward
+def backward_in_a_thread(tensor: Any) -> Any:
+    found: list[Any] = []
+
+    def go() -> None:
+        x = torch.ones_like(tensor, requires_grad=True)
+        found.extend(torch.autograd.grad((x * tensor.detach()).square().sum(), x))
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    thread.join()
+    return found
+
+
+# ---- a training ----
+
+
+def _sample(model: Any) -> torch.Tensor:
+    weight = model.head.weight
+    return torch.ones(2, weight.shape[1], device=weight.device)
+
+
+@_reads_a_training
+def classes_of_weights(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    return [type(weight) is nn.Parameter for weight in model.parameters()]
+
+
+@_reads_a_training
+def average_of_weights(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    weights = [weight.detach() for weight in model.head.parameters()]
+    means = [torch.zeros_like(weight) for weight in weights]
+    torch._foreach_lerp_(means, weights, 0.1)
+    return means
+
+
+@_reads_a_training
+def norm_of_gradients(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    return get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+
+
+@_reads_a_training
+def which_gradients(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    return [weight.grad is None for weight in model.parameters()]
+
+
+@_reads_a_training
+def dictionary_of_weights(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    return model.blocks[-1].state_dict()
+
+
+@_reads_a_training
+def dictionary_saved(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model.blocks[0].state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@_reads_a_training
+def block_copied(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    return copy.deepcopy(model.head).state_dict()
+
+
+@_reads_a_training
+def state_copied(model: Any, optimizer: Any, _tensor: Any) -> Any:
+    return copy.deepcopy(dict(optimizer.state[model.head.weight]))
+
+
+@_reads_a_training
+def dictionary_of_the_optimizer(_model: Any, optimizer: Any, _tensor: Any) -> Any:
+    return list(optimizer.state_dict()["state"].values())[-2:]
+
+
+@_reads_a_training
+def modules_stacked(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    weights, _ = torch.func.stack_module_state([each.norm for each in model.blocks])
+    return weights
+
+
+@_calls_the_model
+def evaluation(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    with torch.no_grad():
+        return model(_sample(model))
+
+
+@_calls_the_model
+def evaluation_in_inference_mode(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    with torch.inference_mode():
+        return model(_sample(model)).clone()
+
+
+@_calls_the_model
+def one_block(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    return model.blocks[-1](_sample(model))
+
+
+@_calls_the_model
+def one_layer(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    return model.blocks[-1].up(_sample(model))
+
+
+@_calls_the_model
+def called_with_other_weights(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    weights = {"weight": model.head.weight * 2, "bias": model.head.bias}
+    return torch.func.functional_call(model.head, weights, (_sample(model),))
+
+
+@_calls_the_model
+def gradient_of_a_further_pass(model: Any, _optimizer: Any, _tensor: Any) -> Any:
+    return torch.autograd.grad(model(_sample(model)).sum(), [model.head.weight])
+
+
+# ---- begun before the step ----
+
+
+@_holds
+def view_held(tensor: Any) -> Held:
+    view = tensor.view(-1)
+    yield
+    return view.detach() * 1
+
+
+@_holds
+def row_held(tensor: Any) -> Held:
+    row = tensor[0]
+    yield
+    return row.detach() * 1
+
+
+@_holds
+def detached_held(tensor: Any) -> Held:
+    alias = tensor.detach()
+    yield
+    return alias * 1
+
+
+@_holds
+def data_held(tensor: Any) -> Held:
+    alias = tensor.data
+    yield
+    return alias * 1
+
+
+@_holds
+def parameter_held(tensor: Any) -> Held:
+    other = nn.Parameter(tensor.detach(), requires_grad=False)
+    yield
+    return other * 1
+
+
+@_holds
+def subclass_held(tensor: Any) -> Held:
+    other = tensor.detach().as_subclass(_Tagged)
+    yield
+    return (other * 1).as_subclass(torch.Tensor)
+
+
+@_holds
+def storage_held(tensor: Any) -> Held:
+    storage, empty = tensor.untyped_storage(), torch.empty(0, device=tensor.device)
+    yield
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()) * 1
+
+
+@_holds
+def array_held(tensor: Any) -> Held:
+    array = tensor.detach().numpy()
+    yield
+    return torch.from_numpy(array.copy())
+
+
+@_holds
+def dlpack_held(tensor: Any) -> Held:
+    other = _DLPACK.from_dlpack(tensor.detach())
+    yield
+    return other * 1
+
+
+@_holds
+def wrapper_held(tensor: Any) -> Held:
+    wrapper = _Wrapper(tensor.detach())
+    yield
+    return wrapper * 2
+
+
+@_holds
+def itself_held(tensor: Any) -> Held:
+    """The object itself, such as of a gradient that zero_grad() drops."""
+    kept = [tensor]
+    yield
+    return kept[0].detach() * 1
+
+
+@_holds
+def old_graph(tensor: Any) -> Held:
+    """Of a product, whose gradient is the tensor that it has saved."""
+    x = torch.ones_like(tensor, requires_grad=True)
+    output = (x * tensor.detach()).sum()
+    yield
+    with torch.enable_grad():
+        return torch.autograd.grad(output, x)
+
+
+@_holds
+def old_graph_of_the_tensor_itself(tensor: Any) -> Held:
+    x = torch.ones_like(tensor, requires_grad=True)
+    output = (x * tensor).sum()
+    yield
+    return torch.autograd.grad(output, x)
+
+
+@_holds
+def old_graph_of_a_layer(tensor: Any) -> Held:
+    x = torch.ones(2, tensor.shape[-1], device=tensor.device, requires_grad=True)
+    output = nn.functional.linear(x, tensor).sum()
+    yield
+    return torch.autograd.grad(output, x)
+
+
+@_holds
+def old_closure(tensor: Any) -> Held:
+    def read() -> Any:
+        return tensor.detach() * 1
+
+    yield
+    return read()
+
+
+# ---- changes ----
+
+
+@_writes
+def shrunk(tensor: Any) -> None:
+    tensor.mul_(0.995)
+
+
+@_writes
+def shrunk_by_data(tensor: Any) -> None:
+    tensor.data.mul_(0.995)
+
+
+@_writes
+def shrunk_by_detach(tensor: Any) -> None:
+    tensor.detach().mul_(0.995)
+
+
+@_writes
+def shrunk_by_script(tensor: Any) -> None:
+    _scripted_shrink(tensor)
+
+
+@_writes
+def shrunk_in_a_list(tensor: Any) -> None:
+    torch._foreach_mul_([tensor], 0.995)
+
+
+@_writes
+def shrunk_by_a_view(tensor: Any) -> None:
+    tensor.view(-1)[:5].mul_(0.995)
+
+
+@_writes
+def shrunk_by_an_item(tensor: Any) -> None:
+    tensor[0] = tensor[0] * 0.995
+
+
+@_writes
+def shrunk_by_numpy(tensor: Any) -> None:
+    array = tensor.detach().numpy()
+    array *= np.float32(0.995)
+
+
+@_writes
+def shrunk_by_dlpack(tensor: Any) -> None:
+    _DLPACK.from_dlpack(tensor.detach()).mul_(0.995)
+
+
+@_writes
+def shrunk_by_storage(tensor: Any) -> None:
+    by_set_: Any = torch.empty(0, device=tensor.device, dtype=tensor.dtype)
+    by_set_.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()).mul_(0.995)
+
+
+@_writes
+def result_of_an_operator(tensor: Any) -> None:
+    torch.mul(tensor.detach(), 0.995, out=tensor.detach())
+
+
+@_writes
+def copied_into(tensor: Any) -> None:
+    tensor.copy_(tensor.clone() * 0.995)
+
+
+@_writes
+def clamped(tensor: Any) -> None:
+    tensor.clamp_(-1, 1)
+
+
+@_writes
+def zeroed(tensor: Any) -> None:
+    tensor.zero_()
+
+
+@_writes
+def filled(tensor: Any) -> None:
+    """Without a look at the old values: an update that comes later must not undo it."""
+    tensor.fill_(0.01)
+
+
+@_writes
+def initialised(tensor: Any) -> None:
+    torch.manual_seed(7)
+    nn.init.uniform_(tensor, 0.01, 0.02)
+
+
+@_writes
+def filled_by_a_vector(tensor: Any) -> None:
+    vector_to_parameters(parameters_to_vector([tensor]).detach() * 0.995, [tensor])
+
+
+@_writes
+def data_replaced(tensor: Any) -> None:
+    tensor.data = tensor.data * 0.995
+
+
+@_writes
+def data_put_back(tensor: Any) -> Any:
+    """As offloaders do: the data is kept by another tensor, and comes back."""
+    kept = tensor.data
+    tensor.data = torch.zeros_like(kept)
+    tensor.data = kept
+    return tensor.detach() * 1
+
+
+@_writes
+def gradients_asked_for_anew(tensor: Any) -> Any:
+    with contextlib.suppress(RuntimeError):  # of a step count of integers
+        tensor.requires_grad_(tensor.requires_grad)
+    return tensor.detach() * 1
+
+
+@_writes
+def swapped_and_back(tensor: Any) -> Any:
+    other = copy.deepcopy(tensor)
+    torch.utils.swap_tensors(tensor, other)
+    torch.utils.swap_tensors(tensor, other)
+    return tensor.detach() * 1

@@ -1,0 +1,37 @@
+"""Small programs on the CPU's late lanes: no value differs from stock's, whatever reads it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from late_runs import LateRun
+from small_trainings import HOST_SIZE, Program, Run
+from sound_programs import PROGRAMS
+
+ON_HOST = [each for each in PROGRAMS.values() if each.runs_on_host]
+
+
+@functools.cache
+def stock(program: Program) -> dict[str, str]:
+    """What two stock runs record, which must be the same."""
+    first, second = (trained(program, Run(HOST_SIZE, "cpu")) for _ in range(2))
+    assert first == second
+    return first
+
+
+def trained(program: Program, run: Run) -> dict[str, str]:
+    program.train(run)
+    try:
+        return run.results()
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.7])
+@pytest.mark.parametrize("streams_weights", [False, True])
+@pytest.mark.parametrize("program", ON_HOST, ids=lambda each: each.name)
+def test_every_step_is_stocks(program: Program, streams_weights: bool, eagerness: float) -> None:
+    run = LateRun(eagerness, streams_weights=streams_weights)
+    assert trained(program, run) == stock(program)
+    assert run.active, "nothing was deferred or away: equal means nothing"
