@@ -227,25 +227,37 @@ std::vector<std::uintptr_t> addresses_of(const py::iterable& tensors) {
   return addresses;
 }
 
-/// Leaves tensors alone: neither guards nor torch functions of other classes see what it does.
-class Unguarded {
+/// A thread uses tensors as they are: no guard sees it.
+class PastGuards {
  public:
   void enter() {
     was_excluded_ = c10::impl::tls_is_dispatch_key_excluded(kKey);
-    state_ = at::impl::PythonTorchFunctionTLS::get_disabled_state();
     c10::impl::tls_set_dispatch_key_excluded(kKey, true);
-    if (state_ == at::impl::TorchFunctionDisabledState::ENABLED)
-      at::impl::PythonTorchFunctionTLS::set_disabled_state(
-          at::impl::TorchFunctionDisabledState::SUBCLASSES_DISABLED);
   }
-  void leave() {
-    c10::impl::tls_set_dispatch_key_excluded(kKey, was_excluded_);
-    at::impl::PythonTorchFunctionTLS::set_disabled_state(state_);
-  }
+  void leave() { c10::impl::tls_set_dispatch_key_excluded(kKey, was_excluded_); }
 
  private:
   bool was_excluded_ = false;
-  at::impl::TorchFunctionDisabledState state_ = at::impl::TorchFunctionDisabledState::ENABLED;
+};
+
+/// The same, and torch functions of subclasses see nothing either.
+class Unguarded : public PastGuards {
+  using State = at::impl::TorchFunctionDisabledState;
+  using Functions = at::impl::PythonTorchFunctionTLS;
+
+ public:
+  void enter() {
+    PastGuards::enter();
+    state_ = Functions::get_disabled_state();
+    if (state_ == State::ENABLED) Functions::set_disabled_state(State::SUBCLASSES_DISABLED);
+  }
+  void leave() {
+    PastGuards::leave();
+    Functions::set_disabled_state(state_);
+  }
+
+ private:
+  State state_ = State::ENABLED;
 };
 
 /// An argument for Python; null for one of another kind.
@@ -258,12 +270,12 @@ py::object to_python(const c10::IValue& value) {
   if (value.isBool()) return py::cast(value.toBool());
   if (!value.isList()) return {};
   py::list list;
-  for (const c10::IValue item : value.toListRef()) {
+  for (const c10::IValue& item : value.toListRef()) {
     auto object = to_python(item);
     if (!object) return {};
     list.append(std::move(object));
   }
-  return std::move(list);
+  return list;
 }
 
 /// Has a guard run an operator. False if it does not.
@@ -339,10 +351,10 @@ template <typename Visit>
 bool any_tensor(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) return visit(value.toTensor());
   if (value.isTensorList()) {
-    for (const at::Tensor tensor : value.toTensorList())
+    for (const at::Tensor& tensor : value.toTensorVector())
       if (visit(tensor)) return true;
   } else if (value.isList()) {
-    for (const c10::IValue item : value.toListRef())
+    for (const c10::IValue& item : value.toListRef())
       if (any_tensor(item, visit)) return true;
   } else if (value.isTuple()) {
     for (const auto& item : value.toTupleRef().elements())
@@ -400,6 +412,14 @@ bool probe() {
   return !is_guarded(tensor);
 }
 
+template <typename Context>
+void bind_context(py::module_& module, const char* name) {
+  py::class_<Context>(module, name)
+      .def(py::init<>())
+      .def("__enter__", [](Context& self) { self.enter(); })
+      .def("__exit__", [](Context& self, const py::args&) { self.leave(); });
+}
+
 }  // namespace
 
 void bind_guard(py::module_& module) {
@@ -414,10 +434,8 @@ void bind_guard(py::module_& module) {
       .def("give_back", &Guard::give_back)
       .def("holds", &Guard::holds)
       .def_property_readonly("was_used", &Guard::was_used);
-  py::class_<Unguarded>(module, "Unguarded")
-      .def(py::init<>())
-      .def("__enter__", [](Unguarded& self) { self.enter(); })
-      .def("__exit__", [](Unguarded& self, const py::args&) { self.leave(); });
+  bind_context<PastGuards>(module, "PastGuards");
+  bind_context<Unguarded>(module, "Unguarded");
   module.attr("KEY") = static_cast<int>(kKey);
   module.def("probe", &probe);
   module.def("guard_of", &guard_of);

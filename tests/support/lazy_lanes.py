@@ -27,7 +27,7 @@ from umem.core.classes import TensorClass
 from umem.executor.optimizer.lanes import Copy, Lane, Lanes, untraced
 from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.runtime.guard import can_guard
-from umem.runtime.unguarded import Unguarded
+from umem.runtime.unguarded import PastGuards, Unguarded
 
 __all__ = ["CountedMemory", "HostStateMemory", "LazyLanes"]
 
@@ -216,7 +216,7 @@ class LazyLanes(Lanes):
         gradient: Any = nn.Parameter.grad
         queued = []
         # What has waited may be within a transform of torch.func.
-        with Unguarded(), torch._C._DisableFuncTorch():
+        with PastGuards(), torch._C._DisableFuncTorch():
             for parameter, of in task.gradients:
                 seen = gradient.__get__(parameter)
                 if seen is not of:  # most are as they were

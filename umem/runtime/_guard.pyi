@@ -34,8 +34,8 @@ class Guard:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it guards a tensor."""
 
-class Unguarded:
-    """A context in which guards, and torch functions of subclasses, see nothing."""
+class PastGuards:
+    """A context in which no guard sees what this thread does."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -44,6 +44,9 @@ class Unguarded:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+class Unguarded(PastGuards):
+    """The same, in which torch functions of subclasses see nothing either."""
 
 def guard_of(tensor: torch.Tensor) -> Guard | None:
     """The guard of a tensor."""

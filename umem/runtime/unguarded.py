@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ import torch
 from umem.runtime.native_guard import native_guard
 from umem.torch_compat import DisableTorchFunctionSubclass
 
-__all__ = ["Unguarded", "addresses_of"]
+__all__ = ["PastGuards", "Unguarded", "addresses_of"]
 
 _native: Any = native_guard()
 
+PastGuards: Any = nullcontext if _native is None else _native.PastGuards
+"""A context in which no guard sees what this thread does to tensors."""
+
 Unguarded: Any = DisableTorchFunctionSubclass if _native is None else _native.Unguarded
-"""A context in which this thread uses tensors as they are: past guards, and past subclasses."""
+"""The same, in which subclasses see nothing either."""
 
 
 def addresses_of(tensors: Collection[torch.Tensor]) -> list[int]:

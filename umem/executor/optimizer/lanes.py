@@ -20,6 +20,7 @@ from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import CurrentStream, is_own_stream, own_stream, run_on
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
+from umem.runtime.unguarded import PastGuards
 from umem.torch_compat import set_tracing_state, tracing_state
 
 __all__ = ["Copy", "CudaLanes", "HostLanes", "Lane", "Lanes", "Moment", "cuda_lanes", "untraced"]
@@ -172,7 +173,7 @@ class HostLanes(Lanes):
     ) -> Moment:
         """Run the work."""
         del lane, after, uses
-        with untraced():
+        with untraced(), PastGuards():
             work()
         return _OVER
 
@@ -252,7 +253,7 @@ class CudaLanes(Lanes):
         for moment in after:
             if moment.stream is not stream:
                 moment.event.wait(stream)
-        with untraced():
+        with untraced(), PastGuards():
             if lane is Lane.UPDATE:
                 run_on(stream, work)
             else:  # copies name their stream, which takes less time than to change torch's
