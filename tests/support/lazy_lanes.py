@@ -254,6 +254,10 @@ def _parameters_below(module: nn.Module) -> Iterator[Any]:
             yield from _parameters_below(child)
 
 
+def _overwrite(memory: bytearray) -> None:
+    memory[:] = b"\xff" * len(memory)
+
+
 class HostStateMemory(StateMemory):
     """State in host memory from `min_bytes` on, and what was placed on the "device" elsewhere.
 
@@ -308,11 +312,13 @@ class HostStateMemory(StateMemory):
         return sum(self._on_device.values())
 
     def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
-        """Memory that is NaN as any floating point number."""
+        """Memory that is NaN as any floating point number, before its use and behind it."""
         if self.refuses():
             return None
         memory = bytearray(b"\xff" * tensor.nbytes)
-        home = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+        lent = memoryview(memory)  # goes with the storage
+        home = torch.frombuffer(lent, dtype=tensor.dtype).view(tensor.shape)
+        weakref.finalize(lent, _overwrite, memory).atexit = False
         self._homes[home.data_ptr()] = memory
         return home
 
