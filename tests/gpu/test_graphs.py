@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from poison import NOT_POISONED
 from torch import nn
 from torch.testing import assert_close
 
@@ -148,6 +149,7 @@ def test_a_pool_is_released_with_its_graph() -> None:
     assert torch.cuda.memory_reserved() <= reserved + 2 * MIB
 
 
+@NOT_POISONED
 def test_streams_recorded_inside_a_capture() -> None:
     side = torch.cuda.Stream()
     inputs = torch.zeros(MIB, device="cuda")
@@ -174,6 +176,7 @@ def test_streams_recorded_inside_a_capture() -> None:
     assert_all_given_back()
 
 
+@NOT_POISONED
 def test_eager_blocks_freed_during_a_capture() -> None:
     """Older blocks, one used by the captured stream and one by an idle stream."""
     idle = torch.cuda.Stream()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from poison import NOT_POISONED
 
 import umem
 from umem.runtime.state import runtime
@@ -50,6 +51,7 @@ class TestStatistics:
             (20 * MIB + 7, 20 * MIB + 64 * KIB),
         ],
     )
+    @NOT_POISONED
     def test_bytes_are_exact(self, asked: int, given: int) -> None:
         names = ("allocated_bytes", "requested_bytes", "active_bytes", "allocation")
         before = {name: stat(f"{name}.all.current") for name in names}
@@ -248,6 +250,7 @@ class TestCache:
         assert torch.cuda.memory_allocated() == before
 
 
+@NOT_POISONED
 class TestRecordStream:
     """A block that another stream uses is not reused before that work ends."""
 

@@ -93,6 +93,7 @@ def model_graphed_late(run: Run) -> None:
         loss.backward()
         optimizer.step()
         run.record("loss", loss)
+        del loss  # with its graph, whose nodes are of the stream outside of a capture
 
 
 @program("cuda")

@@ -127,7 +127,7 @@ class Training:
         self.scaler.scale(loss).backward()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-        self.places = [it.data_ptr() for it in self.model.parameters()]
+        self.places = addresses_of(list(self.model.parameters()))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.losses.append(loss.detach())
@@ -225,7 +225,7 @@ def averaged_by_a_graph(training: Training) -> None:
 def evaluated_by_a_graph(training: Training) -> None:
     """The same with a forward pass of the whole model."""
     if len(training.losses) == 6:
-        batch = torch.ones(8, HIDDEN, device="cuda")
+        training.kept = batch = torch.ones(8, HIDDEN, device="cuda")
         with torch.no_grad(), torch.cuda.graph(training.graph):
             training.replayed = training.model(batch)
     if training.replayed is not None:

@@ -1,0 +1,15 @@
+"""Tests that the allocator's poison keeps from seeing what they look for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+__all__ = ["NOT_POISONED"]
+
+NOT_POISONED = pytest.mark.skipif(
+    os.environ.get("UMEM_POISON") == "1",
+    reason="UMEM_POISON keeps a freed block until its stream asks for memory again",
+)
+"""For tests of when memory is used anew."""
