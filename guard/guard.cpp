@@ -96,7 +96,9 @@ class Guard {
   Guard(const Guard&) = delete;
   Guard& operator=(const Guard&) = delete;
 
-  py::list hold(const py::list& tensors, std::optional<std::vector<Event>> events);
+  void hold(
+      const py::list& tensors, std::optional<std::vector<Event>> events,
+      std::optional<py::list> held);
   void release();
   void give_back(const py::list& tensors);
   bool holds(const at::Tensor& tensor);
@@ -131,8 +133,9 @@ auto find(std::vector<Entry>& some, c10::TensorImpl* tensor) {
   });
 }
 
-py::list Guard::hold(const py::list& tensors, std::optional<std::vector<Event>> events) {
-  py::list held;
+void Guard::hold(
+    const py::list& tensors, std::optional<std::vector<Event>> events,
+    std::optional<py::list> held) {
   const py::handle self = py::cast(this);
   const std::lock_guard lock(mutex);
   events_ = std::move(events);
@@ -151,9 +154,8 @@ py::list Guard::hold(const py::list& tensors, std::optional<std::vector<Event>> 
     held_.emplace_back(memory, tensor);
     set_key(tensor, true);
     if (denies_pointer()) deny_pointer(tensor, true);
-    held.append(object);
+    if (held) held->append(object);
   }
-  return held;
 }
 
 void Guard::drop(const void* memory, c10::TensorImpl* tensor) {

@@ -28,21 +28,24 @@ _DLPACK = ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (tor
 _wait: Callable[[Any], None] | None = None
 _replaced: list[tuple[Any, str, Any]] = []
 """Attributes to put back: a class, a name, and what it had itself; None if it had nothing."""
+_is_complete = True
+"""Whether all are replaced, or put back, for `_wait`."""
 _listeners: list[Callable[[torch.Tensor], None]] = []
 
 
 def wait_at_attributes(wait: Callable[[Any], None] | None) -> None:
     """Call a function with each tensor whose memory is taken; None for no function any more."""
-    global _wait
-    if wait is _wait:
+    global _wait, _is_complete
+    if wait is _wait and _is_complete:
         return
-    _wait = wait
+    _wait, _is_complete = wait, False  # what an interrupt cuts short, another call completes
     while _replaced:
-        owner, name, before = _replaced.pop()
-        if before is None:
-            delattr(owner, name)
-        else:
+        owner, name, before = _replaced[-1]
+        if before is not None:
             setattr(owner, name, before)
+        elif name in vars(owner):
+            delattr(owner, name)
+        _replaced.pop()
     if wait is not None:
         watch_exports()
         for name in _METHODS:
@@ -50,6 +53,7 @@ def wait_at_attributes(wait: Callable[[Any], None] | None) -> None:
         _replace(torch.Tensor, "data", _waiting_data(wait))
         scripted: Any = torch.jit.ScriptFunction
         _replace(scripted, "__call__", _behind_arguments(wait, scripted.__call__))
+    _is_complete = True
 
 
 def _replace(owner: Any, name: str, by: Any) -> None:
