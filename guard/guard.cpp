@@ -96,7 +96,9 @@ class Guard {
   Guard(const Guard&) = delete;
   Guard& operator=(const Guard&) = delete;
 
-  py::list hold(const py::list& tensors, std::optional<std::vector<Event>> events);
+  void hold(
+      const py::list& tensors, std::optional<std::vector<Event>> events,
+      std::optional<py::list> held);
   void release();
   void give_back(const py::list& tensors);
   bool holds(const at::Tensor& tensor);
@@ -109,7 +111,7 @@ class Guard {
   friend bool settle(const at::Tensor&, const c10::OperatorHandle*, torch::jit::Stack*);
   void drop(const void* memory, c10::TensorImpl* tensor);
 
-  std::vector<std::pair<const void*, c10::TensorImpl*>> held_;
+  std::unordered_map<c10::TensorImpl*, const void*> held_;  // with their memory
   bool denies_pointer() const { return events_ && !events_->empty(); }
 
   std::optional<std::vector<Event>> events_;  // none: only Python can wait
@@ -131,8 +133,9 @@ auto find(std::vector<Entry>& some, c10::TensorImpl* tensor) {
   });
 }
 
-py::list Guard::hold(const py::list& tensors, std::optional<std::vector<Event>> events) {
-  py::list held;
+void Guard::hold(
+    const py::list& tensors, std::optional<std::vector<Event>> events,
+    std::optional<py::list> held) {
   const py::handle self = py::cast(this);
   const std::lock_guard lock(mutex);
   events_ = std::move(events);
@@ -141,19 +144,20 @@ py::list Guard::hold(const py::list& tensors, std::optional<std::vector<Event>> 
     auto* tensor = THPVariable_Unpack(object.ptr()).unsafeGetTensorImpl();
     const void* memory = memory_of(tensor);
     auto& some = entries[memory];
-    some.erase(
-        std::remove_if(
-            some.begin(), some.end(), [](const Entry& entry) { return entry.tensor.expired(); }),
-        some.end());
+    const auto gone = std::stable_partition(
+        some.begin(), some.end(), [](const Entry& entry) { return !entry.tensor.expired(); });
+    for (auto entry = gone; entry != some.end(); ++entry)
+      entry->guard->held_.erase(entry->tensor._unsafe_get_target());
+    some.erase(gone, some.end());
     if (find(some, tensor) != some.end()) continue;
+    if (const auto known = held_.find(tensor); known != held_.end()) drop(known->second, tensor);
     auto strong = c10::intrusive_ptr<c10::TensorImpl>::unsafe_reclaim_from_nonowning(tensor);
     some.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(strong), this, self});
-    held_.emplace_back(memory, tensor);
+    held_[tensor] = memory;
     set_key(tensor, true);
     if (denies_pointer()) deny_pointer(tensor, true);
-    held.append(object);
+    if (held) held->append(object);
   }
-  return held;
 }
 
 void Guard::drop(const void* memory, c10::TensorImpl* tensor) {
@@ -172,7 +176,7 @@ void Guard::drop(const void* memory, c10::TensorImpl* tensor) {
 
 void Guard::release() {
   const std::lock_guard lock(mutex);
-  for (const auto& [memory, tensor] : held_) drop(memory, tensor);
+  for (const auto& [tensor, memory] : held_) drop(memory, tensor);
   held_.clear();
   events_.reset();
 }
@@ -181,11 +185,9 @@ void Guard::give_back(const py::list& tensors) {
   const std::lock_guard lock(mutex);
   for (const py::handle object : tensors) {
     auto* tensor = THPVariable_Unpack(object.ptr()).unsafeGetTensorImpl();
-    const auto entry = std::find_if(held_.begin(), held_.end(), [tensor](const auto& it) {
-      return it.second == tensor;
-    });
+    const auto entry = held_.find(tensor);
     if (entry == held_.end()) continue;
-    drop(entry->first, tensor);
+    drop(entry->second, tensor);
     held_.erase(entry);
   }
 }

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.executor.streamed_training import StreamedTraining
+from umem.runtime.guard import guard_of
 from umem.runtime.model_parts import plain_tensors
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import fsdp_groups, fsdp_modules
@@ -606,7 +607,7 @@ def end_while_updates_run(streams: Streams | None) -> dict[str, Any]:
 
 
 def is_guarded(it: object) -> bool:
-    return issubclass(type(it), torch.Tensor) and hasattr(type(it), "guard")
+    return issubclass(type(it), torch.Tensor) and guard_of(it) is not None
 
 
 def held(streams: Streams | None, tensors_of: Callable[[Program], list[Any]]) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.runtime import cuda_streams
 from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.class_override import class_override
+from umem.runtime.guard import Guard
 from umem.runtime.torch_hooks import saved_tensors
 from umem.torch_compat import InferenceMode
 
@@ -112,6 +114,48 @@ def test_a_gradient_is_multiplied_once_by_each_factor() -> None:
         _has_gradients()
 
     interrupt(act, check)
+
+
+# ------------------------------------------------------------------ guards of tensors
+
+
+@pytest.mark.slow
+def test_a_guard_sees_all_uses_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever an interrupt cuts its hold or its release short, another call completes it."""
+    monkeypatch.setattr("umem.runtime.guard._guards", WeakSet())  # no test before this one has any
+    uses: list[None] = []
+    guard = Guard(lambda: uses.append(None))
+    tensors = [torch.ones(2), torch.ones(2)]
+    ways: list[Callable[[torch.Tensor], object]] = [
+        torch.neg,
+        torch.Tensor.detach,
+        lambda it: it.data_ptr(),
+        lambda it: it.untyped_storage(),
+        lambda it: it.data,
+    ]
+
+    def act() -> None:
+        guard.hold(tensors)
+        guard.release()
+
+    act()
+    before = dict(vars(torch.Tensor))
+
+    def check() -> None:
+        assert guard.is_on or not any(map(guard.holds, tensors))
+        guard.hold(tensors)
+        assert all(map(guard.holds, tensors))
+        uses.clear()
+        for way in ways:
+            way(tensors[1])
+        assert len(uses) == len(ways)
+        guard.release()
+        assert not guard.is_on
+        assert not any(map(guard.holds, tensors))
+        assert vars(torch.Tensor) == before
+
+    check()
+    interrupt(lambda: act, check)
 
 
 # ------------------------------------------------------------------ streams and devices

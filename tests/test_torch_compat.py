@@ -115,6 +115,13 @@ class TestMissing:
         monkeypatch.setattr(torch.version, "cuda", None)
         assert missing() == []
 
+    def test_a_torch_without_distributed_lacks_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hide("ProcessGroupBackend", monkeypatch)
+        monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+        assert missing() == []
+
     @pytest.mark.parametrize("key", NEEDED)
     def test_enable_changes_nothing_without_a_name(
         self, key: str, monkeypatch: pytest.MonkeyPatch, swapped: list[str]

@@ -253,6 +253,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {"foreach_multiply": "torch:_foreach_mul_", "foreach_norm": "torch:_foreach_norm"},
     ),
     **_names(
+        "the class of what runs a process group's collectives on one kind of device",
+        "a collective may read weights whose update is under way",
+        {"ProcessGroupBackend": "torch.distributed:_Backend"},
+    ),
+    **_names(
         "tells whether this thread runs a backward pass",
         "a checkpoint's second forward pass would be taken for a new step",
         {"current_graph_task_id": "torch._C:_current_graph_task_id"},
@@ -381,13 +386,16 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
 def missing() -> list[PrivateName]:
     """Look up every name that this torch should have, and return those that it lacks.
 
-    Names for CUDA are left out in a torch without it, and those newer than this torch.
+    Names for CUDA, and of ``torch.distributed``, are left out in a torch without it, and those
+    newer than this torch.
     """
     torch = importlib.import_module("torch")
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     absent = []
     for entry in PRIVATE_NAMES.values():
         if version < entry.since or (entry.is_cuda and torch.version.cuda is None):
+            continue
+        if entry.path.startswith("torch.distributed:") and not torch.distributed.is_available():
             continue
         try:
             entry.find()
@@ -420,6 +428,7 @@ def _lacks(absent: list[PrivateName]) -> UnsupportedError:
 
 
 # Looked up when they are first used.
+ProcessGroupBackend: Any
 current_graph_task_id: Callable[[], int]
 current_autograd_node: Callable[[], Any]
 current_raw_stream: Callable[[int], int]

@@ -21,9 +21,12 @@ class Guard:
 
     def __init__(self, functions: list[str]) -> None: ...
     def hold(
-        self, tensors: list[torch.Tensor], events: list[tuple[int, int]] | None
-    ) -> list[torch.Tensor]:
-        """Guard tensors; returns those that had no guard."""
+        self,
+        tensors: list[torch.Tensor],
+        events: list[tuple[int, int]] | None,
+        held: list[torch.Tensor] | None,
+    ) -> None:
+        """Guard tensors, and add those that had no guard to a list, which keeps them alive."""
 
     def release(self) -> None:
         """Guard none any more."""

@@ -15,6 +15,7 @@ In a torch for which umem has no native guard nothing can be guarded: steps wait
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
@@ -98,29 +99,36 @@ class Guard(object if _native is None else _native.Guard):  # type: ignore[misc]
             thread that does not hold the interpreter's lock, which must not ask for it; `was_used`
             tells of that. None where it is not.
         """
-        self._tensors += super().hold(list(tensors), None if events is None else list(events))
-        if self._tensors:
+        some = list(tensors)
+        if some:
             _guards.add(self)
-            wait_at_attributes(_native.wait_for_use)
+            _see_attributes()
+            super().hold(some, None if events is None else list(events), self._tensors)
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard tensors for as long as something else keeps them alive."""
-        super().hold(list(tensors), None)
         _guards.add(self)
-        wait_at_attributes(_native.wait_for_use)
+        _see_attributes()
+        super().hold(list(tensors), None, None)
 
     def release(self) -> None:
         """Guard nothing any more. What an interrupt cuts short, another call completes."""
-        if self._tensors:
+        if self in _guards:
             super().release()
             self._tensors = []
             _guards.discard(self)
-            if not _guards:
-                wait_at_attributes(None)
+            _see_attributes()
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
-"""Those that guard something."""
+"""Those that guard something, or are about to."""
+_lock = threading.RLock()
+
+
+def _see_attributes() -> None:
+    """See uses that are no operators while there is a guard."""
+    with _lock:
+        wait_at_attributes(_native.wait_for_use if _guards else None)
 
 
 def guard_of(tensor: torch.Tensor) -> Guard | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from umem.runtime.aliases import are_all_on_memory, has_alias
-from umem.runtime.guard import are_plain, can_guard, guard_of
+from umem.runtime.guard import Guard, are_plain, can_guard, guard_of
 from umem.runtime.held_memory import any_held, are_kept
 from umem.runtime.model_parts import can_guard_dtensor
 from umem.runtime.unguarded import Unguarded
@@ -40,7 +40,23 @@ from umem.torch_compat import (
     view_base,
 )
 
-__all__ = ["GatheredParameters", "ShardedStep", "ShardedUnit", "order_gathering"]
+__all__ = ["FlatGuard", "GatheredParameters", "ShardedStep", "ShardedUnit", "order_gathering"]
+
+
+class FlatGuard(Guard):
+    """Guards what FSDP2 gathers from, from a step to the first gathering after it.
+
+    Parameters
+    ----------
+    settle
+        Called before each other use, in the thread that uses a tensor.
+    gather
+        Called before a gathering, for each of its streams.
+    """
+
+    def __init__(self, settle: Callable[[], None], gather: Callable[[], None]) -> None:
+        super().__init__(settle)
+        self.gather = gather
 
 
 @functools.cache
@@ -59,14 +75,14 @@ def _settle(flats: list[torch.Tensor], streams: Iterator[AbstractContextManager[
     The guard is for these streams alone: the program's stream has waited too then, and any other
     one waits for that, as it does in a program without umem.
     """
-    guards = {id(guard): guard for it in flats if (guard := guard_of(it)) is not None}
+    guards = {id(guard): guard for it in flats if isinstance(guard := guard_of(it), FlatGuard)}
     if not guards:  # an earlier gathering since the step has waited
         return
     have_waited = False
     for stream in streams:
         with stream:
             for guard in guards.values():
-                guard.settle()
+                guard.gather()
         have_waited = True
     for guard in guards.values() if have_waited else ():
         guard.give_back(flats)

@@ -64,9 +64,8 @@ class StepCall:
 
         `note`, a function of C, is called behind it: no interrupt comes between.
         """
-        succeeds = partial(setattr, self, "has_failed", False)
-        self.has_failed = True  # unless it comes to its end
-        call_all(partial(self._plain_step, part), note, succeeds)
+        begins, ends = (partial(setattr, self, "has_failed", it) for it in (True, False))
+        call_all(begins, partial(self._plain_step, part), note, ends)
 
     def _fixed(self, value: Any) -> Any:
         """A hyperparameter that later changes in place do not reach."""

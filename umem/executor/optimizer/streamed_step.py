@@ -36,6 +36,7 @@ from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.executor.optimizer.lanes import Lane, Lanes, Moment
 from umem.executor.optimizer.piece_updates import PieceUpdates, are_staged, work_on_dtensors
 from umem.executor.optimizer.sharded_parameters import (
+    FlatGuard,
     GatheredParameters,
     ShardedStep,
     order_gathering,
@@ -428,7 +429,7 @@ class StreamedStep:
             unit.guards = UnitGuards(
                 Guard(lambda: self._use_gradient(unit)),
                 Guard(lambda: self._settle_early(unit)),
-                Guard(lambda: self._gather(unit)),
+                FlatGuard(lambda: self._settle_early(unit), lambda: self._gather(unit)),
             )
         return unit.guards
 

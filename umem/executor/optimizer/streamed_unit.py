@@ -24,7 +24,7 @@ class UnitGuards:
     gradients: Guard
     parameters: Guard
     flats: Guard
-    """Of what FSDP2 gathers from: from a step to the first gathering after it."""
+    """Of what FSDP2 gathers from."""
 
 
 @dataclass(slots=True)

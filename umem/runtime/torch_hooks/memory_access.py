@@ -5,7 +5,8 @@ pickles, copies of optimizers and shared memory begin with ``untyped_storage``. 
 gives up for another one by ``data`` must not be an update's any more. Kernels that TorchScript has
 fused take the addresses of a function's arguments. All these are replaced while tensors are
 guarded, and no longer. What hands memory to other libraries is replaced for good: programs import
-some of it by name.
+some of it by name. So are the methods of ``torch.distributed``'s backends, which take memory
+themselves; those of process groups are operators.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from umem import torch_compat
 from umem.torch_compat import tree_leaves
 
 __all__ = ["on_export", "wait_at_attributes", "watch_exports"]
@@ -28,28 +30,33 @@ _DLPACK = ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (tor
 _wait: Callable[[Any], None] | None = None
 _replaced: list[tuple[Any, str, Any]] = []
 """Attributes to put back: a class, a name, and what it had itself; None if it had nothing."""
+_is_complete = True
+"""Whether all are replaced, or put back, for `_wait`."""
 _listeners: list[Callable[[torch.Tensor], None]] = []
 
 
 def wait_at_attributes(wait: Callable[[Any], None] | None) -> None:
     """Call a function with each tensor whose memory is taken; None for no function any more."""
-    global _wait
-    if wait is _wait:
+    global _wait, _is_complete
+    if wait is _wait and _is_complete:
         return
-    _wait = wait
+    _wait, _is_complete = wait, False  # what an interrupt cuts short, another call completes
     while _replaced:
-        owner, name, before = _replaced.pop()
-        if before is None:
-            delattr(owner, name)
-        else:
+        owner, name, before = _replaced[-1]
+        if before is not None:
             setattr(owner, name, before)
+        elif name in vars(owner):
+            delattr(owner, name)
+        _replaced.pop()
     if wait is not None:
         watch_exports()
+        _watch_backends()
         for name in _METHODS:
             _replace(torch.Tensor, name, _behind(wait, getattr(torch.Tensor, name)))
         _replace(torch.Tensor, "data", _waiting_data(wait))
         scripted: Any = torch.jit.ScriptFunction
         _replace(scripted, "__call__", _behind_arguments(wait, scripted.__call__))
+    _is_complete = True
 
 
 def _replace(owner: Any, name: str, by: Any) -> None:
@@ -68,10 +75,10 @@ def _behind(before: Callable[[Any], None], function: Any) -> Any:
 
 def _behind_arguments(wait: Callable[[Any], None], function: Any) -> Any:
     @functools.wraps(function)
-    def call(scripted: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
         for value in tree_leaves((args, kwargs)):
             wait(value)
-        return function(scripted, *args, **kwargs)
+        return function(owner, *args, **kwargs)
 
     return call
 
@@ -109,9 +116,26 @@ def watch_exports() -> None:
     setattr(torch.Tensor, _INTERFACE, property(get, doc=interface.__doc__))
 
 
-def _export(tensor: Any) -> None:
+@functools.cache
+def _watch_backends() -> None:
+    """See what collectives take that a program asks a backend for, until the process ends."""
+    if not torch.distributed.is_available():
+        return
+    backend = torch_compat.ProcessGroupBackend
+    for name in list(vars(backend)):
+        method: Any = getattr(backend, name)
+        # The signature of a method in C++ is in its description.
+        if callable(method) and "Tensor" in (method.__doc__ or ""):
+            setattr(backend, name, _behind_arguments(_wait_for_use, method))
+
+
+def _wait_for_use(value: Any) -> None:
     if _wait is not None:
-        _wait(tensor)
+        _wait(value)
+
+
+def _export(tensor: Any) -> None:
+    _wait_for_use(tensor)
     if isinstance(tensor, torch.Tensor):
         for listener in _listeners:
             listener(tensor)
