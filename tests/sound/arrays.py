@@ -171,7 +171,7 @@ def addresses_held(run: Run) -> None:
     _read_at_addresses(run, *run.model())
 
 
-@program("cuda", expected=("EQUAL", "DIFFERENT", "CRASH"), page="streaming.md")
+@program("cuda", expected=("EQUAL", "DIFFERENT", "CRASH"), page="addresses.md")
 def addresses_kept(run: Run) -> None:
     """The same without it: out of reach by design. The weights' alone are asked for once."""
     model, optimizer = run.model()

@@ -12,8 +12,12 @@ from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.streamed_training import StreamedTraining
 from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
+from umem.runtime.held_memory import note_export
+from umem.runtime.torch_hooks.memory_access import on_export
 
 __all__ = ["LateRun"]
+
+on_export(note_export)  # as umem.enable does
 
 _MIN_WEIGHT_BYTES = 512
 
