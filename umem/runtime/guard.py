@@ -101,13 +101,13 @@ class Guard(object if _native is None else _native.Guard):  # type: ignore[misc]
         self._tensors += super().hold(list(tensors), None if events is None else list(events))
         if self._tensors:
             _guards.add(self)
-            wait_at_attributes(_native.wait_for_use)
+            wait_at_attributes(_native.wait_for_use, _let_go)
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard tensors for as long as something else keeps them alive."""
         super().hold(list(tensors), None)
         _guards.add(self)
-        wait_at_attributes(_native.wait_for_use)
+        wait_at_attributes(_native.wait_for_use, _let_go)
 
     def release(self) -> None:
         """Guard nothing any more. What an interrupt cuts short, another call completes."""
@@ -126,6 +126,12 @@ _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 def guard_of(tensor: torch.Tensor) -> Guard | None:
     """The guard of a tensor; None if it has none."""
     return None if _native is None else _native.guard_of(tensor)
+
+
+def _let_go(value: Any) -> None:
+    """Guard a tensor no more, which has waited."""
+    if isinstance(value, torch.Tensor) and (guard := guard_of(value)) is not None:
+        guard.give_back([value])
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:
