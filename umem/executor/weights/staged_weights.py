@@ -22,7 +22,7 @@ from umem.executor.weights.experts import Experts
 from umem.planning.weight_plan import staged_bytes
 from umem.runtime.aliases import has_alias
 from umem.runtime.guard import Guard, has_guard
-from umem.runtime.held_memory import any_held, is_held, lend_memory
+from umem.runtime.held_memory import lend_memory
 from umem.runtime.model_parts import lies_in_memory
 from umem.runtime.torch_hooks.memory_access import original_data, original_storage
 from umem.runtime.torch_hooks.saved_tensors import lend
@@ -394,14 +394,14 @@ class StagedWeights:
             self._set_parts(staying)
 
     def leave_held(self) -> bool:
-        """Leave what the program holds at its home, until it is held no more.
+        """Leave what the program holds at its home, or has by another tensor, as long as it does.
 
         Returns whether that are others than before. Not while a copy is in use.
         """
-        if not self._held and not any_held(self.tensors):
+        if not self._held and not has_alias(self.tensors):
             return False
         every = sorted([*self._parts.every, *self._held], key=attrgetter("offset"))
-        held = [it for it in every if is_held(it.tensor)]
+        held = [it for it in every if has_alias((it.tensor,))]
         if held == self._held:
             return False
         with Unguarded():
