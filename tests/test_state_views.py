@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -46,12 +47,18 @@ def parameter(its: list[torch.Tensor]) -> object:
     return torch.nn.Parameter(its[0])
 
 
+def in_one_of_its_own_class(its: list[torch.Tensor]) -> object:
+    wrapper: Any = torch.ones(1).as_subclass(OwnTensor)
+    wrapper.parts = [its[0][2:4]]
+    return wrapper
+
+
 def state_too(its: list[torch.Tensor]) -> object:
     its.append(its[0][:1])
     return None
 
 
-@pytest.mark.parametrize("make", [of_its_own_class, parameter, state_too])
+@pytest.mark.parametrize("make", [of_its_own_class, in_one_of_its_own_class, parameter, state_too])
 def test_others_are_not(make: Callable[[list[torch.Tensor]], object]) -> None:
     its = state()
     view, other = its[0][1:], make(its)

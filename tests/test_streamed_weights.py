@@ -37,6 +37,7 @@ from umem.executor.weights.streamed_weights import (
     WeightCounts,
 )
 from umem.offloading import ActivationStore
+from umem.runtime.held_memory import note_export
 from umem.runtime.model_parts import plain_tensors
 from umem.runtime.torch_hooks.saved_tensors import innermost
 from umem.runtime.unguarded import Unguarded
@@ -315,6 +316,123 @@ class Learning(Net):
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_what_a_block_writes_to_its_weights_stays(slots: int) -> None:
     compare(make_model=Learning, slots=slots, eagerness=0.5)
+
+
+class Reaching(Net):
+    """Its layers do something to their weight in their own forward pass."""
+
+    class Layer(nn.Linear):
+        do: Callable[[Any], None]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Reaching.Layer.do(self)
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Reaching.Layer(WIDTH, WIDTH) for _ in range(4))
+
+
+def by_data(layer: Any) -> None:
+    layer.weight.data.clamp_(-0.1, 0.1)
+
+
+def by_data_of_views(layer: Any) -> None:
+    layer.weight[1].data.mul_(0.5)
+    layer.weight.t().data[2:].mul_(0.5)
+    layer.weight.data.data.view(torch.int32)[3].zero_()
+
+
+def by_data_in_a_list(layer: Any) -> None:
+    torch._foreach_mul_([layer.weight.data, layer.bias.data], 0.99)
+
+
+def by_storage(layer: Any) -> None:
+    weight = layer.weight
+    whole: Any = torch.empty(0)
+    whole.set_(weight.untyped_storage(), 0, weight.shape, weight.stride()).mul_(0.99)
+
+
+def by_array(layer: Any) -> None:
+    weight, view = layer.weight, layer.weight.detach()[1:]
+    note_export(view)
+    array = view.numpy()
+    array *= 0.99
+    weight.data.mul_(0.99)
+
+
+def by_data_that_is_kept(layer: Any) -> None:
+    if not hasattr(layer, "kept"):
+        layer.kept = layer.weight.data, layer.weight.t().data
+        layer.kept[0].mul_(0.9)
+    for kept in layer.kept:
+        kept.mul_(0.99)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda it: it.__name__
+)
+@pytest.mark.parametrize(
+    "do",
+    [by_data, by_data_of_views, by_data_in_a_list, by_storage, by_array, by_data_that_is_kept],
+)
+def test_what_a_block_writes_past_its_weights_stays(
+    do: Callable[[Any], None],
+    mode: Callable[[], Any],
+    slots: int,
+    eagerness: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Reaching.Layer, "do", staticmethod(do), raising=False)
+    torch.manual_seed(0)
+    models = [Reaching(), Reaching()]
+    models[1].load_state_dict(models[0].state_dict())
+    lanes = LazyLanes(models[1], eagerness)
+    weights = stream_weights(models[1], lanes, HostStateMemory(lanes=lanes), slots=slots)
+    x = torch.randn(4, WIDTH)
+    for _ in range(4):
+        for model in models:
+            for layer in model.layers if do is by_data_that_is_kept else ():
+                for kept in getattr(layer, "kept", ()):
+                    kept.mul_(0.99)
+        with mode():
+            stock, streamed = (model(x) for model in models)
+        assert bits(streamed) == bits(stock)
+    for stock, streamed in zip(*(model.parameters() for model in models), strict=True):
+        assert bits(streamed) == bits(stock)
+    assert weights.counts.fetched
+
+
+def test_an_address_is_no_reason_to_write_weights_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels ask for addresses of what they only read."""
+    monkeypatch.setattr(
+        Reaching.Layer, "do", staticmethod(lambda it: it.weight.data_ptr()), raising=False
+    )
+    model = Reaching()
+    lanes = LazyLanes(model, 1.0)
+    weights = stream_weights(model, lanes, HostStateMemory(lanes=lanes), slots=3)
+    copies: list[torch.Tensor] = []
+    copy_into = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda it, *args: (copies.append(it), copy_into(it, *args))[1]
+    )
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(4, WIDTH))
+    assert weights.counts.fetched
+    assert copies == []
+
+
+def test_attributes_are_torchs_own_again_without_streamed_weights() -> None:
+    own = [vars(torch.Tensor).get(name) for name in ("data", "data_ptr", "untyped_storage")]
+    model = Net()
+    lanes = LazyLanes(model, 1.0)
+    weights = stream_weights(model, lanes, HostStateMemory(lanes=lanes))
+    assert vars(torch.Tensor)["data"] is not own[0]
+    weights.close()
+    assert [vars(torch.Tensor).get(name) for name in ("data", "data_ptr", "untyped_storage")] == own
 
 
 class Pairs(nn.Module):

@@ -308,6 +308,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         is_cuda=True,
     ),
     **_names(
+        "wrapped: torch.utils.swap_tensors calls it, which refuses a tensor with weak references",
+        "tensors with a guard could not be swapped",
+        {"swap_contents": "torch._C:_swap_tensor_impl"},
+    ),
+    **_names(
         "wrapped: what torch.autograd.backward and grad call",
         "a backward pass may read saved weights whose update is under way",
         {

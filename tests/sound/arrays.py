@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import torch
+from readers import Wrapper
 from small_trainings import Run, program, train
 from torch.utils import dlpack
 
@@ -171,7 +172,7 @@ def addresses_held(run: Run) -> None:
     _read_at_addresses(run, *run.model())
 
 
-@program("cuda", expected=("EQUAL", "DIFFERENT", "CRASH"), page="streaming.md")
+@program("cuda", expected=("EQUAL", "DIFFERENT", "CRASH"), page="addresses.md")
 def addresses_kept(run: Run) -> None:
     """The same without it: out of reach by design. The weights' alone are asked for once."""
     model, optimizer = run.model()
@@ -182,6 +183,39 @@ def addresses_kept(run: Run) -> None:
         run.record("read", [torch.as_tensor(each, device="cuda") * 1 for each in arrays])
 
     train(run, model, optimizer, read)
+
+
+# ---- wrappers ----
+
+
+def _read_by_wrappers(run: Run, *, are_held: bool) -> None:
+    """Wrap some weights and state at the second step, and use the wrappers after each one."""
+    model, optimizer = run.model()
+    wrappers: list[Wrapper] = []
+
+    @torch.no_grad()
+    def read() -> None:
+        if run.step and not wrappers:
+            state = [its["exp_avg"] for its in optimizer.state.values()]
+            tensors = [*list(model.parameters())[-10:], *state[-10:]]
+            if are_held and run.is_umem:
+                _hold(tensors)
+            wrappers.extend(map(Wrapper, tensors))
+        run.record("doubled", [each * 2 for each in wrappers])
+
+    train(run, model, optimizer, read)
+
+
+@program()
+def wrappers_of_held_tensors(run: Run) -> None:
+    """Wrappers around weights and state, after ``umem.hold`` of these."""
+    _read_by_wrappers(run, are_held=True)
+
+
+@program(expected=("EQUAL", "DIFFERENT", "LOUD", "CRASH"), page="limits.md")
+def wrappers_of_tensors(run: Run) -> None:
+    """The same without it: where a wrapper's operators run, torch asks no guard."""
+    _read_by_wrappers(run, are_held=False)
 
 
 # ---- CuPy and Triton ----

@@ -104,6 +104,8 @@ class Reading:
             return False
         if kind.name == "swapped_and_back" and self.tensor in ("weight", "bias"):
             return False  # torch refuses the next backward pass
+        if kind.name == "array_held" and "state" in self.tensor:
+            return False  # numpy's arrays are of the host's tensors: umem streams a card's state
         if self.thread == "two":
             return not (kind.writes or kind.holds or kind.passes or kind.name in _OF_THE_PROCESS)
         return self.thread == "this" or not kind.writes

@@ -12,8 +12,12 @@ from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.streamed_training import StreamedTraining
 from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
+from umem.runtime.held_memory import note_export
+from umem.runtime.torch_hooks.memory_access import on_export
 
 __all__ = ["LateRun"]
+
+on_export(note_export)  # as umem.enable does
 
 _MIN_WEIGHT_BYTES = 512
 
@@ -71,7 +75,7 @@ class LateRun(Run):
             )
             weights.begin_call()
             self._weights.append(weights)
-        pool = SlotPool(memory)
+        pool = SlotPool(memory, lanes)
         for optimizer in optimizers:
             training = StreamedTraining(model, optimizer, lanes, memory, weights=weights, pool=pool)
             training.step.units.set_plan(frozenset(), self._slots)

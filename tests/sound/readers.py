@@ -27,7 +27,7 @@ from torch.utils import dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["READERS", "Reader"]
+__all__ = ["READERS", "Reader", "Wrapper"]
 
 Use = Callable[[Any, Any, Any], Any]
 Held = Generator[None, None, Any]
@@ -310,12 +310,12 @@ class _Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Wrapper(torch.Tensor):
+class Wrapper(torch.Tensor):
     """A tensor that has another one, and uses it in each operator."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
-        made: _Wrapper = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, dtype=inner.dtype, device=inner.device
         )
         return made
@@ -327,7 +327,7 @@ class _Wrapper(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        inner = [each.held if isinstance(each, _Wrapper) else each for each in args]
+        inner = [each.held if isinstance(each, Wrapper) else each for each in args]
         return func(*inner, **(kwargs or {}))
 
 
@@ -355,7 +355,7 @@ def tagged(tensor: Any) -> Any:
 
 @_reads
 def wrapped_by_a_class(tensor: Any) -> Any:
-    return _Wrapper(tensor.detach()) * 2
+    return Wrapper(tensor.detach()) * 2
 
 
 @_reads
@@ -746,7 +746,7 @@ def dlpack_held(tensor: Any) -> Held:
 
 @_holds
 def wrapper_held(tensor: Any) -> Held:
-    wrapper = _Wrapper(tensor.detach())
+    wrapper = Wrapper(tensor.detach())
     yield
     return wrapper * 2
 

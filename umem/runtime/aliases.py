@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 
 from umem.runtime.held_memory import any_held, are_kept
+from umem.runtime.torch_hooks.memory_access import original_storage
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import storage_address, storage_key, storage_use_count
 
@@ -14,7 +15,6 @@ __all__ = ["are_all_on_memory", "has_alias"]
 
 _ONE, _TWO = frozenset((1,)), frozenset((2,))
 """References to a storage that one tensor has for itself: without an object in Python, and with."""
-_storage = torch.Tensor.untyped_storage  # as it is before anything waits at this attribute
 
 
 def has_alias(tensors: Collection[torch.Tensor]) -> bool:
@@ -29,7 +29,7 @@ def has_alias(tensors: Collection[torch.Tensor]) -> bool:
             return False
         # Python's object of a storage counts too, also one that nothing refers to any more.
         with Unguarded():
-            storages = list(map(_storage, tensors))
+            storages = list(map(original_storage, tensors))
         counts = map(storage_use_count, map(storage_key, storages))
         return not _TWO.issuperset(counts) or are_kept(storages)
     except (NotImplementedError, RuntimeError):  # there is no storage
@@ -46,6 +46,6 @@ def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
         return True
     # Python's object of a storage counts too, also one that nothing refers to any more.
     with Unguarded():
-        storages = [_storage(first)]
+        storages = [original_storage(first)]
     is_object = storage_use_count(storage_key(storages[0])) == len(tensors) + 1
     return is_object and not are_kept(storages)

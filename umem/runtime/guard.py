@@ -128,12 +128,18 @@ _lock = threading.RLock()
 def _see_attributes() -> None:
     """See uses that are no operators while there is a guard."""
     with _lock:
-        wait_at_attributes(_native.wait_for_use if _guards else None)
+        wait_at_attributes(_native.wait_for_use if _guards else None, _let_go)
 
 
 def guard_of(tensor: torch.Tensor) -> Guard | None:
     """The guard of a tensor; None if it has none."""
     return None if _native is None else _native.guard_of(tensor)
+
+
+def _let_go(value: Any) -> None:
+    """Guard a tensor no more, which has waited."""
+    if isinstance(value, torch.Tensor) and (guard := guard_of(value)) is not None:
+        guard.give_back([value])
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, ValuesView
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,11 +28,13 @@ from torch.optim.optimizer import Optimizer
 
 from umem.core.arguments import check_argument
 from umem.runtime.model_parts import buffers_of, optimizer_parameters, plain_tensors, tensors_in
+from umem.runtime.torch_hooks.memory_access import original_storage, watch_lent
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import storage_address, storage_key
 
 __all__ = [
     "Hold",
+    "Lender",
     "any_held",
     "are_kept",
     "before_hold",
@@ -60,14 +63,25 @@ class _Held:
     """Whether another library may have the address, for as long as the storage exists."""
 
 
-_storage = torch.Tensor.untyped_storage  # as it is before anything waits at this attribute
 _lock = threading.RLock()  # a finaliser of the program may export, amid a call of this thread
 _held: dict[int, _Held] = {}
 """By the address of the storage."""
 _prune_at = _FIRST_PRUNING
 _listeners: list[Callable[[], None]] = []
-_lent: dict[int, Callable[[torch.Tensor], None]] = {}
-"""By the address of a storage that tensors have for a time, gives such a tensor its own memory."""
+
+
+class Lender(Protocol):
+    """Lends a storage to tensors for a time."""
+
+    def give_home(self, tensor: torch.Tensor) -> None:
+        """Give a tensor on the storage memory of its own, which it keeps from then on."""
+
+    def note_alias(self, alias: torch.Tensor) -> None:
+        """Note a further tensor on the storage, by which the program may change values unseen."""
+
+
+_lent: dict[int, weakref.ref[Lender]] = {}
+"""By the address of the storage."""
 
 
 class Hold(AbstractContextManager["Hold"]):
@@ -194,7 +208,7 @@ def are_kept(storages: Collection[torch.UntypedStorage]) -> bool:
 def _references() -> frozenset[int]:
     """The reference count of an object that nobody keeps, which differs between torch versions."""
     tensor = torch.empty(1, device="cpu")
-    return frozenset(map(sys.getrefcount, list(map(_storage, [tensor]))))
+    return frozenset(map(sys.getrefcount, list(map(original_storage, [tensor]))))
 
 
 def before_hold(listener: Callable[[], None]) -> None:
@@ -206,30 +220,41 @@ def before_hold(listener: Callable[[], None]) -> None:
         _listeners.append(listener)
 
 
-def lend_memory(
-    storage: torch.UntypedStorage, give_own: Callable[[torch.Tensor], None]
-) -> Callable[[], None]:
-    """Say that tensors have a storage for a time only.
+def lend_memory(storage: torch.UntypedStorage, lender: Lender) -> Callable[[], None]:
+    """Say that tensors have a storage for a time only; the result ends that.
 
-    Parameters
-    ----------
-    storage
-        The storage.
-    give_own
-        Gives such a tensor its own memory back, which it keeps from then on.
-
-    Returns
-    -------
-    callable
-        Ends that.
+    Whoever takes the storage, or hands it to another library, gets the tensor's own instead.
     """
     key = storage_key(storage)
-    _lent[key] = give_own
+    _lent[key] = weakref.ref(lender)
+    watch_lent(_give_home, _note_alias)
 
     def undo() -> None:
         _lent.pop(key, None)
+        if not _lent:
+            watch_lent(None, None)
 
     return undo
+
+
+def _lender_of(tensor: torch.Tensor) -> Lender | None:
+    try:
+        reference = _lent.get(storage_address(tensor))
+    except (NotImplementedError, RuntimeError):  # there is no storage
+        return None
+    return reference and reference()
+
+
+def _give_home(tensor: torch.Tensor) -> None:
+    lender = _lender_of(tensor)
+    if lender is not None:
+        lender.give_home(tensor)
+
+
+def _note_alias(alias: torch.Tensor) -> None:
+    lender = _lender_of(alias)
+    if lender is not None:
+        lender.note_alias(alias)
 
 
 def _own_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -237,10 +262,8 @@ def _own_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]
     with Unguarded():
         parts = [part for it in tensors for part in plain_tensors(it)]
         for part in parts:
-            give_own = _lent.get(storage_address(part)) if _lent else None
-            if give_own is not None:
-                give_own(part)
-        return list(map(_storage, parts))
+            _give_home(part)
+        return list(map(original_storage, parts))
 
 
 def _entry_of(storage: torch.UntypedStorage) -> _Held:

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 import torch
 
 from umem.runtime.aliases import are_all_on_memory, has_alias
+from umem.runtime.guard import PLAIN_CLASSES
+from umem.runtime.model_parts import tensors_in
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import storage_address
 
@@ -35,6 +37,9 @@ class StateViews:
         self._state = frozenset(map(id, state))
         self._tensors: dict[int, list[torch.Tensor]] | None = None
         """All of them, by address of their memory."""
+        self._wrapped: set[int] = set()
+        """Tensors in attributes of one of another class, by ``id``: its operators use them where
+        torch asks no guard."""
 
     def of(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
         """The others on the memory of some state tensors, each of which has memory of its own.
@@ -51,6 +56,8 @@ class StateViews:
                 return None
             if any(type(it) is not torch.Tensor or id(it) in self._state for it in others):
                 return None
+            if not self._wrapped.isdisjoint(map(id, others)):
+                return None
             views += others
         return views
 
@@ -61,6 +68,8 @@ class StateViews:
                 for it in gc.get_objects():
                     # Not `isinstance`, for which a proxy may answer with another class.
                     if issubclass(type(it), torch.Tensor):
+                        if type(it) not in PLAIN_CLASSES:
+                            self._wrapped.update(map(id, tensors_in(vars(it))))
                         try:
                             self._tensors[storage_address(it)].append(it)
                         except (NotImplementedError, RuntimeError):  # it has no storage

@@ -22,12 +22,14 @@ from umem.executor.weights.experts import Experts
 from umem.planning.weight_plan import staged_bytes
 from umem.runtime.aliases import has_alias
 from umem.runtime.guard import Guard, has_guard
-from umem.runtime.held_memory import any_held, is_held, lend_memory
+from umem.runtime.held_memory import lend_memory
 from umem.runtime.model_parts import lies_in_memory
+from umem.runtime.torch_hooks.memory_access import original_data, original_storage
 from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.runtime.unguarded import Unguarded, addresses_of
 from umem.torch_compat import (
     InferenceMode,
+    storage_address,
     storage_key,
     storage_use_count,
     version_counter,
@@ -87,7 +89,7 @@ class StagingBuffer:
         """The block whose weights were fetched last."""
         self._storage = memory.untyped_storage()
         self._end_loan = lend(self._storage, partial(_find, weakref.ref(self)))
-        self._end_lending = lend_memory(self._storage, partial(_give_home, weakref.ref(self)))
+        self._end_lending = lend_memory(self._storage, self)
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         """Views of all of it."""
         self._places: dict[object, torch.Tensor] = {}
@@ -127,6 +129,20 @@ class StagingBuffer:
             lanes.wait(moment)
             lanes.wait_on_stream_of(self._made, moment)
 
+    def give_home(self, tensor: torch.Tensor) -> None:
+        """Give a tensor on the memory that of its home."""
+        if self.holder is not None:
+            self.holder.give_home(tensor)
+
+    def note_alias(self, alias: torch.Tensor) -> None:
+        """Note a tensor on the memory that counts its changes by itself."""
+        if self.holder is not None:
+            self.holder.note_alias(alias)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the memory."""
+        return storage_address(tensor) == storage_key(self._storage)
+
     def has_users(self, bound: int = 0) -> bool:
         """Whether a view of it is alive beside `bound` weights, so that its contents must stay."""
         # `memory`, and the storage's own object, have it too.
@@ -141,15 +157,8 @@ def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable
     return buffer.holder.find(view)
 
 
-def _give_home(reference: weakref.ref[StagingBuffer], weight: torch.Tensor) -> None:
-    buffer = reference()
-    if buffer is not None and buffer.holder is not None:
-        buffer.holder.give_home(weight)
-
-
 _TORCHS_OWN = (torch.Tensor, torch.nn.Parameter)
 
-_data: Any = torch.Tensor.data
 _dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 _numbers = count()
 
@@ -276,6 +285,8 @@ class StagedWeights:
         """Whether any of them may have the buffer's memory."""
         self._homes: dict[int, torch.Tensor] = {}
         """The homes of those that may, by place in the buffer."""
+        self._aliases: dict[int, list[torch.Tensor]] = {}
+        """What ``.data`` has returned of those, by the same places."""
         self._stream = 0
         """The stream that has waited for the copy."""
         self.size_bytes = 0
@@ -383,14 +394,14 @@ class StagedWeights:
             self._set_parts(staying)
 
     def leave_held(self) -> bool:
-        """Leave what the program holds at its home, until it is held no more.
+        """Leave what the program holds at its home, or has by another tensor, as long as it does.
 
         Returns whether that are others than before. Not while a copy is in use.
         """
-        if not self._held and not any_held(self.tensors):
+        if not self._held and not has_alias(self.tensors):
             return False
         every = sorted([*self._parts.every, *self._held], key=attrgetter("offset"))
-        held = [it for it in every if is_held(it.tensor)]
+        held = [it for it in every if has_alias((it.tensor,))]
         if held == self._held:
             return False
         with Unguarded():
@@ -398,17 +409,57 @@ class StagedWeights:
         self._held = held
         return True
 
-    def give_home(self, weight: torch.Tensor) -> None:
-        """Give one weight its home back amid a use: the program holds it from now on."""
+    def give_home(self, tensor: torch.Tensor) -> None:
+        """Give a weight, or another tensor on its copy, the home amid a use: it stays there."""
         with self._lock, Unguarded(), InferenceMode(False):
-            copied = self._copied
-            for number, part in enumerate(copied.every):
-                if part.tensor is weight and part.offset in self._homes:
-                    home = self._homes[part.offset]
-                    if version_counter(weight) != copied.versions[number]:
-                        home.copy_(weight.data)
-                    weight.data = home
-                    del self._homes[part.offset]
+            if not self._is_bound:
+                return
+            number = self._number_of(tensor)
+            weight, offset = self._copied.tensors[number], self._copied.offsets[number]
+            home = self._homes.get(offset)
+            if home is not None:
+                self._return(number, home)
+                del self._homes[offset]
+            if tensor is not weight:
+                self._move(tensor, offset, weight if home is None else home)
+
+    def note_alias(self, alias: torch.Tensor) -> None:
+        """Note what ``.data`` has returned: changes by it do not count as those of the weight."""
+        if self._is_bound:
+            offset = self._copied.offsets[self._number_of(alias)]
+            self._aliases.setdefault(offset, []).append(alias)
+
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        """The number, among what was copied, of the weight whose copy a tensor is on."""
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        return bisect_right(self._copied.offsets, begin) - 1
+
+    def _return(self, number: int, home: torch.Tensor) -> None:
+        """Give a weight its home back, with what the program has written to the copy.
+
+        Not if the program has given the weight other memory.
+        """
+        assert self.buffer is not None
+        copied = self._copied
+        tensor, offset = copied.tensors[number], copied.offsets[number]
+        if addresses_of([tensor]) != [self.buffer.memory.data_ptr() + offset]:
+            return
+        version, aliases = version_counter(tensor), self._aliases.get(offset, ())
+        if version != copied.versions[number] or any(map(version_counter, aliases)):
+            home.copy_(original_data.__get__(tensor))
+            copied.versions[number] = version
+        original_data.__set__(tensor, home)
+        for alias in aliases:
+            self._move(alias, offset, home)
+        self._aliases.pop(offset, None)
+
+    def _move(self, view: torch.Tensor, offset: int, home: torch.Tensor) -> None:
+        """Give a tensor on the copy of a weight the same place in the weight's home."""
+        assert self.buffer is not None
+        if self.buffer.has(view):
+            first = int(view.storage_offset()) * view.itemsize - offset
+            place = _place_in(home, first, view.dtype, view.size(), view.stride())
+            original_data.__set__(view, place)
 
     def _settle(self) -> None:
         """The program uses a weight whose copy is under way or waits for its use."""
@@ -498,8 +549,9 @@ class StagedWeights:
         copied = self._copied
         with Unguarded(), InferenceMode(False):
             places = self.buffer.places_of(copied)
-            self._homes = dict(zip(copied.offsets, map(_data.__get__, copied.tensors), strict=True))
-            exhaust(map(_data.__set__, copied.tensors, places))
+            homes = map(original_data.__get__, copied.tensors)
+            self._homes = dict(zip(copied.offsets, homes, strict=True))
+            exhaust(map(original_data.__set__, copied.tensors, places))
 
     def _unbind(self) -> None:
         """Give the weights their homes back, with what the block itself has written to them."""
@@ -511,21 +563,17 @@ class StagedWeights:
         bound = list(map(self.buffer.memory.data_ptr().__add__, copied.offsets))
         with Unguarded(), InferenceMode(False):
             if (
-                list(map(version_counter, tensors)) == copied.versions
+                not self._aliases
+                and list(map(version_counter, tensors)) == copied.versions
                 and addresses_of(tensors) == bound
             ):
-                exhaust(map(_data.__set__, tensors, homes.values()))
+                exhaust(map(original_data.__set__, tensors, homes.values()))
             else:
-                for number, tensor in enumerate(tensors):
-                    home = homes.get(copied.offsets[number])
-                    # The program may have given it other memory, or hold it at its home.
-                    if home is not None and tensor.data_ptr() == bound[number]:
-                        version = version_counter(tensor)
-                        if version != copied.versions[number]:
-                            home.copy_(tensor.data)
-                            copied.versions[number] = version
-                        tensor.data = home
-        self._homes = {}
+                for number, offset in enumerate(copied.offsets):
+                    home = homes.get(offset)
+                    if home is not None:  # else the program holds the weight at its home
+                        self._return(number, home)
+        self._homes, self._aliases = {}, {}
         self._is_bound = False
 
     def have_views(self) -> bool:
@@ -554,8 +602,17 @@ class StagedWeights:
         if home is not None and self._lanes.stream_key() != self._stream:
             tensor = home
         with Unguarded():
-            storage = tensor.untyped_storage()
-            first = (tensor.storage_offset() * tensor.itemsize + offset) // dtype.itemsize
-            return torch.empty(0, dtype=dtype, device=tensor.device).set_(
-                storage, first, size, stride
-            )
+            return _place_in(tensor, offset, dtype, size, stride)
+
+
+def _place_in(
+    tensor: torch.Tensor,
+    offset: int,
+    dtype: torch.dtype,
+    size: torch.Size | Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """A view of a tensor's memory, from an offset in bytes on."""
+    first = (tensor.storage_offset() * tensor.itemsize + offset) // dtype.itemsize
+    view = torch.empty(0, dtype=dtype, device=tensor.device)
+    return view.set_(original_storage(tensor), first, size, stride)

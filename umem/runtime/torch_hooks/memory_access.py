@@ -3,10 +3,11 @@
 Python reads addresses by ``data_ptr``, and so do Triton and ``__cuda_array_interface__``. Files,
 pickles, copies of optimizers and shared memory begin with ``untyped_storage``. Memory that a tensor
 gives up for another one by ``data`` must not be an update's any more. Kernels that TorchScript has
-fused take the addresses of a function's arguments. All these are replaced while tensors are
-guarded, and no longer. What hands memory to other libraries is replaced for good: programs import
-some of it by name. So are the methods of ``torch.distributed``'s backends, which take memory
-themselves; those of process groups are operators.
+fused take the addresses of a function's arguments. ``torch.utils.swap_tensors`` swaps memory, and
+refuses a tensor with a guard. All these are replaced while tensors are guarded or on lent memory,
+and no longer. What hands memory to other libraries is replaced for good: programs import some of it
+by name. So are the methods of ``torch.distributed``'s backends, which take memory themselves; those
+of process groups are operators.
 """
 
 from __future__ import annotations
@@ -18,29 +19,76 @@ from typing import Any
 import torch
 
 from umem import torch_compat
-from umem.torch_compat import tree_leaves
+from umem.torch_compat import PRIVATE_NAMES, tree_leaves
 
-__all__ = ["on_export", "wait_at_attributes", "watch_exports"]
+__all__ = [
+    "on_export",
+    "original_data",
+    "original_storage",
+    "wait_at_attributes",
+    "watch_exports",
+    "watch_lent",
+]
 
-_DATA: Any = torch.Tensor.data
-_METHODS = ("data_ptr", "untyped_storage")
+original_data: Any = torch.Tensor.data
+"""The attribute as torch has it, for what umem itself does to tensors."""
+original_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
+"""The same of the method."""
 _INTERFACE = "__cuda_array_interface__"
 _DLPACK = ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack"))
 
 _wait: Callable[[Any], None] | None = None
+_let_go: Callable[[Any], None] | None = None
+_give_own: Callable[[torch.Tensor], None] | None = None
+_note_alias: Callable[[torch.Tensor], None] | None = None
 _replaced: list[tuple[Any, str, Any]] = []
 """Attributes to put back: a class, a name, and what it had itself; None if it had nothing."""
 _is_complete = True
-"""Whether all are replaced, or put back, for `_wait`."""
+"""Whether all are replaced, or put back."""
 _listeners: list[Callable[[torch.Tensor], None]] = []
 
 
-def wait_at_attributes(wait: Callable[[Any], None] | None) -> None:
-    """Call a function with each tensor whose memory is taken; None for no function any more."""
-    global _wait, _is_complete
-    if wait is _wait and _is_complete:
+def wait_at_attributes(
+    wait: Callable[[Any], None] | None, let_go: Callable[[Any], None] | None = None
+) -> None:
+    """Call functions with tensors past torch's operators; None for no functions any more.
+
+    Parameters
+    ----------
+    wait
+        Called with each tensor whose memory is taken.
+    let_go
+        Called with each tensor whose contents are swapped: it has no guard any more.
+    """
+    global _wait, _let_go
+    _wait, _let_go = wait, let_go
+    _watch()
+
+
+def watch_lent(
+    give_own: Callable[[torch.Tensor], None] | None,
+    note_alias: Callable[[torch.Tensor], None] | None,
+) -> None:
+    """Call functions for tensors that may be on lent memory; None for no functions any more.
+
+    Parameters
+    ----------
+    give_own
+        Called with each tensor whose storage is taken.
+    note_alias
+        Called with what ``.data`` returns, which counts its changes by itself.
+    """
+    global _give_own, _note_alias
+    _give_own, _note_alias = give_own, note_alias
+    _watch()
+
+
+def _watch() -> None:
+    global _is_complete
+    is_watched = _wait is not None or _give_own is not None
+    if is_watched == bool(_replaced) and _is_complete:
         return
-    _wait, _is_complete = wait, False  # what an interrupt cuts short, another call completes
+    _is_complete = False  # what an interrupt cuts short, another call completes
     while _replaced:
         owner, name, before = _replaced[-1]
         if before is not None:
@@ -48,14 +96,16 @@ def wait_at_attributes(wait: Callable[[Any], None] | None) -> None:
         elif name in vars(owner):
             delattr(owner, name)
         _replaced.pop()
-    if wait is not None:
+    if is_watched:
         watch_exports()
         _watch_backends()
-        for name in _METHODS:
-            _replace(torch.Tensor, name, _behind(wait, getattr(torch.Tensor, name)))
-        _replace(torch.Tensor, "data", _waiting_data(wait))
+        _replace(torch.Tensor, "data_ptr", _behind(_use, torch.Tensor.data_ptr))
+        _replace(torch.Tensor, "untyped_storage", _behind(_take, original_storage))
+        _replace(torch.Tensor, "data", property(_get_data, _put_data, doc=original_data.__doc__))
+        owner, name = PRIVATE_NAMES["swap_contents"].owner()
+        _replace(owner, name, _behind_arguments(_swap, getattr(owner, name)))
         scripted: Any = torch.jit.ScriptFunction
-        _replace(scripted, "__call__", _behind_arguments(wait, scripted.__call__))
+        _replace(scripted, "__call__", _behind_arguments(_use, scripted.__call__))
     _is_complete = True
 
 
@@ -73,26 +123,44 @@ def _behind(before: Callable[[Any], None], function: Any) -> Any:
     return call
 
 
-def _behind_arguments(wait: Callable[[Any], None], function: Any) -> Any:
+def _behind_arguments(before: Callable[[Any], None], function: Any) -> Any:
     @functools.wraps(function)
-    def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         for value in tree_leaves((args, kwargs)):
-            wait(value)
-        return function(owner, *args, **kwargs)
+            before(value)
+        return function(*args, **kwargs)
 
     return call
 
 
-def _waiting_data(wait: Callable[[Any], None]) -> property:
-    def get(tensor: Any) -> Any:
-        wait(tensor)
-        return _DATA.__get__(tensor)
+def _use(value: Any) -> None:
+    if _wait is not None:
+        _wait(value)
 
-    def put(tensor: Any, value: Any) -> None:
-        wait(tensor)
-        _DATA.__set__(tensor, value)
 
-    return property(get, put, doc=_DATA.__doc__)
+def _take(tensor: Any) -> None:
+    _use(tensor)
+    if _give_own is not None:
+        _give_own(tensor)
+
+
+def _swap(tensor: Any) -> None:
+    _take(tensor)
+    if _let_go is not None:
+        _let_go(tensor)
+
+
+def _get_data(tensor: Any) -> Any:
+    _use(tensor)
+    alias = original_data.__get__(tensor)
+    if _note_alias is not None:
+        _note_alias(alias)
+    return alias
+
+
+def _put_data(tensor: Any, value: Any) -> None:
+    _use(tensor)
+    original_data.__set__(tensor, value)
 
 
 def on_export(listener: Callable[[torch.Tensor], None]) -> None:
@@ -126,16 +194,11 @@ def _watch_backends() -> None:
         method: Any = getattr(backend, name)
         # The signature of a method in C++ is in its description.
         if callable(method) and "Tensor" in (method.__doc__ or ""):
-            setattr(backend, name, _behind_arguments(_wait_for_use, method))
-
-
-def _wait_for_use(value: Any) -> None:
-    if _wait is not None:
-        _wait(value)
+            setattr(backend, name, _behind_arguments(_use, method))
 
 
 def _export(tensor: Any) -> None:
-    _wait_for_use(tensor)
+    _use(tensor)
     if isinstance(tensor, torch.Tensor):
         for listener in _listeners:
             listener(tensor)
