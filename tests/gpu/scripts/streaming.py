@@ -109,8 +109,6 @@ class Training:
         self.losses: list[torch.Tensor] = []
         self.seen: list[torch.Tensor] = []
         self.averages = [torch.zeros_like(it) for it in self.model.parameters()]
-        self.places: list[int] = []
-        """Addresses of the weights, asked for before the step: nothing guards them then."""
         self.graph = torch.cuda.CUDAGraph()
         self.replayed: torch.Tensor | None = None
         self.kept: Any = None
@@ -127,7 +125,6 @@ class Training:
         self.scaler.scale(loss).backward()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-        self.places = addresses_of(list(self.model.parameters()))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.losses.append(loss.detach())
@@ -264,7 +261,8 @@ def copied_behind_any_event(training: Training) -> None:
     else:
         here.synchronize()
     kind = runtime_api.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-    for to, place in zip(training.averages, training.places, strict=True):
+    places = addresses_of(list(training.model.parameters()))  # past the guard
+    for to, place in zip(training.averages, places, strict=True):
         stream = training.side.cuda_stream
         runtime_api.cudaMemcpyAsync(to.data_ptr(), place, to.nbytes, kind, stream)
     here.wait_stream(training.side)
