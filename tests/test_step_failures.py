@@ -25,6 +25,7 @@ from torch import nn
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.executor.optimizer.lanes import Copy, Lane
+from umem.executor.optimizer.streamed_step import StreamedStep
 from umem.executor.state_memory import CudaStateMemory
 from umem.runtime._native import Allocator, ClassSetting, Config
 
@@ -327,19 +328,12 @@ def test_an_interrupt_while_slots_are_taken_changes_nothing() -> None:
     assert number > 100
 
 
-class AllStreamed(Net):
-    """No parameter is too small for its state to be streamed: those the program's own step has."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_half_of_a_step() -> None:
     """All parameters are updated behind it, or none is."""
-    program, _ = begin(make_model=AllStreamed)
-    expected = Program(None, make_model=AllStreamed, clips=False)
+    make_model = partial(Net, 1)
+    program, _ = begin(make_model=make_model)
+    expected = Program(None, make_model=make_model, clips=False)
     for _ in range(5):
         expected.step()
     number, is_interrupted, whole = 0, True, 0
@@ -361,6 +355,28 @@ def test_an_interrupt_leaves_no_half_of_a_step() -> None:
             whole += 1
     assert number > 500
     assert whole > 5
+
+
+def test_an_interrupt_behind_umems_part_of_a_step_leaves_no_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parameters whose state is too small to be streamed are updated too."""
+    program, _ = begin()
+    expected = Program(None, clips=False)
+    for _ in range(6):
+        expected.step()
+    step = StreamedStep.step
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    program.optimizer.zero_grad()
+    program.backward()
+    monkeypatch.setattr(StreamedStep, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        program.optimizer.step()
+    assert values(program) == values(expected)
 
 
 @pytest.mark.slow

@@ -154,8 +154,8 @@ class StreamedStep:
         Returns
         -------
         torch.optim.Optimizer or None
-            An optimizer that has the other parameters, for the program's own step. None if the
-            optimizer has to run the step itself.
+            An optimizer without parameters, for the program's own step: all others are updated. None
+            if the optimizer has to run the step itself.
         """
         with self.lock:
             self.is_begun = False
@@ -194,13 +194,15 @@ class StreamedStep:
                 self.counts.waited += 1
             if any(unit.pending is not None for unit in self.units):
                 self._lanes.count_behind(call.ready, self._updates.last)
+            # Not left to the program's own step, before which an interrupt may come.
+            call.run(shadow, note=shadow.param_groups.clear)
         except BaseException as error:
             self._end_lanes()
             if call.has_failed:
                 raise
             self._complete(call, queued, left_out)
+            call.run(shadow, note=shadow.param_groups.clear)
             if not isinstance(error, Exception):
-                call.run(shadow)
                 raise
             if self.failed is not None:
                 self.failed(error)
