@@ -353,6 +353,15 @@ def by_storage(layer: Any) -> None:
     whole.set_(weight.untyped_storage(), 0, weight.shape, weight.stride()).mul_(0.99)
 
 
+def by_storage_of_a_view(layer: Any) -> None:
+    weight = layer.weight
+    view = weight.t()[1:]
+    whole: Any = torch.empty(0)
+    with torch.no_grad():
+        whole.set_(view.untyped_storage(), 0, weight.shape, weight.stride()).mul_(0.99)
+        layer.bias.add_(view.sum())
+
+
 def by_array(layer: Any) -> None:
     weight, view = layer.weight, layer.weight.detach()[1:]
     note_export(view)
@@ -376,7 +385,15 @@ def by_data_that_is_kept(layer: Any) -> None:
 )
 @pytest.mark.parametrize(
     "do",
-    [by_data, by_data_of_views, by_data_in_a_list, by_storage, by_array, by_data_that_is_kept],
+    [
+        by_data,
+        by_data_of_views,
+        by_data_in_a_list,
+        by_storage,
+        by_storage_of_a_view,
+        by_array,
+        by_data_that_is_kept,
+    ],
 )
 def test_what_a_block_writes_past_its_weights_stays(
     do: Callable[[Any], None],
