@@ -353,6 +353,15 @@ def by_storage(layer: Any) -> None:
     whole.set_(weight.untyped_storage(), 0, weight.shape, weight.stride()).mul_(0.99)
 
 
+def by_storage_of_a_view(layer: Any) -> None:
+    weight = layer.weight
+    view = weight.t()[1:]
+    whole: Any = torch.empty(0)
+    with torch.no_grad():
+        whole.set_(view.untyped_storage(), 0, weight.shape, weight.stride()).mul_(0.99)
+        layer.bias.add_(view.sum())
+
+
 def by_array(layer: Any) -> None:
     weight, view = layer.weight, layer.weight.detach()[1:]
     note_export(view)
@@ -376,7 +385,15 @@ def by_data_that_is_kept(layer: Any) -> None:
 )
 @pytest.mark.parametrize(
     "do",
-    [by_data, by_data_of_views, by_data_in_a_list, by_storage, by_array, by_data_that_is_kept],
+    [
+        by_data,
+        by_data_of_views,
+        by_data_in_a_list,
+        by_storage,
+        by_storage_of_a_view,
+        by_array,
+        by_data_that_is_kept,
+    ],
 )
 def test_what_a_block_writes_past_its_weights_stays(
     do: Callable[[Any], None],
@@ -415,14 +432,36 @@ def test_an_address_is_no_reason_to_write_weights_back(monkeypatch: pytest.Monke
     weights = stream_weights(model, lanes, HostStateMemory(lanes=lanes), slots=3)
     copies: list[torch.Tensor] = []
     copy_into = torch.Tensor.copy_
-    monkeypatch.setattr(
-        torch.Tensor, "copy_", lambda it, *args: (copies.append(it), copy_into(it, *args))[1]
-    )
+
+    def counting(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        copies.append(tensor)
+        return copy_into(tensor, *args)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counting)
     with torch.no_grad():
         for _ in range(2):
             model(torch.randn(4, WIDTH))
     assert weights.counts.fetched
     assert copies == []
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 1.0])
+def test_weights_may_be_swapped_while_copies_wait(eagerness: float) -> None:
+    """torch refuses tensors with weak references, which a guard has."""
+    models = two_models()
+    for model in models:
+        model.requires_grad_(False)
+    lanes = LazyLanes(models[1], eagerness)
+    weights = stream_weights(models[1], lanes, HostStateMemory(lanes=lanes), slots=3)
+    x = torch.randn(4, WIDTH)
+    for _ in range(3):
+        stock, streamed = (model(x) for model in models)
+        assert bits(streamed) == bits(stock)
+        assert any(it.guard.is_on for it in weights._staged)
+        for model in models:
+            for layer in (model.stem, *model.layers):
+                other = torch.full((WIDTH, WIDTH), 0.1)
+                torch.utils.swap_tensors(layer.weight, nn.Parameter(other, requires_grad=False))
 
 
 def test_attributes_are_torchs_own_again_without_streamed_weights() -> None:

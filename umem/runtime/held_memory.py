@@ -242,7 +242,7 @@ def _lender_of(tensor: torch.Tensor) -> Lender | None:
         reference = _lent.get(storage_address(tensor))
     except (NotImplementedError, RuntimeError):  # there is no storage
         return None
-    return reference and reference()
+    return None if reference is None else reference()
 
 
 def _give_home(tensor: torch.Tensor) -> None:

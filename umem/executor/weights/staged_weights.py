@@ -412,7 +412,7 @@ class StagedWeights:
     def give_home(self, tensor: torch.Tensor) -> None:
         """Give a weight, or another tensor on its copy, the home amid a use: it stays there."""
         with self._lock, Unguarded(), InferenceMode(False):
-            if not self._is_bound:
+            if not self._is_bound or not self._copied.every:
                 return
             number = self._number_of(tensor)
             weight, offset = self._copied.tensors[number], self._copied.offsets[number]
@@ -425,7 +425,7 @@ class StagedWeights:
 
     def note_alias(self, alias: torch.Tensor) -> None:
         """Note what ``.data`` has returned: changes by it do not count as those of the weight."""
-        if self._is_bound:
+        if self._homes:
             offset = self._copied.offsets[self._number_of(alias)]
             self._aliases.setdefault(offset, []).append(alias)
 
