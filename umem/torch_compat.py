@@ -515,12 +515,13 @@ def before_compiled_code(settle: Callable[[], bool]) -> None:
 
     Compiled code checks the dispatch keys of its tensors. Where the function returns True, some had
     a guard's: from then on it is also called before that code runs, which would be compiled again
-    and again otherwise. The compiler is imported, which takes a second or two in a process without
-    an optimizer.
+    and again otherwise; and before code whose checks the program skips. The compiler is imported,
+    which takes a second or two in a process without an optimizer.
     """
     handler: Any = importlib.import_module("torch._dynamo.callback").callback_handler
     frames: Any = importlib.import_module("torch._dynamo.eval_frame")
     choose = frames._callback_from_stance
+    checks_nothing = frames._is_skip_guard_eval_unsafe_stance
     forget = handler.clear
     entered = threading.local()
     guarded: dict[int, Any] = {}
@@ -530,14 +531,18 @@ def before_compiled_code(settle: Callable[[], bool]) -> None:
             guarded[id(code)] = code
 
     def enter(code: Any) -> Any:
-        entered.code = code
-        if id(code) in guarded:
-            settle()
+        if callable(code):  # nothing is compiled in other contexts, such as an optimizer's step
+            entered.code = code
+            if id(code) in guarded or checks_nothing():
+                settle()
         return choose(code)
 
     def forget_others() -> None:  # `torch.compiler.reset()` forgets functions of torch's alone
-        forget()
-        handler.register_start_callback(compilation_begins)
+        guarded.clear()
+        try:
+            forget()
+        finally:
+            handler.register_start_callback(compilation_begins)
 
     frames._callback_from_stance = enter
     handler.clear = forget_others
