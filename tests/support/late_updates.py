@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -28,13 +29,13 @@ class LateUpdate(Guard):
         self.uses = 0
         self._keeps = keeps
         self._late = list(tensors)
+        self._lock = threading.Lock()
         self.hold(tensors)
 
     def _update(self) -> None:
-        self.uses += 1
-        late, self._late = self._late, []
-        with PastGuards(), torch._C._DisableFuncTorch(), torch.no_grad():
-            for tensor in late:
-                tensor.add_(1)
+        with self._lock, PastGuards(), torch._C._DisableFuncTorch(), torch.no_grad():
+            self.uses += 1
+            while self._late:
+                self._late.pop().add_(1)
         if not self._keeps:
             self.release()

@@ -21,7 +21,8 @@ from umem.torch_compat import tree_leaves
 __all__ = ["on_export", "wait_at_attributes", "watch_exports"]
 
 _DATA: Any = torch.Tensor.data
-_METHODS = ("data_ptr", "untyped_storage")
+_ALL_METHODS = ("data_ptr", "const_data_ptr", "untyped_storage")  # the second is a newer torch's
+_METHODS = [name for name in _ALL_METHODS if hasattr(torch.Tensor, name)]
 _INTERFACE = "__cuda_array_interface__"
 _DLPACK = ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack"))
 
