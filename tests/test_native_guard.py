@@ -126,3 +126,36 @@ def test_out_of_memory_is_torchs_own_error(tmp_path: Path) -> None:
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate %s",
         "builtins.RuntimeError: paused",
     ]
+
+
+# What another library may have done before.
+OBSTACLES = {
+    "multiple backend fallbacks": """
+library = torch.library.Library("_", "IMPL")
+library.fallback(lambda op, *args, **kwargs: op(*args, **kwargs), "DeferredInit")
+""",
+    "does not call": """
+torch._C._dispatch_tls_set_dispatch_key_excluded("DeferredInit", True)
+""",
+}
+
+LOAD = """
+from umem.runtime.native_guard import guard_problem, native_guard
+assert native_guard() is None
+print(guard_problem())
+from umem.runtime.guard import Guard, are_plain, guard_of, has_guard
+weight = torch.ones(2)
+print(has_guard(), are_plain([weight]), guard_of(weight), weight.sum().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", OBSTACLES)
+def test_a_key_that_is_taken_or_not_asked_is_no_guard(words: str) -> None:
+    code = f"import torch\n{OBSTACLES[words]}\n{LOAD}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    problem, state = done.stdout.splitlines()
+    assert words in problem
+    assert torch.__version__ in problem
+    assert state == "False False None 2.0"

@@ -247,8 +247,10 @@ def original(path: str) -> Any:
     """What stands in torch under a path of :data:`STARTS`; None where this torch lacks it."""
     module, _, attributes = path.partition(":")
     *parents, name = attributes.split(".")
-    owner = functools.reduce(getattr, parents, importlib.import_module(module))
-    return vars(owner).get(name)
+    owner: Any = importlib.import_module(module)
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    return None if owner is None else vars(owner).get(name)
 
 
 def test_torch_is_as_it_was_when_nothing_listens_any_more() -> None:

@@ -77,6 +77,7 @@ class Need(StrEnum):
     """The call that fails in a torch without a name."""
 
     ENABLE = "umem.enable"
+    MANAGE = "umem.manage"
     TRACE = "umem trace"
     PROFILE = "umem.profile"
 
@@ -198,7 +199,7 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     **_names(
         "hooks are not called while torch.fx traces a module",
         "hooks would be called with what is no tensor",
-        {"fx_tracing": "torch.fx._symbolic_trace:_is_fx_tracing_flag"},
+        {"fx_tracing": "torch.fx._symbolic_trace:is_fx_tracing"},
     ),
     **_names(
         "leaves umem's own work out of what torch.jit.trace records",
@@ -246,6 +247,29 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
             "storage_address": "torch._C:_storage_address",
             "storage_use_count": "torch._C:_storage_Use_Count",
         },
+    ),
+    **_names(
+        "lets cond, map and the like pass the key of guarded tensors",
+        "they would raise for a weight whose update is under way",
+        {
+            "passed_keys": "torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS",
+            "higher_order_operators": "torch._ops:_higher_order_ops",
+        },
+    ),
+    **_names(
+        "tells whether compiled code calls the optimizer's step",
+        "updates would be deferred there, and the code compiled again in each step",
+        {"eval_frame_callback": "torch._C:_dynamo.eval_frame.get_eval_frame_callback"},
+    ),
+    **_names(
+        "waits for updates before code is compiled, and before it runs if it reads them",
+        "compiled code could read weights while they are updated",
+        {
+            "compiler_callbacks": "torch._dynamo.callback:callback_handler",
+            "compiled_context": "torch._dynamo.eval_frame:_callback_from_stance",
+            "skips_checks": "torch._dynamo.eval_frame:_is_skip_guard_eval_unsafe_stance",
+        },
+        Need.MANAGE,
     ),
     **_names(
         "clip_grad_norm_ calls them: answered for gradients on the host without reading these",
@@ -388,17 +412,19 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
 """By the name under which this module offers it."""
 
 
-def missing() -> list[PrivateName]:
+def missing(need: Need | None = None) -> list[PrivateName]:
     """Look up every name that this torch should have, and return those that it lacks.
 
     Names for CUDA, and of ``torch.distributed``, are left out in a torch without it, and those
-    newer than this torch.
+    newer than this torch; with `need`, also those for another call.
     """
     torch = importlib.import_module("torch")
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     absent = []
     for entry in PRIVATE_NAMES.values():
         if version < entry.since or (entry.is_cuda and torch.version.cuda is None):
+            continue
+        if need not in (None, entry.need):
             continue
         if entry.path.startswith("torch.distributed:") and not torch.distributed.is_available():
             continue
@@ -415,7 +441,7 @@ def require(need: Need = Need.ENABLE) -> None:
     If this torch lacks one, the ``UnsupportedError`` names it, and the torch versions that umem
     supports.
     """
-    absent = [entry for entry in missing() if entry.need is need]
+    absent = missing(need)
     if absent:
         raise _lacks(absent)
 
@@ -519,9 +545,12 @@ def hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[Any], None]) 
 
 
 def fx_is_tracing() -> bool:
-    """Whether ``torch.fx`` traces a call, in any thread."""
-    module = sys.modules.get("torch.fx._symbolic_trace")
-    return module is not None and bool(module._is_fx_tracing_flag)
+    """Whether ``torch.fx`` traces a call, in this thread or, up to torch 2.13, in any."""
+    module: Any = sys.modules.get("torch.fx._symbolic_trace")
+    if module is None:
+        return False
+    # Where there is a second name, the first one warns.
+    return bool(getattr(module, "is_fx_symbolic_tracing", module.is_fx_tracing)())
 
 
 def before_compiled_code(settle: Callable[[], bool]) -> None:
@@ -529,12 +558,14 @@ def before_compiled_code(settle: Callable[[], bool]) -> None:
 
     Compiled code checks the dispatch keys of its tensors. Where the function returns True, some had
     a guard's: from then on it is also called before that code runs, which would be compiled again
-    and again otherwise. The compiler is imported, which takes a second or two in a process without
-    an optimizer.
+    and again otherwise; and before code whose checks the program skips. The compiler is imported,
+    which takes a second or two in a process without an optimizer.
     """
+    require(Need.MANAGE)
     handler: Any = importlib.import_module("torch._dynamo.callback").callback_handler
     frames: Any = importlib.import_module("torch._dynamo.eval_frame")
     choose = frames._callback_from_stance
+    checks_nothing = frames._is_skip_guard_eval_unsafe_stance
     forget = handler.clear
     entered = threading.local()
     guarded: dict[int, Any] = {}
@@ -544,14 +575,18 @@ def before_compiled_code(settle: Callable[[], bool]) -> None:
             guarded[id(code)] = code
 
     def enter(code: Any) -> Any:
-        entered.code = code
-        if id(code) in guarded:
-            settle()
+        if callable(code):  # nothing is compiled in other contexts, such as an optimizer's step
+            entered.code = code
+            if id(code) in guarded or checks_nothing():
+                settle()
         return choose(code)
 
     def forget_others() -> None:  # `torch.compiler.reset()` forgets functions of torch's alone
-        forget()
-        handler.register_start_callback(compilation_begins)
+        guarded.clear()
+        try:
+            forget()
+        finally:
+            handler.register_start_callback(compilation_begins)
 
     frames._callback_from_stance = enter
     handler.clear = forget_others
@@ -562,12 +597,7 @@ def runs_compiled() -> bool:
     """Whether this thread is in code that is being compiled, or that graph breaks have left."""
     if "torch._dynamo.eval_frame" not in sys.modules:
         return False
-    frames: Any = pkgutil.resolve_name("torch._C:_dynamo.eval_frame")
-    return getattr(frames, "get_eval_frame_callback", _nothing)() is not None
-
-
-def _nothing() -> None:
-    pass
+    return bool(PRIVATE_NAMES["eval_frame_callback"].find()() is not None)
 
 
 @dataclass(frozen=True)
@@ -653,8 +683,9 @@ def let_pass_higher_order_operators(key: int) -> None:
     """Have ``cond``, ``map`` and the like pass a dispatch key, which operators in them meet."""
     ops: Any = importlib.import_module("torch._ops")
     dispatch_key = ops.DispatchKey(key)
-    ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(dispatch_key)
-    for operator in ops._higher_order_ops.values():
+    # umem is imported before it refuses a torch without these names.
+    getattr(ops, "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", []).append(dispatch_key)
+    for operator in getattr(ops, "_higher_order_ops", {}).values():
         operator.fallthrough(dispatch_key)
 
 

@@ -182,6 +182,7 @@ class StreamedTraining:
     ) -> None:
         if streams_state:
             _check(optimizer)
+        _watch_compiler()
         blocks = find_blocks(model, None)
         self._names = UnitNames(blocks)
         units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes, pool)
@@ -273,7 +274,6 @@ class StreamedTraining:
             # Collected together with the model, it is not closed.
             weakref.finalize(self, undo).atexit = False
         _trainings.add(self)
-        _watch_compiler()
         before_hold(_memory_is_held)
 
     def move_into_backward(self) -> None:

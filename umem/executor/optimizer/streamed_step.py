@@ -495,7 +495,7 @@ class StreamedStep:
     def wait(self, name: str) -> None:
         """Wait for the update of a unit, before the forward pass that uses it."""
         if is_compiling():
-            # Compiled code checks the classes of its parameters before it runs.
+            # Compiled code checks the keys of its parameters before it runs.
             self.may_defer = False
             return
         if current_graph_task_id() == -1:  # a checkpoint's second pass is in the other order

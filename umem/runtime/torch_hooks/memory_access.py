@@ -34,6 +34,8 @@ original_data: Any = torch.Tensor.data
 """The attribute as torch has it, for what umem itself does to tensors."""
 original_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 """The same of the method."""
+_ALL_ADDRESSES = ("data_ptr", "const_data_ptr")  # the second is a newer torch's
+_ADDRESSES = [name for name in _ALL_ADDRESSES if hasattr(torch.Tensor, name)]
 _INTERFACE = "__cuda_array_interface__"
 _DLPACK = ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack"))
 
@@ -99,7 +101,8 @@ def _watch() -> None:
     if is_watched:
         watch_exports()
         _watch_backends()
-        _replace(torch.Tensor, "data_ptr", _behind(_use, torch.Tensor.data_ptr))
+        for name in _ADDRESSES:
+            _replace(torch.Tensor, name, _behind(_use, getattr(torch.Tensor, name)))
         _replace(torch.Tensor, "untyped_storage", _behind(_take, original_storage))
         _replace(torch.Tensor, "data", property(_get_data, _put_data, doc=original_data.__doc__))
         owner, name = PRIVATE_NAMES["swap_contents"].owner()

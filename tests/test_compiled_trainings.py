@@ -1,0 +1,163 @@
+"""Compiled models, blocks and readers see updated weights, and are compiled once more at most."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lazy_lanes import LazyLanes
+from streamed_programs import WIDTH, Net, Program, bits
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+
+STEPS = 8
+
+
+class Block(nn.Module):
+    """torch does not compile a module of its own by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x).sin()
+        return y
+
+
+class NetOfBlocks(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+
+class Counting:
+    """A backend that counts what it compiles."""
+
+    def __init__(self, backend: str) -> None:
+        self.count = 0
+        self._compile: Callable[..., Any] = lookup_backend(backend)
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.count += 1
+        return self._compile(graph, inputs)
+
+
+def wrap_model(program: Program, options: Any) -> None:
+    program.model = torch.compile(program.model, **options)
+
+
+def compile_model(program: Program, options: Any) -> None:
+    program.model.compile(**options)
+
+
+def wrap_blocks(program: Program, options: Any) -> None:
+    layers = program.model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = torch.compile(layer, **options)
+
+
+def compile_blocks(program: Program, options: Any) -> None:
+    for layer in program.model.layers:
+        layer.compile(**options)
+
+
+def compile_one_block(program: Program, options: Any) -> None:
+    program.model.layers[2].compile(**options)
+
+
+def compile_average(program: Program, options: Any) -> None:
+    @torch.compile(**options)
+    def update(averages: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
+        for average, weight in zip(averages, weights, strict=True):
+            average.lerp_(weight.detach(), 0.1)
+
+    program.kept = update
+    program.extra = [torch.zeros(it.shape) for it in program.model.parameters()]
+
+
+def compile_foreach_average(program: Program, options: Any) -> None:
+    @torch.compile(**options)
+    def update(averages: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
+        torch._foreach_lerp_(averages, weights, 0.1)
+
+    program.kept = torch.no_grad()(update)
+    program.extra = [torch.zeros(it.shape) for it in program.model.parameters()]
+
+
+EVERY = [
+    *(wrap_model, compile_model, wrap_blocks, compile_blocks, compile_one_block),
+    *(compile_average, compile_foreach_average),
+]
+
+
+def run(
+    lanes: Callable[[nn.Module], LazyLanes] | None,
+    compiles: Callable[[Program, Any], None],
+    backend: str,
+    at: int,
+    skips_checks_from: int,
+) -> tuple[Any, int]:
+    """Train, and return all bits and the number of compilations."""
+    torch.compiler.reset()
+    counting = Counting(backend)
+
+    def change(program: Program) -> None:
+        if program.steps >= at and program.is_first("compiles"):
+            compiles(program, {"backend": counting, "fullgraph": True})
+        if program.kept is None:
+            return
+        if program.steps >= skips_checks_from:
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                program.kept(program.extra, list(program.model.parameters()))
+        else:
+            program.kept(program.extra, list(program.model.parameters()))
+        program.seen.append([it.clone() for it in program.extra])
+
+    program = Program(lanes, make_model=NetOfBlocks, prepare=change if at == 0 else lambda _: None)
+    found = program.run(change, steps=STEPS)
+    if program.training is not None:
+        assert not program.training.is_closed
+        assert program.training.counts.in_line == 0
+    return bits(found), counting.count
+
+
+def compare(
+    compiles: Callable[[Program, Any], None],
+    caplog: pytest.LogCaptureFixture,
+    *,
+    backend: str = "eager",
+    at: int = 2,
+    skips_checks_from: int = 1 << 30,
+) -> None:
+    expected, few = run(None, compiles, backend, at, skips_checks_from)
+    with caplog.at_level(logging.WARNING, "torch._dynamo"):
+        found, count = run(LazyLanes, compiles, backend, at, skips_checks_from)
+    assert found == expected
+    assert few <= count <= few + 1
+    assert "recompile_limit" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "at"), [("eager", 0), ("eager", 2), ("aot_eager", 5)])
+@pytest.mark.parametrize("compiles", EVERY, ids=lambda it: it.__name__)
+def test_compiled_code_has_stocks_bits_and_is_compiled_once_more_at_most(
+    compiles: Callable[[Program, Any], None],
+    backend: str,
+    at: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is compiled before anything is streamed, after the first step that is, or later."""
+    compare(compiles, caplog, backend=backend, at=at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_reader_waits_where_its_checks_are_skipped(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is compiled before anything is streamed, and its kernels read memory past torch."""
+    compare(compile_average, caplog, backend=backend, at=0, skips_checks_from=2)
