@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from poison import NOT_POISONED
+from poisoned import NOT_POISONED
 from torch import nn
 from torch.testing import assert_close
 

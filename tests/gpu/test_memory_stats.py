@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from poison import NOT_POISONED
+from poisoned import NOT_POISONED
 
 import umem
 from umem.runtime.state import runtime

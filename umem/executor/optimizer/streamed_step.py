@@ -154,8 +154,8 @@ class StreamedStep:
         Returns
         -------
         torch.optim.Optimizer or None
-            An optimizer without parameters, for the program's own step: all others are updated. None
-            if the optimizer has to run the step itself.
+            An optimizer without parameters, for the program's own step: all others are updated.
+            None if the optimizer has to run the step itself.
         """
         with self.lock:
             self.is_begun = False
