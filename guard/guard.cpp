@@ -229,14 +229,22 @@ std::vector<std::uintptr_t> addresses_of(const py::iterable& tensors) {
   return addresses;
 }
 
+/// Number of contexts in which this thread goes past guards. torch excludes the key for reasons of its
+/// own, too: within the operators of a wrapper class.
+thread_local int past_guards = 0;
+
 /// A thread uses tensors as they are: no guard sees it.
 class PastGuards {
  public:
   void enter() {
     was_excluded_ = c10::impl::tls_is_dispatch_key_excluded(kKey);
     c10::impl::tls_set_dispatch_key_excluded(kKey, true);
+    ++past_guards;
   }
-  void leave() { c10::impl::tls_set_dispatch_key_excluded(kKey, was_excluded_); }
+  void leave() {
+    c10::impl::tls_set_dispatch_key_excluded(kKey, was_excluded_);
+    --past_guards;
+  }
 
  private:
   bool was_excluded_ = false;
@@ -339,7 +347,10 @@ bool settle(const at::Tensor& tensor, const c10::OperatorHandle* op, torch::jit:
     for (const auto& entry : found->second)
       guards.push_back(py::reinterpret_borrow<py::object>(entry.object));
   }
-  const c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  struct Below : PastGuards {
+    Below() { enter(); }
+    ~Below() { leave(); }
+  } const below;
   for (const auto& guard : guards) {
     const auto& functions = guard.cast<const Guard&>().functions;
     if (op != nullptr && functions.count(op->operator_name().name) && run(guard, *op, stack))
@@ -402,7 +413,7 @@ void fallback(
 void wait_for_use(const py::object& object) {
   if (!THPVariable_Check(object.ptr())) return;
   const at::Tensor tensor = THPVariable_Unpack(object.ptr());
-  if (is_guarded(tensor) && !c10::impl::tls_is_dispatch_key_excluded(kKey))
+  if (is_guarded(tensor) && past_guards == 0)
     settle(tensor, nullptr, nullptr);
 }
 

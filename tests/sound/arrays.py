@@ -212,7 +212,7 @@ def wrappers_of_held_tensors(run: Run) -> None:
     _read_by_wrappers(run, are_held=True)
 
 
-@program(expected=("EQUAL", "DIFFERENT", "LOUD", "CRASH"), page="limits.md")
+@program()
 def wrappers_of_tensors(run: Run) -> None:
     """The same without it: where a wrapper's operators run, torch asks no guard."""
     _read_by_wrappers(run, are_held=False)

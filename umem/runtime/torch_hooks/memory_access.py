@@ -4,7 +4,8 @@ Python reads addresses by ``data_ptr``, and so do Triton and ``__cuda_array_inte
 pickles, copies of optimizers and shared memory begin with ``untyped_storage``. Memory that a tensor
 gives up for another one by ``data`` must not be an update's any more. Kernels that TorchScript has
 fused take the addresses of a function's arguments. ``torch.utils.swap_tensors`` swaps memory, and
-refuses a tensor with a guard. All these are replaced while tensors are guarded or on lent memory,
+refuses a tensor with a guard. In operators of classes that programs and libraries put around
+tensors torch leaves guards out. All these are replaced while tensors are guarded or on lent memory,
 and no longer. What hands memory to other libraries is replaced for good: programs import some of it
 by name. So are the methods of ``torch.distributed``'s backends, which take memory themselves; those
 of process groups are operators.
@@ -109,6 +110,8 @@ def _watch() -> None:
         _replace(owner, name, _behind_arguments(_swap, getattr(owner, name)))
         scripted: Any = torch.jit.ScriptFunction
         _replace(scripted, "__call__", _behind_arguments(_use, scripted.__call__))
+        _wrap_operators(torch.Tensor)
+        _replace(torch.Tensor, "__init_subclass__", classmethod(_wrap_operators))
     _is_complete = True
 
 
@@ -132,6 +135,30 @@ def _behind_arguments(before: Callable[[Any], None], function: Any) -> Any:
         for value in tree_leaves((args, kwargs)):
             before(value)
         return function(*args, **kwargs)
+
+    return call
+
+
+def _wrap_operators(kind: Any) -> None:
+    """Have operators of a class, and of those below it, wait for the tensors in its objects.
+
+    Not those of torch's own classes: what is in a DTensor has a guard by itself.
+    """
+    own = vars(kind).get("__torch_dispatch__")
+    if isinstance(own, classmethod) and kind.__module__.partition(".")[0] != "torch":
+        _replace(kind, "__torch_dispatch__", classmethod(_behind_parts(own.__func__)))
+    for below in kind.__subclasses__():
+        _wrap_operators(below)
+
+
+def _behind_parts(dispatch: Any) -> Any:
+    @functools.wraps(dispatch)
+    def call(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs or {})):
+            if isinstance(value, torch.Tensor):
+                for part in vars(value).values():
+                    _use(part)
+        return dispatch(cls, func, types, args, kwargs)
 
     return call
 
