@@ -71,7 +71,7 @@ class LateRun(Run):
             )
             weights.begin_call()
             self._weights.append(weights)
-        pool = SlotPool(memory)
+        pool = SlotPool(memory, lanes)
         for optimizer in optimizers:
             training = StreamedTraining(model, optimizer, lanes, memory, weights=weights, pool=pool)
             training.step.units.set_plan(frozenset(), self._slots)

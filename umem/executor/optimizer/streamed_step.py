@@ -154,7 +154,7 @@ class StreamedStep:
         Returns
         -------
         torch.optim.Optimizer or None
-            An optimizer without parameters, for the program's own step: all others are updated. None
+            An optimizer without parameters, for the program's own step: all are updated. None
             if the optimizer has to run the step itself.
         """
         with self.lock:
