@@ -12,10 +12,14 @@ from umem.executor.optimizer.slot_pool import SlotPool
 from umem.executor.streamed_training import StreamedTraining
 from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
+from umem.runtime.held_memory import note_export
+from umem.runtime.torch_hooks.memory_access import on_export
 
 __all__ = ["LateRun"]
 
 _MIN_WEIGHT_BYTES = 512
+
+on_export(note_export)  # as `umem.enable` does, until the process ends
 
 
 class LateRun(Run):
