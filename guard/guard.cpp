@@ -124,6 +124,9 @@ struct Entry {
   py::handle object;  // the guard's, in Python
 };
 
+/// Whether Python is about to free the guard, which must not get a reference again. Under Python's lock.
+bool is_ending(const Entry& entry) { return Py_REFCNT(entry.object.ptr()) == 0; }
+
 std::mutex mutex;  // of what follows, and of all guards; never held while Python runs
 std::unordered_map<const void*, std::vector<Entry>> entries;
 
@@ -200,8 +203,8 @@ py::object guard_of(const at::Tensor& tensor) {
   const auto found = entries.find(memory_of(impl));
   if (found == entries.end()) return py::none();
   const auto entry = find(found->second, impl);
-  return entry == found->second.end() ? py::none()
-                                      : py::reinterpret_borrow<py::object>(entry->object);
+  if (entry == found->second.end() || is_ending(*entry)) return py::none();
+  return py::reinterpret_borrow<py::object>(entry->object);
 }
 
 bool Guard::holds(const at::Tensor& tensor) { return guard_of(tensor).is(py::cast(this)); }
@@ -345,7 +348,7 @@ bool settle(const at::Tensor& tensor, const c10::OperatorHandle* op, torch::jit:
     const auto found = entries.find(memory);
     if (found == entries.end()) return set_key(impl, false), false;
     for (const auto& entry : found->second)
-      guards.push_back(py::reinterpret_borrow<py::object>(entry.object));
+      if (!is_ending(entry)) guards.push_back(py::reinterpret_borrow<py::object>(entry.object));
   }
   struct Below : PastGuards {
     Below() { enter(); }

@@ -21,6 +21,8 @@ on_export(note_export)  # as umem.enable does
 
 _MIN_WEIGHT_BYTES = 512
 
+on_export(note_export)  # as `umem.enable` does, until the process ends
+
 
 class LateRun(Run):
     """A run on late lanes, from its second step on.

@@ -61,8 +61,9 @@ class _Move:
     """To the host."""
     asked: Moment
     """When the copies started, on the stream that owns the gradients' memory."""
-    moment: Moment
     guard: Guard
+    moment: Moment = None
+    """When the copies end; None if an interrupt has kept them from being known."""
     units_behind: int = 0
     """Units whose gradients have begun to arrive since."""
 
@@ -301,16 +302,21 @@ class CopiedGradients:
         def copy() -> None:
             self._lanes.copy(lane, parts, TensorClass.GRADIENTS)
 
-        moment = self._lanes.run(lane, copy, [asked])
-        guard = Guard(self.settle)
-        guard.hold(it.tensor for it in gradients)
-        self._moves.append(_Move(gradients, lane is Lane.COPY_OUT, asked, moment, guard))
+        move = _Move(gradients, lane is Lane.COPY_OUT, asked, Guard(self.settle))
+        self._moves.append(move)  # first: it keeps what is copied to, also behind an interrupt
+        move.guard.hold(it.tensor for it in gradients)
+        move.moment = self._lanes.run(lane, copy, [asked])
 
     def _end(self, move: _Move) -> None:
         """Let the stream wait for a unit's copies, and its gradients have the copies' memory."""
-        self._lanes.wait(move.moment)
-        self._lanes.wait_on_stream_of(move.asked, move.moment)
+        is_known = move.moment is not None
+        lane = Lane.COPY_OUT if move.is_out else Lane.COPY_IN
+        moment = move.moment if is_known else self._lanes.run(lane, _nothing)
+        self._lanes.wait(moment)
+        self._lanes.wait_on_stream_of(move.asked, moment)
         move.guard.release()
+        if not is_known:
+            return
         with Unguarded(), InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(False)
             for it in move.gradients:
@@ -319,6 +325,10 @@ class CopiedGradients:
                     tensor.data = it.copy
                     if move.is_out and are_plain((tensor,)):
                         self._clipped.keep(tensor, it.norm, move.asked)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:

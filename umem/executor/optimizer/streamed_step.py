@@ -154,8 +154,8 @@ class StreamedStep:
         Returns
         -------
         torch.optim.Optimizer or None
-            An optimizer without parameters, for the program's own step: all others are updated.
-            None if the optimizer has to run the step itself.
+            An optimizer without parameters, for the program's own step: all are updated. None
+            if the optimizer has to run the step itself.
         """
         with self.lock:
             self.is_begun = False
@@ -495,7 +495,7 @@ class StreamedStep:
     def wait(self, name: str) -> None:
         """Wait for the update of a unit, before the forward pass that uses it."""
         if is_compiling():
-            # Compiled code checks the keys of its parameters before it runs.
+            # Compiled code checks the classes of its parameters before it runs.
             self.may_defer = False
             return
         if current_graph_task_id() == -1:  # a checkpoint's second pass is in the other order
