@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import disable, is_compiling
 from torch.optim.optimizer import Optimizer
 
 from umem.capture.live import find_blocks
@@ -213,6 +213,8 @@ class StreamedTraining:
         self._step.find_gathered = self._find_gathered
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
+        self._is_step_compiled = False
+        """Whether compiled code calls it, or what a graph break has left of that."""
         self._is_distributed = False
         """Whether a step was made with ``torch.distributed``."""
         self._held: tuple[int, bool] | None = None
@@ -256,8 +258,8 @@ class StreamedTraining:
         ]
         self._unhook_optimizer = [
             # Behind all of the program's, which may change gradients.
-            hide(optimizer.register_step_pre_hook(self._before_step), "last"),
-            hide(optimizer.register_step_post_hook(Hook(self._after_step, self._fail))),
+            hide(optimizer.register_step_pre_hook(self._step_begins()), "last"),
+            hide(optimizer.register_step_post_hook(disable(Hook(self._after_step, self._fail)))),
             hide(optimizer.register_load_state_dict_pre_hook(loads)),
             hide(optimizer.register_load_state_dict_post_hook(loaded)),
         ]
@@ -517,6 +519,16 @@ class StreamedTraining:
             self._step.join()
         self._step.units.fetch_ahead()
 
+    def _step_begins(self) -> Callable[..., Any]:
+        """A hook that no compiler looks into, and that knows whether compiled code calls it."""
+        before_step = disable(self._before_step)
+
+        def begins(*args: Any) -> Any:
+            self._is_step_compiled = runs_compiled()
+            return before_step(*args)
+
+        return disable(begins, recursive=False)
+
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -528,7 +540,7 @@ class StreamedTraining:
             self._rest = None
         named = _named_arguments(args, kwargs)
         may_call = named.keys() == {"closure"} and self._streams_state and self._backward is None
-        if not may_call:
+        if not may_call or self._is_step_compiled:
             return self._begin(optimizer, named)
         closure = named.pop("closure")
         # Known optimizers call it once, before they use a gradient.
@@ -586,10 +598,8 @@ class StreamedTraining:
             # Libraries hand parameters that no module holds to functions of their own.
             self._step.defers_outside = self._model_holds(optimizer)
         # Updates would take a part of the time of the forward pass that is measured.
-        # Between graph breaks code that was compiled reads tensors without an entry of its own.
         is_measuring = self._tuner is not None and self._tuner.is_measuring
-        is_deferred = not is_measuring and not runs_compiled()
-        empty = self._step.step(optimizer, is_deferred=is_deferred)
+        empty = self._step.step(optimizer, is_deferred=not is_measuring)
         if self._step.units.has_common_state:
             self._note_whole_step(
                 "several parameters have one tensor in their state, as in a state_dict that was "
@@ -697,7 +707,7 @@ class StreamedTraining:
         """Why the optimizer has to run the step itself; empty if it does not."""
         if arguments:
             return f"step() has {', '.join(f'a {it}' for it in arguments)}"
-        if is_compiling():
+        if self._is_step_compiled:
             return "step() is compiled"
         if self._lanes.is_capturing():
             return "step() is captured into a CUDA graph"
