@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fresh_attributes import forget_guards
 from late_updates import LateUpdate
 from torch import nn
 from torch.multiprocessing import reductions
@@ -161,7 +162,8 @@ def test_an_interface_for_cuda_waits_and_raises_as_torchs_own() -> None:
     assert not hasattr(torch.zeros(4), "__cuda_array_interface__")
 
 
-def test_torch_is_as_it_was_when_nothing_is_guarded() -> None:
+def test_torch_is_as_it_was_when_nothing_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_guards(monkeypatch)
     watch_exports()  # these stay
     owners: list[Any] = [torch.Tensor, torch.jit.ScriptFunction]
     before = [dict(vars(it)) for it in owners]

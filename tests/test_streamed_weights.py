@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh_attributes import forget_guards
 from lazy_lanes import HostStateMemory, LazyLanes
 from streamed_programs import WIDTH, Branches, Net, NetWithFlat, Program, Tied, bits
 from streamed_uses import USES
@@ -464,7 +465,10 @@ def test_weights_may_be_swapped_while_copies_wait(eagerness: float) -> None:
                 torch.utils.swap_tensors(layer.weight, nn.Parameter(other, requires_grad=False))
 
 
-def test_attributes_are_torchs_own_again_without_streamed_weights() -> None:
+def test_attributes_are_torchs_own_again_without_streamed_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forget_guards(monkeypatch)
     own = [vars(torch.Tensor).get(name) for name in ("data", "data_ptr", "untyped_storage")]
     model = Net()
     lanes = LazyLanes(model, 1.0)
