@@ -86,6 +86,8 @@ class LazyLanes(Lanes):
         self._queues: dict[Lane | None, deque[_Task]] = {it: deque() for it in (*Lane, None)}
         self.waits = 0
         """Number of waits that found work to do."""
+        self._waits_since = 0
+        """Those since an update was queued last."""
         self.copied: Counter[tuple[Lane, TensorClass]] = Counter()
         """Bytes."""
 
@@ -155,6 +157,8 @@ class LazyLanes(Lanes):
         gradients = [(it, it.grad) for it in self._parameters()]
         task = _Task(lane, work, list(after), gradients, uses)
         self._queues[lane].append(task)
+        if lane is Lane.UPDATE:
+            self._waits_since = 0
         self.progress()
         return task
 
@@ -174,7 +178,9 @@ class LazyLanes(Lanes):
         self.progress()
         if moment is not None and not moment.is_done:
             self.waits += 1
-            self._lose_memory()
+            self._waits_since += 1
+            if self._waits_since.bit_count() == 1:  # to look each time takes most of a test
+                self._lose_memory()
             self._complete(moment)
 
     def wait_on_stream_of(self, marked: _Task, moment: _Task | None) -> None:
