@@ -25,6 +25,8 @@ from umem.runtime.aliases import has_alias
 from umem.runtime.held_memory import is_held, note_export
 from umem.runtime.unguarded import Unguarded
 
+pytestmark = pytest.mark.slow
+
 EVERY = frozenset(("stem", *(f"layers.{it}" for it in range(4)), "norm", "head", ""))
 
 address_of = torch.Tensor.data_ptr  # as it is while no guard waits at this attribute

@@ -9,6 +9,8 @@ from late_runs import LateRun
 from small_trainings import HOST_SIZE, Program, Run
 from sound_programs import PROGRAMS
 
+pytestmark = pytest.mark.slow
+
 ON_HOST = [each for each in PROGRAMS.values() if each.runs_on_host and not each.page]
 """Without those that may differ, for a reason that a page of docs/ names."""
 

@@ -21,6 +21,8 @@ from late_runs import LateRun
 from readers import READERS
 from small_trainings import HOST_SIZE, Run
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = int(os.environ.get("READER_EXAMPLES", "120"))
 """Of the property: the test suite's take some 20 s."""
 
@@ -66,7 +68,6 @@ def test_a_use_after_the_step_sees_the_update(number: int, name: str) -> None:
     check([each for each in readings if each.is_possible], streams_weights=number % 2 == 1)
 
 
-@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=EXAMPLES,

@@ -179,7 +179,7 @@ class LazyLanes(Lanes):
         if moment is not None and not moment.is_done:
             self.waits += 1
             self._waits_since += 1
-            if self._waits_since.bit_count() == 1:  # to look each time takes most of a test
+            if self._waits_since in (1, 10):  # to look each time takes most of a test
                 self._lose_memory()
             self._complete(moment)
 
