@@ -26,7 +26,7 @@ from umem.capture.storages import BEFORE, Storage
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
-from umem.runtime.torch_hooks.modules import Guard
+from umem.runtime.torch_hooks.modules import HookErrors
 from umem.trace import Trace
 
 native = pytest.importorskip("umem.runtime._native")
@@ -129,7 +129,7 @@ def test_saved_tensors_are_found_again_by_call_and_ordinal(accumulate: int) -> N
     trace, saved = recorded(model, optimizer, step)
     packer, errors = Packer(), list[Exception]()
     root = Block("Net", model)
-    tracker = PhaseTracker(root, find_blocks(model, None), Guard(errors.append), packer)
+    tracker = PhaseTracker(root, find_blocks(model, None), HookErrors(errors.append), packer)
     tracker.start()
     step()
     tracker.stop()

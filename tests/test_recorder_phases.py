@@ -19,7 +19,7 @@ from umem.capture.live.blocks import find_parameters
 from umem.capture.live.memory_tracker import MemoryTracker
 from umem.core.errors import TraceError
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
-from umem.runtime.torch_hooks.modules import Guard
+from umem.runtime.torch_hooks.modules import HookErrors
 
 WIDTH = 8
 
@@ -93,7 +93,7 @@ class Training:
     @contextmanager
     def tracked(self, log: Log) -> Iterator[PhaseTracker]:
         root = Block(type(self.model).__name__, self.model)
-        guard = Guard(self.errors.append)
+        guard = HookErrors(self.errors.append)
         tracker = PhaseTracker(root, find_blocks(self.model, None), guard, log)
         undo = [
             self.optimizer.register_step_pre_hook(guard(lambda *_: tracker.optimizer_begins())),
@@ -213,7 +213,7 @@ def test_an_error_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
         training.errors.append(error)
         tracker.stop()
 
-    guard = Guard(on_error)
+    guard = HookErrors(on_error)
     tracker = PhaseTracker(Block("Net", training.model), blocks, guard, Faulty())
     tracker.start()
     loss = training.model(torch.ones(2, WIDTH)).sum()
@@ -233,7 +233,9 @@ def test_an_error_leaves_no_hooks_of_the_memory_tracker() -> None:
     class Faulty(Log):
         def step_begins(self) -> Any:
             known = find_parameters(training.model, blocks, training.optimizer)
-            return MemoryTracker(known, training.optimizer, torch.device("cpu"), (), Guard(fail))
+            return MemoryTracker(
+                known, training.optimizer, torch.device("cpu"), (), HookErrors(fail)
+            )
 
         def block_ends(self, block: Block) -> None:
             raise OSError(block.name)
@@ -253,7 +255,7 @@ def test_an_error_leaves_no_hooks_of_the_memory_tracker() -> None:
 def test_a_start_that_fails_leaves_no_hooks() -> None:
     training, backward = Training(), torch.autograd.backward
     gone = Block("gone", nn.Linear(1, 1))
-    guard = Guard(training.errors.append)
+    guard = HookErrors(training.errors.append)
     tracker = PhaseTracker(Block("Net", training.model), [gone], guard, Log())
     with pytest.raises(TraceError, match="gone"):
         tracker.start()

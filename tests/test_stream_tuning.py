@@ -45,7 +45,7 @@ from umem.hardware import Hardware, load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.managed_runs import managed_runs
 from umem.runtime.native_library import native
-from umem.runtime.torch_hooks.modules import Guard
+from umem.runtime.torch_hooks.modules import HookErrors
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ class Measured:
         self.meter = StepMeter(
             machine, machine, root, blocks, lambda: placed_bytes, lambda: machine.away()
         )
-        self.tracker = PhaseTracker(root, blocks, Guard(_raise), self.meter)
+        self.tracker = PhaseTracker(root, blocks, HookErrors(_raise), self.meter)
         self.tracker.start()
 
     def step(self, batches: int = 1, clipping_s: float = 0.0) -> StepFigures | None:

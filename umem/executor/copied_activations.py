@@ -27,7 +27,7 @@ from umem.offloading import ActivationStatistics, ActivationStore
 from umem.offloading.store import in_backward_or_compiler
 from umem.runtime.model_parts import buffers_of, tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
-from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
+from umem.runtime.torch_hooks.modules import HookErrors, Undo, hook_calls
 from umem.torch_compat import compiled_call
 
 __all__ = ["CopiedActivations", "is_compiled"]
@@ -86,7 +86,7 @@ class _Pass:
         """Let go of the device's memory. Returns its bytes."""
         return sum(self._store.release(key, ordinals) for key, ordinals in call.parts)
 
-    def watch(self, tensors: Iterable[torch.Tensor], guard: Guard) -> None:
+    def watch(self, tensors: Iterable[torch.Tensor], guard: HookErrors) -> None:
         """Fetch what comes next when the backward pass reaches what has made these tensors."""
         last = len(self.calls) - 1
         nodes = nodes_of(tensors)
@@ -147,7 +147,7 @@ class CopiedActivations:
         self._model = weakref.ref(model)
         self._blocks = {it.name: it for it in blocks if not is_compiled(it.module)}
         self._store = store
-        self._guard = Guard(on_error)
+        self._guard = HookErrors(on_error)
         self._copied: Mapping[str, str | None] = {}
         self._fetch_ahead = 1
         self._is_measuring = False

@@ -37,7 +37,7 @@ from umem.runtime.hints import HintEngine
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import buffers_of, memory_bytes, optimizer_parameters
 from umem.runtime.torch_hooks.hidden import hide
-from umem.runtime.torch_hooks.modules import Guard
+from umem.runtime.torch_hooks.modules import HookErrors
 from umem.torch_compat import current_graph_task_id
 from umem.trace import Trace, live_bytes
 
@@ -91,7 +91,7 @@ class Manager:
         self._recording: StepRecording | None = None
         self._store = ActivationStore(machine.device, machine.mover)
         self._store.keep([*model.parameters(), *buffers_of(model)])
-        self._guard = Guard(self._fail)
+        self._guard = HookErrors(self._fail)
         root = Block(type(model).__name__, model)
         blocks = find_blocks(model, None)
         self._runner = Runner(machine, self._store, root)

@@ -29,7 +29,7 @@ from umem.planning.stream_plan import StreamPlan, least_slack_bytes
 from umem.planning.stream_timing import StreamUnit
 from umem.planning.training_plan import WEIGHT_SLOTS, TrainingPlan, plan_training
 from umem.planning.weight_plan import plan_weights
-from umem.runtime.torch_hooks.modules import Guard
+from umem.runtime.torch_hooks.modules import HookErrors
 from umem.torch_compat import current_graph_task_id
 
 __all__ = ["StreamTuner"]
@@ -185,7 +185,7 @@ class StreamTuner:
             lambda: self._shared.placed_bytes,
             self.away_bytes,
         )
-        self._tracker = PhaseTracker(root, blocks, Guard(self._fail), self._meter)
+        self._tracker = PhaseTracker(root, blocks, HookErrors(self._fail), self._meter)
         self._measure(Occasion.BEGIN, _MEASURED_STEPS)
 
     def detach(self, optimizer: TunedOptimizer) -> None:

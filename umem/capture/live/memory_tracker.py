@@ -23,7 +23,7 @@ from umem.runtime.model_parts import (
     tensors_in,
     weight_classes,
 )
-from umem.runtime.torch_hooks.modules import Guard, hook_calls
+from umem.runtime.torch_hooks.modules import HookErrors, hook_calls
 from umem.runtime.torch_hooks.saved_tensors import may_leave
 from umem.torch_compat import current_graph_task_id, storage_key, version_counter
 from umem.trace import Access
@@ -74,7 +74,7 @@ class MemoryTracker:
         optimizer: Optimizer,
         device: torch.device,
         kept: Collection[int],
-        guard: Guard,
+        guard: HookErrors,
         peak_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._known = known

@@ -18,7 +18,7 @@ from umem.capture.live.memory_tracker import MemoryTracker
 from umem.capture.live.timing import Window
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward
-from umem.runtime.torch_hooks.modules import Guard, hook_calls
+from umem.runtime.torch_hooks.modules import HookErrors, hook_calls
 from umem.torch_compat import (
     current_graph_task_id,
     hook_gradient,
@@ -114,7 +114,7 @@ class PhaseTracker:
     """
 
     def __init__(
-        self, root: Block, blocks: Iterable[Block], guard: Guard, listener: StepListener
+        self, root: Block, blocks: Iterable[Block], guard: HookErrors, listener: StepListener
     ) -> None:
         self._root = root
         self._blocks = tuple(blocks)

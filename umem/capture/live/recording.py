@@ -32,7 +32,7 @@ from umem.runtime.model_parts import optimizer_parameters, plain_tensors
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.state import is_enabled, runtime
 from umem.runtime.torch_hooks.hidden import hide
-from umem.runtime.torch_hooks.modules import Guard, hook_calls
+from umem.runtime.torch_hooks.modules import HookErrors, hook_calls
 from umem.torch_compat import current_graph_task_id
 from umem.trace import Trace
 
@@ -76,7 +76,7 @@ class StepRecording:
         self._known = known
         self._device = torch.device("cpu")
         self._device_name = ""
-        self._guard = Guard(self._fail)
+        self._guard = HookErrors(self._fail)
         self._watch = SignatureWatch()
         self._hooks = ExitStack()
         self._collector: StepCollector | None = None

@@ -22,7 +22,7 @@ from umem.executor.optimizer.streamed_units import StreamedUnits
 from umem.offloading.store import in_backward_or_compiler
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
-from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
+from umem.runtime.torch_hooks.modules import HookErrors, Undo, hook_calls
 from umem.torch_compat import current_graph_task_id
 
 __all__ = ["TemporaryPlan", "TemporarySlots"]
@@ -73,7 +73,7 @@ class TemporarySlots:
         self._blocks = blocks
         self._units = units
         self._may_make = may_make
-        self._guard = Guard(on_error)
+        self._guard = HookErrors(on_error)
         self._places = {it.name: place for place, it in enumerate(blocks)}
         self._passes = 0
         """Forward passes since the last step."""

@@ -31,11 +31,11 @@ from umem.executor.weights.expert_cache import ExpertUse
 from umem.executor.weights.experts import Experts
 from umem.executor.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
 from umem.offloading import ActivationStore
-from umem.runtime.guard import Guard as TensorGuard
+from umem.runtime.guard import Guard
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward, nodes_of
 from umem.runtime.torch_hooks.function_attributes import let_go_of_lent
-from umem.runtime.torch_hooks.modules import Guard, Undo, hook_calls
+from umem.runtime.torch_hooks.modules import HookErrors, Undo, hook_calls
 from umem.torch_compat import (
     InferenceMode,
     compiled_call,
@@ -163,7 +163,7 @@ class StreamedWeights:
         self._lanes = lanes
         self._memory = memory
         self._store = store
-        self._guard = Guard(on_error)
+        self._guard = HookErrors(on_error)
         self._lock = threading.RLock()
         self._staged: list[StagedWeights] = []
         """By number, in forward order."""
@@ -678,7 +678,7 @@ def _end(
     listener: Undo,
     lanes: Lanes,
     buffers: Sequence[StagingBuffer],
-    guards: Sequence[TensorGuard],
+    guards: Sequence[Guard],
 ) -> None:
     listener()
     for buffer in buffers:

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from umem.runtime.torch_hooks.hidden import Undo, are_called, hide
 from umem.torch_compat import compiled_call, set_compiled_call
 
-__all__ = ["Guard", "Undo", "enter_running_forward", "hook_calls", "hook_running_forward"]
+__all__ = ["HookErrors", "Undo", "enter_running_forward", "hook_calls", "hook_running_forward"]
 
 OnError = Callable[[Exception], None]
 
@@ -46,7 +46,7 @@ class Hook:
             self._on_error(error)
 
 
-class Guard:
+class HookErrors:
     """Wraps hooks so that an exception in umem's code never reaches the training loop.
 
     `on_error` is to report the first exception and to end what the hooks are for.
