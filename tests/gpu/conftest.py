@@ -21,6 +21,8 @@ import umem
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 MANAGED_LIMIT = "8GiB"
 JOB_TIMEOUT_S = 150
+POISON = "UMEM_POISON"
+"""The variable that scripts get from the run of the tests: the whole suite can run under poison."""
 # Python 3.12 warns of every fork of a process with threads, which is what some scripts are about.
 FORK_WARNING = "ignore:This process:DeprecationWarning"
 
@@ -88,7 +90,11 @@ class Job:
         variables: dict[str, str],
         launcher: tuple[str, ...] = (),
     ) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("UMEM_")}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name == POISON or not name.startswith("UMEM_")
+        }
         self.command = " ".join([script, *arguments])
         self.process = subprocess.Popen(
             [
