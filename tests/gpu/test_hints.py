@@ -18,8 +18,8 @@ from umem.core.schedule import HintOp
 from umem.cuda import Location, Range
 from umem.hardware.capabilities import detect
 from umem.offloading import CudaMover
-from umem.runtime._native import NO_EVENT
 from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
+from umem.runtime.native_library import native
 
 pytestmark = pytest.mark.gpu
 
@@ -440,7 +440,7 @@ class TestSafety:
         tickets = []
         with torch.cuda.graph(graph):
             event = engine.record(0, torch.cuda.current_stream().cuda_stream)
-            assert event == NO_EVENT
+            assert event == native().NO_EVENT
             for op in (HintOp.EVICT, HintOp.PREFETCH):
                 tickets.append(ask(engine, op, range_))
                 engine.wait(tickets[-1], timeout_s=PATIENCE_S)
