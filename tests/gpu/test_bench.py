@@ -16,7 +16,6 @@ from umem_bench.training.tables import working_set_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-UMEM = str(Path(sys.executable).with_name("umem"))
 VARIANTS = (
     "umem",
     "umem-backward-step",
@@ -30,7 +29,7 @@ VARIANTS = (
 
 def bench(output: Path, *words: str, managed_limit: str = "4GiB") -> Run:
     done = subprocess.run(
-        [UMEM, "bench", *words, "--output", str(output)],
+        [sys.executable, "-m", "umem", "bench", *words, "--output", str(output)],
         capture_output=True,
         text=True,
         check=False,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from faults import Signal
+from poisoned import NOT_POISONED
 
 torch = pytest.importorskip("torch")
 
@@ -27,6 +28,7 @@ def _used_bytes() -> int:
     return total_bytes - free_bytes
 
 
+@NOT_POISONED
 def test_own_streams_take_none_of_the_budget() -> None:
     """torch's pool of streams took 70 MiB."""
     device = torch.device("cuda", 0)

@@ -10,6 +10,6 @@ __all__ = ["NOT_POISONED"]
 
 NOT_POISONED = pytest.mark.skipif(
     os.environ.get("UMEM_POISON") == "1",
-    reason="UMEM_POISON keeps a freed block until its stream asks for memory again",
+    reason="UMEM_POISON writes to all new memory, and keeps a freed block until its stream asks",
 )
-"""For tests of when memory is used anew."""
+"""For tests of when memory is used anew, and of how much of it has pages."""

@@ -110,7 +110,7 @@ def kernels() -> dict[str, Any]:
     try:
         for values in (cuda.as_cuda_array(tensor), array):
             double[COUNT // 256, 256](values)
-    except NvvmSupportError as error:
+    except (NvvmSupportError, AttributeError) as error:  # or one of an older NumPy's time
         facts["numba has no compiler"] = str(error)
         return facts
     cuda.synchronize()
