@@ -109,6 +109,7 @@ class CudaLoadingMemory(LoadingMemory):
                     lambda: [unfilled_bytes(size_bytes, device) for _ in range(2)],
                 )
             known[str(device)] = made if made and all(map(self.is_home, made)) else []
+            self.finish(device)  # with this memory, too, which the host is about to write
         return known[str(device)]
 
     def send(self, to: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
