@@ -15,6 +15,7 @@ import pytest
 import torch
 from known_moves import COPIED_BYTES, known_moves
 from managed_memory import PART_BYTES
+from poisoned import NOT_POISONED
 from torch import nn
 
 import umem
@@ -63,6 +64,7 @@ def bytes_of(report: MeasuredReport, direction: str, tensor_class: TensorClass) 
     )
 
 
+@NOT_POISONED
 def test_faults_are_counted_and_attributed() -> None:
     tensor = managed("optimizer_state")
     with umem.profile(steps=2, name="faults") as profile:

@@ -37,7 +37,16 @@ from umem import UmemError
 from umem.cuda import bindings
 from umem.io.files import replace_file
 
-__all__ = ["Campaign", "Comparison", "Runner", "read", "run_programs", "tables", "write"]
+__all__ = [
+    "PROCESS_LIMIT_S",
+    "Campaign",
+    "Comparison",
+    "Runner",
+    "read",
+    "run_programs",
+    "tables",
+    "write",
+]
 
 HERE = Path(__file__).resolve().parent
 
@@ -48,6 +57,8 @@ MARGIN_BYTES = 64 << 20
 
 _LEAST_S = 15.0
 """For a program that is begun."""
+
+_NO_TIME = "no time was left"
 
 _MOST_NAMED = 3
 _MOST_LETTERS = 400
@@ -146,6 +157,8 @@ class Runner:
             told["budget_bytes"] = int(stock["peak_bytes"] * program.budget)
         variant = "umem" if self.pci_address else "late"
         own, told["umem_s"] = self._run(program, variant, told.get("budget_bytes"))
+        if own["status"] is None and told["umem_s"] < PROCESS_LIMIT_S:
+            return Comparison(**told, verdict="NOT-RUN", detail=_NO_TIME)
         told |= {name: own.get(name) or 0 for name in ("deferred_steps", "away_steps")}
         told["warnings"] = tuple(own.get("warnings", ()))
         told["beyond_bytes"] = _beyond_bytes(stock, own, told.get("budget_bytes"))
@@ -157,7 +170,7 @@ class Runner:
         if lacking:
             return f"{', '.join(lacking)} is not installed"
         if time.monotonic() > self.end_s - _LEAST_S:
-            return "no time was left"
+            return _NO_TIME
         return ""
 
     def _run(

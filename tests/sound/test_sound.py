@@ -13,7 +13,7 @@ import torch
 from card_processes import Peaks, find_own_number
 from drawn_readers import reader_programs
 from small_trainings import HOST_SIZE, PROGRAMS, Program, Run, checksum
-from sound import Campaign, Comparison, Runner, read, tables, write
+from sound import PROCESS_LIMIT_S, Campaign, Comparison, Runner, read, tables, write
 from sound_programs import KINDS
 from umem_bench.machine import header
 
@@ -37,12 +37,14 @@ def environment() -> dict[str, str]:
 class Told(Runner):
     """Runs nothing: the answers of the processes are given."""
 
-    def __init__(self, stock: dict[str, Any], own: dict[str, Any]) -> None:
+    def __init__(
+        self, stock: dict[str, Any], own: dict[str, Any], own_s: float = PROCESS_LIMIT_S
+    ) -> None:
         super().__init__("", float("inf"), Path())
-        self._answers = {"stock": process(stock), "late": process(own)}
+        self._answers = {"stock": (process(stock), 1.0), "late": (process(own), own_s)}
 
     def _run(self, program: Program, variant: str, budget_bytes: int | None) -> Any:
-        return self._answers[variant], 1.0
+        return self._answers[variant]
 
 
 STOCK = {"records": {"000.loss": "a", "001.loss": "b"}, "again": {"000.loss": "a", "001.loss": "b"}}
@@ -68,6 +70,11 @@ def test_verdicts(stock: Any, own: Any, verdict: str, detail: str) -> None:
     assert result.verdict == verdict
     assert detail in result.detail
     assert result.is_right == (verdict == "EQUAL")
+
+
+def test_a_process_that_the_end_of_the_campaign_cut_did_not_hang() -> None:
+    result = Told(STOCK, {"status": None}, own_s=12.0).compare(PROGRAMS["plain"])
+    assert (result.verdict, result.detail) == ("NOT-RUN", "no time was left")
 
 
 def test_a_budget_that_is_not_kept_is_wrong() -> None:
