@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.lanes import HostLanes
-from umem.executor.optimizer.state_staging import StateMemory, is_whole
-from umem.executor.streamed_training import StreamedTraining
+from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.stage.staged_state import StateMemory, is_whole
+from umem.streaming.training import StreamedTraining
 
 BLOCKS, PARAMETERS, ELEMENTS = 60, 393, 16
 BLOCK_BYTES = 64  # of a tensor's memory: copies take no time

@@ -26,10 +26,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 def no_manager_outlives_its_test() -> Iterator[None]:
     """A test's model may be garbage that is not collected yet, and its manager still at work."""
     yield
-    managers = sys.modules.get("umem.executor.managers")  # most tests need no planner loaded
+    managers = sys.modules.get("umem.managing")  # most tests need no planner loaded
     for manager in [] if managers is None else managers.managers():
         manager.close()
-    training = sys.modules.get("umem.executor.streamed_training")
+    training = sys.modules.get("umem.streaming.training")
     if training is None:
         return
     for it in training.streamed_trainings():

@@ -12,7 +12,8 @@ import torch
 from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
-import umem.executor
+import umem.managing
+import umem.streaming
 from umem.core.errors import EnableError, PlanError
 from umem.swap import manage_automatically
 
@@ -24,11 +25,11 @@ from umem.swap import manage_automatically
 model = torch.nn.Linear(4, 4)
 manage_automatically(lambda: [model])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-before = "umem.executor" in sys.modules
+before = "umem.managing" in sys.modules
 for _ in range(2):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-print(before, "umem.executor" in sys.modules)
+print(before, "umem.managing" in sys.modules)
 """
 
 
@@ -55,7 +56,7 @@ def roots() -> Iterator[list[nn.Module]]:
 def managed(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that got a manager."""
     found: list[nn.Module] = []
-    monkeypatch.setattr(umem.executor, "manage", lambda model, _: found.append(model))
+    monkeypatch.setattr(umem.managing, "manage", lambda model, _: found.append(model))
     return found
 
 
@@ -83,9 +84,9 @@ def test_no_error_of_umem_reaches_the_training(
     model = nn.Linear(4, 4)
     roots.append(model)
     if fails == "import":
-        monkeypatch.setitem(sys.modules, "umem.executor", None)
+        monkeypatch.setitem(sys.modules, "umem.managing", None)
     elif fails == "manage":
-        monkeypatch.setattr(umem.executor, "manage", fail)
+        monkeypatch.setattr(umem.managing, "manage", fail)
     else:
         monkeypatch.setattr(model, "parameters", fail)
     with caplog.at_level(logging.DEBUG, "umem"):
@@ -108,7 +109,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[nn.Module],
     """The modules called so far, and the models whose optimizer state is streamed."""
     called: list[nn.Module] = []
     found: list[nn.Module] = []
-    monkeypatch.setattr(umem.executor, "stream_state", lambda model, _: found.append(model))
+    monkeypatch.setattr(umem.streaming, "stream_state", lambda model, _: found.append(model))
     hooks = dict(torch_optimizer._global_optimizer_post_hooks)
     manage_automatically(lambda: called, is_planned=False, streams_state=True)
     yield called, found
@@ -203,7 +204,7 @@ def test_what_a_refusal_costs_is_said(
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(umem.executor, "manage", refuse)
+    monkeypatch.setattr(umem.managing, "manage", refuse)
     model = nn.Linear(4, 4, device=device)
     roots.append(model)
     optimizer = optim.SGD(model.parameters(), lr=0.1)

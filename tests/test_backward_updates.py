@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.core.errors import PlanError
-from umem.executor.optimizer.freed_gradient import is_freed
-from umem.executor.optimizer.lanes import HostLanes
-from umem.executor.streamed_training import StreamedTraining
+from umem.streaming.gradients.freed_gradient import is_freed
+from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.training import StreamedTraining
 
 EAGERNESS = [0.0, 0.8]
 UNITS = ["", "stem", *(f"layers.{it}" for it in range(4)), "norm", "head"]

@@ -14,7 +14,7 @@ from command_line import Run, umem_command
 import umem
 from umem.capture.offline import script_trace
 from umem.core.errors import PolicyError
-from umem.planning import load_schedule
+from umem.pages.plan import load_schedule
 from umem.policy import resolve
 from umem.telemetry import read_recording
 from umem.trace import save_trace
@@ -93,7 +93,7 @@ def test_steps_of_a_profile_that_are_no_number() -> None:
 
 @pytest.mark.slow
 def test_offload_is_a_function_wherever_its_package_was_imported_first() -> None:
-    code = "import umem.executor, umem; umem.offload(2)"
+    code = "import umem.streaming, umem.pages.run.manager, umem; umem.offload(2)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

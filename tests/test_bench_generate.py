@@ -29,8 +29,8 @@ from umem_bench.results import (
 
 from umem import UmemError, UnsupportedError
 from umem.cuda import bindings
-from umem.executor import WeightStatus
-from umem.executor.weights.streamed_weights import WeightCounts
+from umem.streaming import WeightStatus
+from umem.streaming.weights.streamed_weights import WeightCounts
 
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.device_count() > 0, reason="it is about a machine without a GPU"

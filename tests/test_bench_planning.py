@@ -20,7 +20,7 @@ from umem_bench.tables import markdown
 
 from umem import Hardware, TensorClass, Trace, load_policy
 from umem.capture.offline import model_trace
-from umem.planning import PLANNERS
+from umem.pages.plan import PLANNERS
 from umem.policy import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,7 +149,7 @@ def test_the_pages_way_of_sharing_plans_once(
     machine: Hardware, make_trace: Callable[..., Trace], tmp_path: Path
 ) -> None:
     page = (ROOT / "docs" / "plans-at-scale.md").read_text(encoding="utf-8")
-    found = re.search(r"```python\n(from umem\.planning.*?)```", page, re.DOTALL)
+    found = re.search(r"```python\n(from umem\.pages.*?)```", page, re.DOTALL)
     assert found
     names: dict[str, Any] = {}
     exec(found.group(1), names)

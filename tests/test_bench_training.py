@@ -58,10 +58,10 @@ from umem_bench.workers import Worker, WorkerError
 
 from umem import TensorClass, UmemError, UnsupportedError, load_policy
 from umem.core.report import HintReport, HintUse, MeasuredReport, Traffic
-from umem.executor import StreamedStatus
-from umem.executor.optimizer.streamed_step import StepCounts
-from umem.executor.tuning_status import TuningState, TuningStatus
 from umem.policy import class_rule
+from umem.streaming import StreamedStatus
+from umem.streaming.step.step import StepCounts
+from umem.streaming.tune.status import TuningState, TuningStatus
 from umem.trace import check_trace
 
 CPU = torch.device("cpu")

@@ -17,10 +17,10 @@ from random_steps import BLOCK, problems, working_set
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
-from umem.planning import PLANNERS, plan
+from umem.pages.plan import PLANNERS, plan
+from umem.pages.simulate import fluid_bound_s, lower_bound_s, run
+from umem.pages.simulate.lower_bound import fastest_moves
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.simulation import fluid_bound_s, lower_bound_s, run
-from umem.simulation.lower_bound import fastest_moves
 from umem.trace import Trace
 
 MS = 1e-3

@@ -15,7 +15,7 @@ from command_line import Run, umem_command
 
 from umem.core.schedule import HintOp
 from umem.hardware import load_hardware, with_durations
-from umem.planning import load_schedule, plan_key
+from umem.pages.plan import load_schedule, plan_key
 from umem.policy import load_policy, resolve
 from umem.trace import load_trace
 

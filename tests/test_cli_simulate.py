@@ -14,8 +14,8 @@ from command_line import Run, umem_command
 from umem.cli import load_command
 from umem.core.report import CAUSES
 from umem.hardware import load_hardware
-from umem.planning.prediction import predict, report_row
 from umem.policy import load_policy, resolve
+from umem.predict.prediction import predict, report_row
 from umem.trace import load_trace
 
 MIB = 1 << 20

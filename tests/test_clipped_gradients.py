@@ -11,9 +11,9 @@ from lazy_lanes import LazyLanes
 from streamed_programs import Net, Program, Tied, compare
 from torch import nn
 
-from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.runtime.guard import guard_of
 from umem.runtime.unguarded import Unguarded
+from umem.streaming.gradients.clipped_gradients import ClippedGradients
 
 EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
 SOME = frozenset(["layers.2", "layers.3", "norm", "head"])

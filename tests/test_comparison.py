@@ -17,8 +17,8 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import MeasuredReport, MigrationReport, Traffic
 from umem.hardware import load_hardware
-from umem.planning.prediction import predict, report_row
 from umem.policy import load_policy, resolve
+from umem.predict.prediction import predict, report_row
 from umem.telemetry.comparison import (
     Difference,
     compare,

@@ -14,8 +14,8 @@ from rank_processes import one_rank
 from streamed_programs import WIDTH, Net, Program
 from torch import distributed, nn
 
-from umem.executor.optimizer.temporary_slots import TemporaryPlan
 from umem.runtime.guard import guard_of
+from umem.streaming.step.temporary_slots import TemporaryPlan
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available(), reason="this torch is built without torch.distributed"

@@ -110,7 +110,7 @@ stats = torch._C._cuda_memoryStats(0)["allocation"]["all"]["current"]
 summary = umem.memory_summary(0).splitlines()[0]
 state = umem.swap.runtime()
 kinds = sorted({rule.kind for rule in state.resolved.rules})
-from umem.executor.managers import managers
+from umem.managing import managers
 print(json.dumps([enabled, order, len(functions), sorted(functions.values()), stats, summary,
                   list(state.device_budgets), kinds, len(managers())]))
 """
@@ -247,7 +247,7 @@ def test_policies_load_without_torch() -> None:
 def test_streamed_weights_load_no_planner() -> None:
     """Numba and the managers of trainings take longer to import than all else of umem."""
     code = (
-        "import sys; from umem.executor import manage_weights; "
-        "print(sorted({'numba', 'umem.executor.managers'} & set(sys.modules)))"
+        "import sys; from umem.streaming import manage_weights; "
+        "print(sorted({'numba', 'umem.managing'} & set(sys.modules)))"
     )
     assert python(code) == "[]\n"

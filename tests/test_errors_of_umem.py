@@ -12,14 +12,14 @@ from lazy_lanes import LazyLanes
 from streamed_programs import Program, bits
 from torch import nn
 
-from umem.executor.optimizer import piece_updates, step_call, streamed_step, streamed_units
-from umem.executor.optimizer.copied_gradients import CopiedGradients
-from umem.executor.optimizer.temporary_slots import TemporarySlots
-from umem.executor.streamed_training import StreamedTraining
-from umem.executor.weights.model_weights import ModelWeights
-from umem.executor.weights.streamed_weights import StreamedWeights
 from umem.offloading import offload_blocks
 from umem.offloading.store import ActivationStore
+from umem.streaming.gradients.copied_gradients import CopiedGradients
+from umem.streaming.step import call, pieces, step, units
+from umem.streaming.step.temporary_slots import TemporarySlots
+from umem.streaming.training import StreamedTraining
+from umem.streaming.weights.model_weights import ModelWeights
+from umem.streaming.weights.streamed_weights import StreamedWeights
 
 
 class InternalError(Exception):
@@ -27,23 +27,23 @@ class InternalError(Exception):
 
 
 PARTS: list[tuple[Any, str]] = [
-    (streamed_step.StreamedStep, "wait"),
-    (streamed_step.StreamedStep, "find_state"),
-    (streamed_step.StreamedStep, "settle"),
-    (streamed_step.StreamedStep, "have_loaded"),
-    (streamed_step.StreamedStep, "may_divide"),
-    (streamed_step.StreamedStep, "join"),
-    (streamed_step, "StepCall"),
-    (streamed_step, "has_alias"),
-    (streamed_units.StreamedUnits, "fetch_ahead"),
-    (streamed_units.StreamedUnits, "fetch"),
-    (streamed_units.StreamedUnits, "lay_out"),
-    (streamed_units.StreamedUnits, "send_state_home"),
-    (piece_updates.PieceUpdates, "launch"),
-    (piece_updates.PieceUpdates, "of"),
-    (piece_updates.PieceUpdates, "stage_operands"),
-    (step_call.StepCall, "update"),
-    (step_call.StepCall, "shadow"),
+    (step.StreamedStep, "wait"),
+    (step.StreamedStep, "find_state"),
+    (step.StreamedStep, "settle"),
+    (step.StreamedStep, "have_loaded"),
+    (step.StreamedStep, "may_divide"),
+    (step.StreamedStep, "join"),
+    (step, "StepCall"),
+    (step, "has_alias"),
+    (units.StreamedUnits, "fetch_ahead"),
+    (units.StreamedUnits, "fetch"),
+    (units.StreamedUnits, "lay_out"),
+    (units.StreamedUnits, "send_state_home"),
+    (pieces.PieceUpdates, "launch"),
+    (pieces.PieceUpdates, "of"),
+    (pieces.PieceUpdates, "stage_operands"),
+    (call.StepCall, "update"),
+    (call.StepCall, "shadow"),
     (CopiedGradients, "step_begins"),
     (CopiedGradients, "settle"),
     (TemporarySlots, "step_begins"),

@@ -39,16 +39,17 @@ from umem.capture.live import Block, StepRecording
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp
-from umem.executor import ManagerState, step_plan
-from umem.executor.admission import plan_admission, used_tensors
-from umem.executor.managers import manage_on, managers
-from umem.executor.plans import Plans
-from umem.executor.program import Hints, PhaseWork, Program
-from umem.executor.runner import Runner
-from umem.executor.step_plan import PhasePlan, plan_releases
 from umem.hardware import load_hardware
+from umem.managing import manage_on, managers
 from umem.offloading import ActivationStore
-from umem.planning.running_step import with_gradient_lifetimes
+from umem.pages import ManagerState
+from umem.pages.plan.running_step import with_gradient_lifetimes
+from umem.pages.run import step_plan
+from umem.pages.run.admission import plan_admission, used_tensors
+from umem.pages.run.plans import Plans
+from umem.pages.run.program import Hints, PhaseWork, Program
+from umem.pages.run.runner import Runner
+from umem.pages.run.step_plan import PhasePlan, plan_releases
 from umem.policy import resolve
 from umem.runtime.hints import HintEngine, HintOutcome
 from umem.trace import check_trace, phase_of_access
@@ -357,7 +358,7 @@ def test_planners_that_run_no_training_are_refused() -> None:
 def test_the_step_in_the_backward_pass_needs_streamed_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    managers = sys.modules["umem.executor.managers"]
+    managers = sys.modules["umem.managing"]
     policy = umem.load_policy("managed")
     resolved = resolve(policy, load_hardware("h200-pcie"), {})
     enabled = SimpleNamespace(policy=policy, resolved=resolved)
@@ -671,10 +672,10 @@ def test_residency_ignores_managers_of_other_devices(
 
     allocated = {"allocated_bytes": {"current": 100}}
     allocator = SimpleNamespace(class_stats=lambda _device: [allocated] * len(TensorClass))
-    managers = sys.modules["umem.executor.managers"]
+    managers = sys.modules["umem.managing"]
     monkeypatch.setattr(managers, "runtime", lambda: SimpleNamespace(allocator=allocator))
     monkeypatch.setattr(managers, "managers", lambda: [manager_of(0, 30), manager_of(1, 60)])
-    found = [umem.executor.residency(device)[TensorClass.WEIGHTS] for device in (0, 1, 2)]
+    found = [umem.managing.residency(device)[TensorClass.WEIGHTS] for device in (0, 1, 2)]
     assert found == [70, 40, 100]
 
 

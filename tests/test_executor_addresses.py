@@ -12,8 +12,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from umem.core.classes import TensorClass
-from umem.executor import Manager
-from umem.executor.tensor_addresses import find_addresses
+from umem.pages import Manager
+from umem.pages.run.tensor_addresses import find_addresses
 
 
 def advised(manager: Manager) -> int:

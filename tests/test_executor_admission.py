@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
-from umem.executor.admission import AdmissionPlan, Eviction, HintRow, plan_admission, used_tensors
 from umem.hardware import Hardware
-from umem.planning.plan_search import PlanCandidate
+from umem.pages.plan.plan_search import PlanCandidate
+from umem.pages.run.admission import AdmissionPlan, Eviction, HintRow, plan_admission, used_tensors
+from umem.pages.simulate import simulate
 from umem.policy import load_policy, resolve
-from umem.simulation import simulate
 from umem.trace import Trace
 
 MIB = 1 << 20

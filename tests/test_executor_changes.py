@@ -23,11 +23,11 @@ from managed_training import (
 )
 
 from umem.core.errors import PlanError
-from umem.executor import Manager, ManagerState
-from umem.executor.background import run_in_thread
-from umem.executor.lifecycle import TRANSITIONS
-from umem.executor.managers import manage_on
-from umem.planning.plan_search import search_plan
+from umem.managing import manage_on
+from umem.pages import Manager, ManagerState
+from umem.pages.plan.plan_search import search_plan
+from umem.pages.run.background import run_in_thread
+from umem.pages.run.states import TRANSITIONS
 from umem.runtime.hints import HintEngine, HintOutcome
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,7 +244,7 @@ class Search:
             assert self.may_end.wait(60)
             return search_plan(*given, **more)
 
-        monkeypatch.setattr("umem.executor.plans.search_plan", slow)
+        monkeypatch.setattr("umem.pages.run.plans.search_plan", slow)
 
     def start(self, work: Callable[[], Any]) -> Any:
         future = run_in_thread(work)
@@ -344,7 +344,7 @@ def test_an_error_of_the_search_ends_the_manager_with_its_reason(
     def fails(*_: object, **__: object) -> None:
         raise PlanError("too large for any plan")
 
-    monkeypatch.setattr("umem.executor.plans.search_plan", fails)
+    monkeypatch.setattr("umem.pages.run.plans.search_plan", fails)
     training = Training()
     manager = training.manage()
     training.steps(BEFORE_PLANNED + 1)
@@ -356,7 +356,7 @@ def test_an_error_of_the_search_ends_the_manager_with_its_reason(
 def test_a_process_may_end_while_a_search_runs() -> None:
     program = (
         "import threading\n"
-        "from umem.executor.background import run_in_thread\n"
+        "from umem.pages.run.background import run_in_thread\n"
         "begun = threading.Event()\n"
         "def work():\n"
         "    begun.set()\n"

@@ -11,10 +11,10 @@ import torch
 from managed_training import BEFORE_PLANNED, MIB, TIGHT, Training, host_machine
 
 from umem.core.classes import TensorClass
-from umem.executor import ManagerState
-from umem.executor.machine import Machine, held_host_bytes, within_host
-from umem.executor.managers import manage_on
+from umem.managing import manage_on
 from umem.offloading import HostMover
+from umem.pages import ManagerState
+from umem.pages.run.machine import Machine, held_host_bytes, within_host
 from umem.runtime.native_library import native
 
 if TYPE_CHECKING:

@@ -26,15 +26,15 @@ from umem.capture.live import Block
 from umem.core.block_sizes import LARGE_BYTES, block_bytes
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
-from umem.executor import Manager, ManagerState
-from umem.executor.machine import Machine
-from umem.executor.managers import manage_on, unpromised_bytes
-from umem.executor.mapped_blocks import AllocatorBudget, bring_back_spilled
-from umem.executor.program import Hints, PhaseWork
-from umem.executor.runner import Runner
-from umem.executor.step_plan import PhasePlan
-from umem.executor.tensor_addresses import in_blocks
+from umem.managing import manage_on, unpromised_bytes
 from umem.offloading import ActivationStore
+from umem.pages import Manager, ManagerState
+from umem.pages.run.machine import Machine
+from umem.pages.run.mapped_blocks import AllocatorBudget, bring_back_spilled
+from umem.pages.run.program import Hints, PhaseWork
+from umem.pages.run.runner import Runner
+from umem.pages.run.step_plan import PhasePlan
+from umem.pages.run.tensor_addresses import in_blocks
 from umem.runtime.hints import HintEngine, HintSettings
 from umem.runtime.native_library import native
 from umem.runtime.peak_reader import PeakReader

@@ -26,8 +26,8 @@ from managed_training import (
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.executor import Manager, ManagerState
-from umem.executor.step_plan import MODEL
+from umem.pages import Manager, ManagerState
+from umem.pages.run.step_plan import MODEL
 from umem.runtime.torch_hooks import saved_tensors
 
 

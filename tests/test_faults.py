@@ -20,10 +20,10 @@ from managed_training import MIB, Net, Training, host_machine
 
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
-from umem.executor import Manager, ManagerState
-from umem.executor.machine import within_host
-from umem.executor.managers import manage_on
+from umem.managing import manage_on
 from umem.offloading import HostMover
+from umem.pages import Manager, ManagerState
+from umem.pages.run.machine import within_host
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
 
@@ -102,7 +102,7 @@ def test_the_hint_queue_may_be_full(stock: Training) -> None:
 def test_the_wait_for_late_pages_is_limited(
     stock: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("umem.executor.runner.MAX_WAIT_S", 0.01)
+    monkeypatch.setattr("umem.pages.run.runner.MAX_WAIT_S", 0.01)
     training = Training()
     manager = training.manage("planned", 34 * MIB, bytes_per_s=20e6)
     training.steps(12)

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from umem.capture.live import NO_BLOCK
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.lanes import Lane
-from umem.executor.optimizer.separable import refusal
-from umem.executor.optimizer.state_staging import find_spans
 from umem.runtime.model_parts import tensors_in
+from umem.streaming.stage.lanes import Lane
+from umem.streaming.stage.staged_state import find_spans
+from umem.streaming.step.known_optimizers import refusal
 
 FLAT = WIDTH * WIDTH + WIDTH
 """Numbers in a layer's flat partition."""

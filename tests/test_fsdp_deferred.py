@@ -25,10 +25,10 @@ from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.executor.streamed_training import StreamedTraining
 from umem.runtime.guard import guard_of
 from umem.runtime.model_parts import plain_tensors
 from umem.runtime.unguarded import Unguarded
+from umem.streaming.training import StreamedTraining
 from umem.torch_compat import fsdp_groups, fsdp_modules
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -651,7 +651,7 @@ def two_models(streams: Streams | None) -> list[str]:
 
 def lose_names(_: Program, patch: pytest.MonkeyPatch) -> None:
     """FSDP2 has other names for what it gathers from."""
-    patch.setattr("umem.executor.optimizer.sharded_parameters.fsdp_groups", lambda _: ())
+    patch.setattr("umem.streaming.stage.sharded_parameters.fsdp_groups", lambda _: ())
 
 
 def compile_blocks(program: Program, _: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,10 @@ from torch import nn
 
 import umem
 from umem.core.errors import PlanError
-from umem.executor.optimizer.temporary_slots import TemporaryPlan
 from umem.runtime.aliases import has_alias
 from umem.runtime.held_memory import is_held, note_export
 from umem.runtime.unguarded import Unguarded
+from umem.streaming.step.temporary_slots import TemporaryPlan
 
 pytestmark = pytest.mark.slow
 

@@ -24,12 +24,12 @@ from torch import nn
 from umem import torch_compat
 from umem.capture.live import SavedTensorHooks
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.clipped_gradients import ClippedGradients
 from umem.runtime import cuda_streams
 from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.class_override import class_override
 from umem.runtime.guard import Guard
 from umem.runtime.torch_hooks import saved_tensors
+from umem.streaming.gradients.clipped_gradients import ClippedGradients
 from umem.torch_compat import InferenceMode
 
 INTERRUPTS = 2000

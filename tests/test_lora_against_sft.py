@@ -15,9 +15,10 @@ from umem.capture.offline import model_trace
 from umem.core.classes import TensorClass
 from umem.core.report import MigrationReport
 from umem.hardware import load_hardware
-from umem.planning.prediction import PUBLISHED_UM_SHARES, predict
 from umem.policy import load_policy, resolve
+from umem.predict.prediction import predict
 from umem.trace import Trace, check_trace
+from umem.trace.published import PUBLISHED_UM_SHARES
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ from lazy_lanes import HostStateMemory, LazyLanes
 from streamed_programs import WIDTH, Net
 from torch import nn
 
-from umem.executor.optimizer.lanes import Lane
-from umem.executor.phase_measurement import DeviceRoom
-from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
+from umem.streaming.stage.device_room import DeviceRoom
+from umem.streaming.stage.lanes import Lane
+from umem.streaming.weights.model_weights import ModelWeights
 
 MIB = 1 << 20
 LAYER_BYTES = 4 * WIDTH * WIDTH

@@ -25,7 +25,6 @@ from lazy_lanes import LazyLanes
 from streamed_programs import WIDTH, Net, Program, bits
 from torch import nn
 
-from umem.executor.graphing import graphing_begins
 from umem.runtime.torch_hooks.graphed import graphed_tensors, watch_graphing
 from umem.runtime.torch_hooks.hidden import hidden_in, hide, uncalled
 from umem.runtime.torch_hooks.modules import (
@@ -33,6 +32,7 @@ from umem.runtime.torch_hooks.modules import (
     hook_calls,
     hook_running_forward,
 )
+from umem.streaming.graphing import graphing_begins
 
 SUPPORT = Path(__file__).parent / "support"
 

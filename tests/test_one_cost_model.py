@@ -16,10 +16,10 @@ import umem
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.hardware import Hardware
-from umem.planning.plan_search import RUNNABLE_PLANNERS
-from umem.planning.prediction import predict, report_row
-from umem.planning.running_step import with_whole_optimizer_step
+from umem.pages.plan.plan_search import RUNNABLE_PLANNERS
+from umem.pages.plan.running_step import with_whole_optimizer_step
 from umem.policy import load_policy, resolve
+from umem.predict.prediction import predict, report_row
 from umem.trace import Trace, check_trace, require_durations, save_trace
 
 BEFORE_PLANNED = 7

@@ -21,11 +21,11 @@ from streamed_programs import bits
 from torch import nn
 
 from umem.capture.live import find_blocks
-from umem.executor.optimizer import unit_names
-from umem.executor.optimizer.unit_names import UnitNames
-from umem.executor.streamed_training import StreamedTraining
-from umem.executor.tuning_status import TuningState
 from umem.runtime.model_parts import main_chain
+from umem.streaming.step import unit_names
+from umem.streaming.step.unit_names import UnitNames
+from umem.streaming.training import StreamedTraining
+from umem.streaming.tune.status import TuningState
 
 WIDTH, LAYERS, STEPS = 64, 4, 9
 

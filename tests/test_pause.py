@@ -16,8 +16,8 @@ from managed_training import BEFORE_PLANNED, Training
 import umem
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
-from umem.executor import ManagerState
 from umem.hardware.host_share import HostShare, host_share
+from umem.pages import ManagerState
 from umem.policy import load_policy
 from umem.runtime import state
 from umem.runtime.classification import Classifier, gradient_hook

@@ -21,10 +21,11 @@ from umem.core.errors import PlanError, PolicyError
 from umem.core.report import MigrationReport
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
-from umem.planning import PLANNERS, plan
-from umem.planning.planners import explained_plan, ideal_clock, pose_problem
-from umem.planning.problem import Manner, explain, plan_step
-from umem.planning.selection import Reason
+from umem.pages.plan import PLANNERS, plan
+from umem.pages.plan.planners import explained_plan, ideal_clock, pose_problem
+from umem.pages.plan.problem import Manner, explain, plan_step
+from umem.pages.plan.selection import Reason
+from umem.pages.simulate import report, run, simulate
 from umem.policy import (
     ClassRule,
     Eviction,
@@ -35,7 +36,6 @@ from umem.policy import (
     load_policy,
     resolve,
 )
-from umem.simulation import report, run, simulate
 from umem.trace import Trace, find_gaps
 
 LAYERS = 6

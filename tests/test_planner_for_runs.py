@@ -10,9 +10,9 @@ import pytest
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
-from umem.planning import page_out, plan
+from umem.pages.plan import page_out, plan
+from umem.pages.simulate import simulate
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.simulation import simulate
 from umem.trace import Trace, first_and_last_use
 
 BLOCK = 2**21

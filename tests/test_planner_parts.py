@@ -17,15 +17,15 @@ from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
-from umem.planning.reservations import LinkUse, Reservations, reserve
-from umem.planning.residency_modes import TensorRules, apply_policy, open_classes
-from umem.planning.selection import NOT_NEEDED, PhaseClock
-from umem.planning.timing import earliest_issue, latest_starts, leave_times, phases_at
+from umem.pages.plan.reservations import LinkUse, Reservations, reserve
+from umem.pages.plan.residency_modes import TensorRules, apply_policy, open_classes
+from umem.pages.plan.selection import NOT_NEEDED, PhaseClock
+from umem.pages.plan.timing import earliest_issue, latest_starts, leave_times, phases_at
+from umem.pages.simulate import engine as _engine
+from umem.pages.simulate import unavoidable_bytes
+from umem.pages.simulate.lower_bound import _STEPS
+from umem.pages.simulate.run import build
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.simulation import engine as _engine
-from umem.simulation import unavoidable_bytes
-from umem.simulation.lower_bound import _STEPS
-from umem.simulation.run import build
 from umem.trace import NEVER_MADE, NO_GAP, Access, Gaps, Trace, find_gaps
 
 BLOCK = 2**21

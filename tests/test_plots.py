@@ -15,9 +15,9 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.report import Cause, Direction, MigrationReport, Timeline, Traffic
 from umem.hardware import Hardware, load_hardware
-from umem.planning.prediction import published_share
 from umem.telemetry import link_figure, residency_figure, save, shares_figure
 from umem.trace import Access, PhaseKind, Precision, Trace, ranges
+from umem.trace.published import published_share
 
 pytest.importorskip("matplotlib")
 

@@ -28,8 +28,8 @@ from umem_bench.tables import beside, markdown
 from umem.core.errors import TraceError, UmemError
 from umem.core.schedule import HintOp
 from umem.hardware import load_hardware
-from umem.planning.planners import ideal_clock, pose_problem
-from umem.planning.problem import Manner, plan_step
+from umem.pages.plan.planners import ideal_clock, pose_problem
+from umem.pages.plan.problem import Manner, plan_step
 from umem.policy import load_policy, resolve
 from umem.trace import find_gaps, load_trace
 

@@ -20,9 +20,9 @@ from streamed_programs import WIDTH, Net, NoRoom, Program, bits, compare
 from streamed_uses import USES
 from torch import nn
 
-from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
-from umem.planning.weight_plan import staged_bytes
+from umem.streaming.plan.weight_plan import staged_bytes
+from umem.streaming.weights.model_weights import ModelWeights
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [

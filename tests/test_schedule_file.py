@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware, Source, load_hardware
-from umem.planning.plan_files import (
+from umem.pages.plan.plan_files import (
     PLAN_COLUMNS,
     PLAN_FORMAT,
     PlanHeader,
@@ -379,7 +379,7 @@ def test_the_key_depends_on_planner_and_window() -> None:
 
 def test_the_key_depends_on_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key_of()
-    monkeypatch.setattr("umem.planning.plan_files.__version__", "0.0.1")
+    monkeypatch.setattr("umem.pages.plan.plan_files.__version__", "0.0.1")
     assert key_of() != before
 
 

@@ -28,16 +28,16 @@ from streamed_programs import STAGED_BYTES, WIDTH, Net, NoRoom, bits
 from torch import nn
 from torch.nn.functional import softplus
 
-from umem.executor import stream_tuning
-from umem.executor.optimizer.slot_pool import SlotPool
-from umem.executor.shared_budget import SharedBudget
-from umem.executor.stream_tuning import StreamTuner
-from umem.executor.streamed_training import StreamedTraining
-from umem.executor.tuning_status import TuningState
-from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.unguarded import Unguarded
+from umem.streaming.stage.shared_budget import SharedBudget
+from umem.streaming.step.slot_pool import SlotPool
+from umem.streaming.training import StreamedTraining
+from umem.streaming.tune import tuner
+from umem.streaming.tune.status import TuningState
+from umem.streaming.tune.tuner import StreamTuner
+from umem.streaming.weights.model_weights import ModelWeights
 
 EAGERNESS = [0.0, 0.5, 0.9]
 
@@ -160,7 +160,7 @@ def test_optimizers_of_one_model(
 @pytest.fixture(autouse=True)
 def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of it would have room for these small models as a whole."""
-    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0,))
 
 
 MODEL_STATE = LAYERS * LAYER_STATE

@@ -16,10 +16,10 @@ from umem.core.errors import PlanError, TraceError
 from umem.core.report import MigrationReport
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
+from umem.pages.simulate import engine as _engine
+from umem.pages.simulate import lower_bound_s, run, simulate, unavoidable_bytes
+from umem.pages.simulate.run import build
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.simulation import engine as _engine
-from umem.simulation import lower_bound_s, run, simulate, unavoidable_bytes
-from umem.simulation.run import build
 from umem.trace import Trace
 
 BLOCK = 2**21

@@ -13,10 +13,10 @@ from streamed_programs import WIDTH, Net, Program, bits, compare
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.executor.state_memory import CudaStateMemory
-from umem.executor.weights.staged_weights import is_movable_weight
 from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.model_parts import lies_in_memory, main_chain, memory_bytes
+from umem.streaming.stage.memory import CudaStateMemory
+from umem.streaming.weights.staged_weights import is_movable_weight
 
 ROWS = 200
 """State of a table is staged in spans."""

@@ -13,7 +13,7 @@ from streamed_programs import WIDTH, Program, bits
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.lanes import Copy, Lane
+from umem.streaming.stage.lanes import Copy, Lane
 
 EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
 

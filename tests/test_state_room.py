@@ -10,10 +10,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from umem.core.classes import TensorClass
-from umem.planning.stream_plan import least_slack_bytes
-from umem.planning.stream_timing import FIRST_SLOTS, staged_bytes
 from umem.runtime._native import Allocator, ClassSetting, Config
-from umem.runtime.state_room import StateRoom
+from umem.streaming.plan.state_plan import least_slack_bytes
+from umem.streaming.plan.step_timing import FIRST_SLOTS, staged_bytes
+from umem.streaming.stage.state_room import StateRoom
 
 MIB = 1 << 20
 BUDGET_BYTES = 2048 * MIB

@@ -24,10 +24,10 @@ from torch import nn
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
-from umem.executor.optimizer.lanes import Copy, Lane
-from umem.executor.optimizer.streamed_step import StreamedStep
-from umem.executor.state_memory import CudaStateMemory
 from umem.runtime._native import Allocator, ClassSetting, Config
+from umem.streaming.stage.lanes import Copy, Lane
+from umem.streaming.stage.memory import CudaStateMemory
+from umem.streaming.step.step import StreamedStep
 
 EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
 TOO_MUCH = 1 << 60

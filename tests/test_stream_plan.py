@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.hardware import Hardware, load_hardware
-from umem.planning.lane_simulation import LaneKind, LaneTasks, simulate_lanes
-from umem.planning.stream_plan import StreamPlan, plan_stream
-from umem.planning.stream_timing import (
+from umem.streaming.plan.lane_simulation import LaneKind, LaneTasks, simulate_lanes
+from umem.streaming.plan.state_plan import StreamPlan, plan_stream
+from umem.streaming.plan.step_timing import (
     StreamUnit,
     TemporarySlot,
     simulate_stream,

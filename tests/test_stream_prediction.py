@@ -16,16 +16,16 @@ from command_line import Run, umem_command
 from umem.core.classes import TensorClass
 from umem.core.errors import HardwareError, PlanError, TraceError
 from umem.hardware import Hardware
-from umem.planning.stream_plan import least_slack_bytes, plan_stream
-from umem.planning.stream_prediction import (
+from umem.policy import ResolvedPolicy, load_policy, resolve
+from umem.predict.stream_prediction import (
     StreamedStep,
     predict_stream,
     stream_row,
     streamed_step,
 )
-from umem.planning.training_plan import plan_training
-from umem.planning.weight_plan import WeightUnit
-from umem.policy import ResolvedPolicy, load_policy, resolve
+from umem.streaming.plan.state_plan import least_slack_bytes, plan_stream
+from umem.streaming.plan.training_plan import plan_training
+from umem.streaming.plan.weight_plan import WeightUnit
 from umem.trace import Trace, save_trace
 
 PREDICTIONS = Path(__file__).parents[1] / "benchmarks" / "results" / "predicted-streamed.txt"

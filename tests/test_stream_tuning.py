@@ -34,24 +34,24 @@ from torch import nn
 
 from umem.capture.live import NO_BLOCK, Block, PhaseTracker, find_blocks
 from umem.core.classes import TensorClass
-from umem.executor import stream_tuning
-from umem.executor.phase_measurement import StepFigures, StepMeter
-from umem.executor.state_memory import CudaRoom
-from umem.executor.stream_tuning import StreamTuner
-from umem.executor.streamed_training import StreamedTraining
-from umem.executor.tuning_status import TuningState
-from umem.executor.weights.model_weights import ModelWeights
 from umem.hardware import Hardware, load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.managed_runs import managed_runs
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.modules import HookErrors
+from umem.streaming.stage.memory import CudaRoom
+from umem.streaming.training import StreamedTraining
+from umem.streaming.tune import tuner
+from umem.streaming.tune.measure import StepFigures, StepMeter
+from umem.streaming.tune.status import TuningState
+from umem.streaming.tune.tuner import StreamTuner
+from umem.streaming.weights.model_weights import ModelWeights
 
 
 @pytest.fixture(autouse=True)
 def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of it would have room for these small models as a whole."""
-    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0,))
 
 
 # ------------------------------------------------------------------ one measured step
@@ -634,7 +634,7 @@ def test_a_budget_that_is_too_small_in_the_backward_pass_names_the_other_way(
 
 
 def test_a_small_budget_has_a_plan_with_less_slack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0, 0.5))
+    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0, 0.5))
     machine = Machine()
     machine.budget_bytes = SLACK // 2 + BASE + 10 * LAYER_STATE
     run = Training(machine)

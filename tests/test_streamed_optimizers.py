@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import PlanError
-from umem.executor.optimizer.lanes import HostLanes
-from umem.executor.optimizer.separable import PER_PARAMETER_OPTIMIZERS, replaces_state
-from umem.executor.streamed_training import StreamedTraining
+from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.step.known_optimizers import PER_PARAMETER_OPTIMIZERS, replaces_state
+from umem.streaming.training import StreamedTraining
 
 TORCH_OPTIMIZERS = [
     kind

@@ -25,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.lanes import HostLanes
-from umem.executor.streamed_training import StreamedTraining
 from umem.runtime.guard import guard_of
 from umem.runtime.torch_hooks.hidden import hidden_in
+from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.training import StreamedTraining
 from umem.telemetry import Profile, load_recording, report_of
 
 EAGERNESS = [0.0, 0.8]

@@ -30,13 +30,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import umem
 from umem.core.errors import PlanError
-from umem.executor import stream_tuning
-from umem.executor.stream_tuning import StreamTuner
-from umem.executor.tuning_status import TuningState
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.hidden import hidden_in
+from umem.streaming.tune import tuner as tuner_module
+from umem.streaming.tune.status import TuningState
+from umem.streaming.tune.tuner import StreamTuner
 
 transformers: Any = pytest.importorskip("transformers")
 accelerate: Any = pytest.importorskip("accelerate")
@@ -327,7 +327,7 @@ def test_compilers_and_transforms_see_updated_weights(change: Callable[[Program]
 
 
 def test_transforms_do_not_end_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(tuner_module, "_SLACK_SHARES", (1.0,))
     room = Room(-1)
     store = ActivationStore("cpu", LazyMover(), min_bytes=64)
     tuner = StreamTuner(load_hardware("h200-pcie"), room, room, store)

@@ -27,21 +27,21 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.capture.live import find_blocks
-from umem.executor.optimizer.lanes import Copy
-from umem.executor.weights import staged_weights
-from umem.executor.weights.experts import find_experts
-from umem.executor.weights.staged_weights import is_movable_weight
-from umem.executor.weights.streamed_weights import (
-    ExtraSlots,
-    StreamedBlock,
-    StreamedWeights,
-    WeightCounts,
-)
 from umem.offloading import ActivationStore
 from umem.runtime.held_memory import note_export
 from umem.runtime.model_parts import plain_tensors
 from umem.runtime.torch_hooks.saved_tensors import innermost
 from umem.runtime.unguarded import Unguarded
+from umem.streaming.stage.lanes import Copy
+from umem.streaming.weights import staged_weights
+from umem.streaming.weights.experts import find_experts
+from umem.streaming.weights.staged_weights import is_movable_weight
+from umem.streaming.weights.streamed_weights import (
+    ExtraSlots,
+    StreamedBlock,
+    StreamedWeights,
+    WeightCounts,
+)
 
 
 def fail(error: Exception) -> None:

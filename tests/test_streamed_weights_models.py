@@ -14,10 +14,10 @@ from lazy_lanes import HostStateMemory, LazyLanes
 from streamed_programs import NoRoom
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.lanes import Copy, Lane
-from umem.executor.weights.experts import find_experts
-from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
+from umem.streaming.stage.lanes import Copy, Lane
+from umem.streaming.weights.experts import find_experts
+from umem.streaming.weights.model_weights import ModelWeights
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

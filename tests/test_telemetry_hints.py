@@ -205,11 +205,11 @@ def test_refusals_of_the_driver_are_noted(engine: HintEngine) -> None:
 
 
 def test_a_running_executor_is_asked(engine: HintEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = types.ModuleType("umem.executor")
+    executor = types.ModuleType("umem.managing")
     executor.current_statistics = engine.statistics  # type: ignore[attr-defined]
     executor.ideal_step_s = lambda: 1e-9  # type: ignore[attr-defined]
     executor.residency = lambda: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "umem.executor", executor)
+    monkeypatch.setitem(sys.modules, "umem.managing", executor)
     with Profile(StandInCollector()) as profile:
         move(engine, HintOp.PREFETCH, 1)
         profile.step()
@@ -223,17 +223,17 @@ def test_a_running_executor_is_asked(engine: HintEngine, monkeypatch: pytest.Mon
 
 
 def test_the_executor_has_what_a_profile_asks_of_it() -> None:
-    importlib.import_module("umem.executor")
+    importlib.import_module("umem.managing")
     assert current_statistics() is None
     assert current_residency() is None
     assert ideal_step_s() is None
 
 
 def test_a_profile_does_not_import_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "umem.executor", raising=False)
+    monkeypatch.delitem(sys.modules, "umem.managing", raising=False)
     with Profile(StandInCollector()) as profile:
         profile.step()
-    assert "umem.executor" not in sys.modules
+    assert "umem.managing" not in sys.modules
     assert profile.report().hints is None
     assert profile.recording.residency is None
 

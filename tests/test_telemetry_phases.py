@@ -12,7 +12,7 @@ import torch
 from collectors import StandInCollector
 from managed_training import TIGHT, Training
 
-from umem.executor import ManagerState
+from umem.pages import ManagerState
 from umem.telemetry import PhaseRanges, Profile, nvtx_phases
 from umem.telemetry.phases import watched_phases
 

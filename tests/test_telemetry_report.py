@@ -12,7 +12,7 @@ from recordings import make_recording
 
 from umem.core.classes import TensorClass
 from umem.core.report import MigrationReport
-from umem.planning.prediction import report_row
+from umem.predict.prediction import report_row
 from umem.telemetry import Recording, measured_row, report_of, step_reports, tensor_traffic
 from umem.telemetry.records import Shares
 from umem.telemetry.reports import TensorTraffic

@@ -15,7 +15,7 @@ from streamed_uses import USES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from umem.executor.optimizer.temporary_slots import TemporaryPlan
+from umem.streaming.step.temporary_slots import TemporaryPlan
 
 PLAN = TemporaryPlan(
     made_in=("layers.3", "layers.2", "layers.2"), freed_before=("layers.1", "layers.3", None)

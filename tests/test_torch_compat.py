@@ -160,7 +160,7 @@ def test_a_missing_name_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_what_umem_enable_imports_needs_no_other_name() -> None:
     code = (
-        "from umem import torch_compat; import umem.executor, umem.swap; "
+        "from umem import torch_compat; import umem.managing, umem.swap; "
         "import umem.runtime.classification; print(*vars(torch_compat))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.hardware import Hardware
-from umem.planning.stream_plan import plan_stream
-from umem.planning.stream_timing import StreamUnit, simulate_stream
-from umem.planning.training_plan import TrainingPlan, plan_training, with_weights
-from umem.planning.weight_plan import WeightUnit, plan_weights
+from umem.streaming.plan.state_plan import plan_stream
+from umem.streaming.plan.step_timing import StreamUnit, simulate_stream
+from umem.streaming.plan.training_plan import TrainingPlan, plan_training, with_weights
+from umem.streaming.plan.weight_plan import WeightUnit, plan_weights
 
 MIB = 2**20
 MS = 1e-3

@@ -14,8 +14,8 @@ import torch
 from lazy_lanes import HostStateMemory, LazyLanes
 from streamed_programs import NoRoom, bits
 
-from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
+from umem.streaming.weights.model_weights import ModelWeights
 
 lens: Any = pytest.importorskip("transformer_lens")
 transformers: Any = pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ from command_line import Run, umem_command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umem.planning.tuning import Candidate, Point, TunedWorkload, front
+from umem.predict.tuning import Candidate, Point, TunedWorkload, front
 
 TINY = ("tune", "--model", "llama-tiny", "--seq", "64", "--hardware", "h100-pcie")
 WHERE = ("step_s", "device_bytes", "host_bytes")
@@ -155,7 +155,7 @@ def test_nothing_is_tried_after_the_limit(run: Run) -> None:
 def test_ctrl_c_shows_what_was_found(tmp_path: Path) -> None:
     """The first one lets the candidate at hand end."""
     program = (
-        "import os, signal, umem.planning.tuning as tuning\n"
+        "import os, signal, umem.predict.tuning as tuning\n"
         "from umem.cli import main\n"
         "predicted = tuning._predicted\n"
         "def interrupted(*arguments):\n"

@@ -34,13 +34,15 @@ if TYPE_CHECKING:
     )
     from umem.core.report import MeasuredReport, MigrationReport
     from umem.core.schedule import Schedule
-    from umem.executor import Manager, join, manage
     from umem.hardware import Hardware, load_hardware
     from umem.hardware.capabilities import Capabilities
     from umem.integrations.trainer import UmemCallback
+    from umem.managing import manage
     from umem.offloading import offload
+    from umem.pages import Manager
+    from umem.pages.plan import plan
+    from umem.pages.simulate import simulate
     from umem.pausing import PausedMemory, pause, paused, resume
-    from umem.planning import plan
     from umem.policy import Policy, load_policy
     from umem.runtime.held_memory import Hold, hold
     from umem.runtime.inspection import (
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
         tensors,
     )
     from umem.runtime.state import is_enabled
-    from umem.simulation import simulate
+    from umem.streaming import join
     from umem.swap import enable
     from umem.telemetry import profile
     from umem.trace import Trace, load_trace
@@ -116,22 +118,24 @@ _MODULES = {
     "umem.core.classes": "TensorClass",
     "umem.core.errors": "CudaError EnableError HardwareError NativeLibraryError OffloadError "
     "PauseError PlanError PolicyError TraceError UmemError UnsupportedError",
-    "umem.executor": "Manager join manage",
+    "umem.managing": "manage",
+    "umem.pages": "Manager",
+    "umem.streaming": "join",
     "umem.hardware": "Hardware load_hardware",
     "umem.integrations.trainer": "UmemCallback",
     "umem.runtime.held_memory": "Hold hold",
     "umem.runtime.inspection": "ClassMemory LiveTensor memory_by_class memory_summary "
     "tensor_class tensors",
-    "umem.planning": "plan",
+    "umem.pages.plan": "plan",
     "umem.policy": "Policy load_policy",
     "umem.capture.live": "record",
     "umem.core.report": "MeasuredReport MigrationReport",
     "umem.core.schedule": "Schedule",
-    "umem.simulation": "simulate",
+    "umem.pages.simulate": "simulate",
     "umem.telemetry": "profile",
     "umem.trace": "Trace load_trace",
 }
-_SUBMODULES = {"cuda": "umem.cuda", "executor": "umem.executor", "hints": "umem.runtime.hints"}
+_SUBMODULES = {"cuda": "umem.cuda", "hints": "umem.runtime.hints", "managing": "umem.managing"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 

@@ -141,7 +141,7 @@ def _most_host_bytes(allocator: _native.Allocator) -> int:
 
 def _finish_hints() -> None:
     """Wait until native threads move no managed memory to a GPU any more."""
-    from umem.executor.managers import managers  # it imports the executor: not with this module
+    from umem.managing import managers  # it imports both engines: not with this module
 
     for manager in managers():
         if not manager.engine.finish(timeout_s=_HINTS_TIMEOUT_S):

@@ -176,9 +176,9 @@ def _enable(policy: Policy) -> Runtime:
     from umem.runtime.classification import Classifier, gradient_hook
     from umem.runtime.held_memory import note_export
     from umem.runtime.model_loading import CudaLoadingMemory
-    from umem.runtime.state_room import StateRoom
     from umem.runtime.torch_hooks.graphed import watch_graphing
     from umem.runtime.torch_hooks.memory_access import on_export
+    from umem.streaming.stage.state_room import StateRoom
 
     capabilities = detect_all()
     if not capabilities:
@@ -364,7 +364,7 @@ def host_caps(
 
 def _graphing_begins(modules: Sequence[nn.Module]) -> None:
     """Keep what torch captures where it is."""
-    from umem.executor.graphing import graphing_begins  # not before there is a model
+    from umem.streaming.graphing import graphing_begins  # not before there is a model
 
     graphing_begins(modules)
 
@@ -376,7 +376,7 @@ def _stream_weights(model: nn.Module) -> None:
     if not any(it.is_cuda for it in parameters) or any(map(is_lazy, parameters)):
         return
     # It imports the executor: not before there is a model.
-    from umem.executor.weights.managed_models import stream_weights
+    from umem.streaming.weights.managed_models import stream_weights
 
     stream_weights(model)
 
@@ -448,7 +448,8 @@ class _AutomaticManagement:
             model = _model_beside(optimizer, self._roots())
         if model is not None:
             # It imports planner and simulator: not before there is a training.
-            from umem.executor import manage, stream_state
+            from umem.managing import manage
+            from umem.streaming import stream_state
 
             if self._streams_state:
                 stream_state(model, optimizer)

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from umem import TensorClass, Trace, load_hardware, load_policy
-from umem.planning.plan_search import search_plan
+from umem.pages.plan.plan_search import search_plan
 from umem.policy import resolve
 from umem.trace import Access, PhaseKind, Precision, ranges
 

@@ -22,11 +22,11 @@ from matplotlib.patches import Patch
 
 from umem.capture.offline import model_trace
 from umem.hardware import load_hardware
-from umem.planning import stream_timing
-from umem.planning.lane_simulation import LaneReport, LaneTasks, simulate_lanes
-from umem.planning.stream_plan import simulate_plan
-from umem.planning.stream_prediction import StreamPrediction, predict_stream
 from umem.policy import load_policy, resolve
+from umem.predict.stream_prediction import StreamPrediction, predict_stream
+from umem.streaming.plan import step_timing
+from umem.streaming.plan.lane_simulation import LaneReport, LaneTasks, simulate_lanes
+from umem.streaming.plan.state_plan import simulate_plan
 from umem_bench.results import Run, ScaleCase, read_results
 from umem_bench.scale.tables import of_variant, tokens_per_s
 
@@ -166,7 +166,7 @@ def planned_step() -> _Step:
     prediction = predict_stream(trace, hardware, resolve(load_policy("sft"), hardware))
     plan, step = prediction.plan, prediction.step
     # The simulator reports sums; a picture needs each task.
-    with mock.patch.object(stream_timing, "simulate_lanes", keep):
+    with mock.patch.object(step_timing, "simulate_lanes", keep):
         simulate_plan(step.units, plan, hardware=hardware, other_s=step.other_s)
     ((tasks, report),) = kept
     return _Step(prediction, report.step_s, _intervals(tasks, report))
@@ -189,7 +189,7 @@ def _intervals(tasks: LaneTasks, report: LaneReport) -> list[list[_Interval]]:
 
 def timeline_figure(step: _Step) -> Figure:
     """What the device computes and what both directions of the link carry, over one step."""
-    lane = stream_timing._Lane
+    lane = step_timing._Lane
     units = len(step.prediction.step.units)
     passes = step.lanes[lane.PASSES]
     resident, forward = passes[:1], passes[1 : 1 + units]
@@ -274,7 +274,7 @@ def residency_figure(step: _Step) -> Figure:
 def _gradients(step: _Step, times: np.ndarray) -> np.ndarray:
     """Bytes of gradients at each moment: from a unit's backward pass until its update."""
     units, plan = step.prediction.step.units, step.prediction.plan
-    lane, count = stream_timing._Lane, len(units)
+    lane, count = step_timing._Lane, len(units)
     passes, updates = step.lanes[lane.PASSES], iter(step.lanes[lane.UPDATES])
     sizes = np.zeros(times.shape)
     for number, unit in enumerate(units):
@@ -291,7 +291,7 @@ def _activations(step: _Step, times: np.ndarray) -> np.ndarray:
     """Bytes of activations at each moment: from a unit's forward pass until its backward pass."""
     units = step.prediction.step.units
     count = len(units)
-    passes = step.lanes[stream_timing._Lane.PASSES]
+    passes = step.lanes[step_timing._Lane.PASSES]
     sizes = np.zeros(times.shape)
     for number, unit in enumerate(units):
         forward, backward = passes[1 + number], passes[2 * count - number]

@@ -92,8 +92,8 @@ def _workload(
 ) -> Iterator[Measurement]:
     """The recording, then every planner."""
     from umem.hardware import with_durations
-    from umem.planning import PLANNERS, load_schedule, plan, save_schedule
-    from umem.simulation import simulate
+    from umem.pages.plan import PLANNERS, load_schedule, plan, save_schedule
+    from umem.pages.simulate import simulate
     from umem.trace import save_trace
 
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes

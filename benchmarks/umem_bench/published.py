@@ -116,9 +116,9 @@ def _trace(trace: Trace, path: Path, hardware: Hardware) -> Measurement:
 def _plan(
     trace: Trace, hardware: Hardware, policy: Policy, planner: str, percent: int, subject: str
 ) -> Measurement:
-    from umem.planning import plan
+    from umem.pages.plan import plan
+    from umem.pages.simulate import simulate
     from umem.policy import resolve
-    from umem.simulation import simulate
 
     rules = dataclasses.replace(
         resolve(policy, hardware, environ={}),

@@ -18,10 +18,10 @@ from random_training import MODELS
 from streamed_programs import WIDTH, NoRoom, bits
 from torch import nn
 
-from umem.executor.optimizer.lanes import HostLanes
-from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore, offload_blocks
 from umem.runtime.torch_hooks import saved_tensors
+from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.weights.model_weights import ModelWeights
 
 __all__ = ["interrupt_streamed_weights"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from managed_training import MIB, Training
 from random_training import Pair, clear
 
-from umem.executor.streamed_training import StreamedTraining
 from umem.runtime.guard import Guard
+from umem.streaming.training import StreamedTraining
 
 __all__ = [
     "soak",

@@ -29,10 +29,10 @@ from umem.core.errors import UmemError
 from umem.core.report import Traffic
 from umem.fit import load_shape
 from umem.hardware import Hardware, load_hardware, with_durations
-from umem.planning import load_schedule, plan, plan_key, save_schedule
-from umem.planning.prediction import predict, report_row
+from umem.pages.plan import load_schedule, plan, plan_key, save_schedule
+from umem.pages.simulate import simulate
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.simulation import simulate
+from umem.predict.prediction import predict, report_row
 from umem.telemetry import read_recording, report_of, report_tables, save_recording
 from umem.telemetry.comparison import read_predictions
 from umem.telemetry.records import NamedRange, Residency, Shares

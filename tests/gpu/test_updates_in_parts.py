@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from umem.executor.optimizer.separable import PER_PARAMETER_OPTIMIZERS, is_elementwise
-from umem.executor.optimizer.state_staging import find_spans
+from umem.streaming.stage.staged_state import find_spans
+from umem.streaming.step.known_optimizers import PER_PARAMETER_OPTIMIZERS, is_elementwise
 
 pytestmark = pytest.mark.gpu
 

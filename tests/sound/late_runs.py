@@ -8,12 +8,12 @@ from lazy_lanes import HostStateMemory, LazyLanes
 from small_trainings import HOST_SIZE, Run, Size
 from streamed_programs import STAGED_BYTES, NoRoom
 
-from umem.executor.optimizer.slot_pool import SlotPool
-from umem.executor.streamed_training import StreamedTraining
-from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
 from umem.runtime.held_memory import note_export
 from umem.runtime.torch_hooks.memory_access import on_export
+from umem.streaming.step.slot_pool import SlotPool
+from umem.streaming.training import StreamedTraining
+from umem.streaming.weights.model_weights import ModelWeights
 
 __all__ = ["LateRun"]
 

@@ -16,14 +16,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from umem import swap
 from umem.capture.live import WallClock
-from umem.executor import stream_tuning
-from umem.executor.optimizer.separable import refusal
-from umem.executor.phase_measurement import DeviceRoom
-from umem.executor.stream_tuning import StreamTuner
-from umem.executor.streamed_training import StreamedTraining
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
+from umem.streaming.stage.device_room import DeviceRoom
+from umem.streaming.step.known_optimizers import refusal
+from umem.streaming.training import StreamedTraining
+from umem.streaming.tune import tuner
+from umem.streaming.tune.tuner import StreamTuner
 
 __all__ = ["Room", "Streams", "streaming"]
 
@@ -132,10 +132,10 @@ def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Itera
             inner.update(module.modules())
 
     # Half of it would have room for small models as a whole.
-    monkeypatch.setattr(stream_tuning, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0,))
     hooks: list[Callable[..., Any]] = []
     monkeypatch.setattr(swap, "register_optimizer_step_post_hook", hooks.append)
-    monkeypatch.setattr("umem.executor.stream_state", streams.attach)
+    monkeypatch.setattr("umem.streaming.stream_state", streams.attach)
     swap.manage_automatically(lambda: list(called), is_planned=False, streams_state=True)
     handles = [
         register_module_forward_pre_hook(see),

@@ -24,10 +24,10 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from umem.core.classes import TensorClass
-from umem.executor.optimizer.lanes import Copy, Lane, Lanes, untraced
-from umem.executor.optimizer.state_staging import StateMemory, is_whole
 from umem.runtime.guard import can_guard
 from umem.runtime.unguarded import PastGuards, Unguarded
+from umem.streaming.stage.lanes import Copy, Lane, Lanes, untraced
+from umem.streaming.stage.staged_state import StateMemory, is_whole
 
 __all__ = ["CountedMemory", "HostStateMemory", "LazyLanes"]
 

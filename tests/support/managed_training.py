@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from umem.executor import Manager
-from umem.executor.machine import Machine
-from umem.executor.managers import manage_on
-from umem.executor.program import PhaseWork, Program
-from umem.executor.runner import Runner
 from umem.hardware import load_hardware
+from umem.managing import manage_on
+from umem.pages import Manager
+from umem.pages.run.machine import Machine
+from umem.pages.run.program import PhaseWork, Program
+from umem.pages.run.runner import Runner
 from umem.policy import load_policy, resolve
 from umem.runtime.hints import HintEngine
 from umem.runtime.torch_hooks.hidden import hidden_in

@@ -18,7 +18,7 @@ from umem_bench.training.variants import Training, TrainingJob, make_training, p
 import umem
 from umem import MeasuredReport
 from umem.core.classes import TensorClass
-from umem.executor import ManagerStatus
+from umem.pages import ManagerStatus
 from umem.telemetry.comparison import moved_figures
 
 __all__ = ["KEPT_LOSSES", "Facts", "measured"]

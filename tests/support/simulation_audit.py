@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from umem.core.schedule import ResidencyMode
-from umem.simulation import engine
+from umem.pages.simulate import engine
 
 __all__ = ["find_errors"]
 

@@ -11,13 +11,13 @@ import torch
 from lazy_lanes import HostStateMemory, LazyLanes
 from torch import nn
 
-from umem.executor.optimizer.temporary_slots import TemporaryPlan
-from umem.executor.phase_measurement import DeviceRoom
-from umem.executor.stream_tuning import StreamTuner
-from umem.executor.streamed_training import StreamedTraining
-from umem.executor.weights.model_weights import ModelWeights
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import plain_tensors
+from umem.streaming.stage.device_room import DeviceRoom
+from umem.streaming.step.temporary_slots import TemporaryPlan
+from umem.streaming.training import StreamedTraining
+from umem.streaming.tune.tuner import StreamTuner
+from umem.streaming.weights.model_weights import ModelWeights
 
 __all__ = ["WIDTH", "Net", "NetWithFlat", "Program", "bits", "compare"]
 

@@ -14,7 +14,6 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
-from umem import planning
 from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.classes import TensorClass
@@ -22,6 +21,7 @@ from umem.core.errors import UmemError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, load_hardware, with_durations
+from umem.pages import plan as planning
 from umem.policy import ResolvedPolicy
 from umem.trace import Trace, find_gaps
 
@@ -180,7 +180,7 @@ def _bounds(
     say: output.Progress,
 ) -> dict[str, float]:
     """The predicted step and the bounds below it, seconds."""
-    from umem.simulation import fluid_bound_s, simulate
+    from umem.pages.simulate import fluid_bound_s, simulate
 
     say(f"Simulating {trace.name}")
     predicted = simulate(trace, schedule, hardware, policy)
@@ -203,7 +203,7 @@ def _limits(
     say: output.Progress,
 ) -> dict[str, Any]:
     """What holds the step up, the step with these tensors kept, and the step with more budget."""
-    from umem.simulation import simulate
+    from umem.pages.simulate import simulate
 
     predicted = simulate(trace, schedule, hardware, policy)
     budget_bytes = (policy.device_budget_bytes or hardware.device_bytes) + _MORE_BYTES

@@ -16,15 +16,16 @@ from umem.core.errors import UmemError
 from umem.core.report import MigrationReport
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, load_hardware
-from umem.planning import PLANNERS
-from umem.planning.prediction import predict, published_share, report_row
-from umem.planning.stream_prediction import (
+from umem.pages.plan import PLANNERS
+from umem.policy import ResolvedPolicy
+from umem.predict.prediction import predict, report_row
+from umem.predict.stream_prediction import (
     StreamPrediction,
     predict_stream,
     stream_row,
 )
-from umem.policy import ResolvedPolicy
 from umem.trace import Trace
+from umem.trace.published import published_share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

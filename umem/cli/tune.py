@@ -19,8 +19,8 @@ from umem.cli.output import plain
 from umem.core.errors import PlanError, UmemError
 from umem.hardware import load_hardware
 from umem.io.files import write_file
-from umem.planning.tuning import PLAIN, Point, TunedWorkload, candidates, front, tune
 from umem.policy import load_policy
+from umem.predict.tuning import PLAIN, Point, TunedWorkload, candidates, front, tune
 
 __all__ = ["app"]
 

@@ -165,7 +165,7 @@ class MigrationReport(StepReport):
     ideal_s: float
     """Time with everything resident."""
     lower_bound_s: float
-    """No schedule is faster: the quick bound, :func:`umem.simulation.lower_bound_s`."""
+    """No schedule is faster: the quick bound, :func:`umem.pages.simulate.lower_bound_s`."""
     fault_pages: int
     """Pages that faulted on the device."""
     hint_count: int

@@ -17,17 +17,17 @@ from umem.fit.estimate import (
 )
 from umem.fit.shapes import Layer, ModelShape
 from umem.hardware import Hardware
-from umem.planning.stream_plan import least_slack_bytes, plan_stream
-from umem.planning.stream_prediction import StreamedStep, StreamPrediction
-from umem.planning.stream_timing import UNITS_WITH_GRADIENTS, staged_bytes
-from umem.planning.training_plan import (
+from umem.policy import ResolvedPolicy
+from umem.predict.stream_prediction import StreamedStep, StreamPrediction
+from umem.streaming.plan.state_plan import least_slack_bytes, plan_stream
+from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS, staged_bytes
+from umem.streaming.plan.training_plan import (
     WEIGHT_SLOTS,
     TrainingPlan,
     plan_training,
     with_weights,
 )
-from umem.planning.weight_plan import WeightPlan, WeightUnit, plan_weights
-from umem.policy import ResolvedPolicy
+from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights
 
 __all__ = ["Fit", "Place", "Way", "fit_inference", "fit_training"]
 

@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 from umem.core.errors import HardwareError, UmemError
 from umem.fit.shapes import Layer, Matrix, ModelShape
 from umem.hardware import Hardware
-from umem.planning.stream_prediction import StreamedStep
-from umem.planning.stream_timing import StreamUnit
-from umem.planning.weight_plan import WeightUnit
+from umem.predict.stream_prediction import StreamedStep
+from umem.streaming.plan.step_timing import StreamUnit
+from umem.streaming.plan.weight_plan import WeightUnit
 
 __all__ = [
     "LEAST_MOVED_BYTES",
@@ -138,7 +138,7 @@ class _Working:
 def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> StreamedStep:
     """Make what a plan needs of a training step.
 
-    Units are those of :func:`umem.planning.stream_prediction.streamed_step`: the embedding, each
+    Units are those of :func:`umem.predict.stream_prediction.streamed_step`: the embedding, each
     layer, the last norm, and the head with the loss.
 
     Parameters

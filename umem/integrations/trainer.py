@@ -8,9 +8,9 @@ from transformers import TrainerCallback
 
 from umem.core.classes import TensorClass
 from umem.core.report import Direction
-from umem.executor.streamed_training import streamed_trainings
 from umem.runtime.copies import copy_counts
 from umem.runtime.state import is_enabled, runtime
+from umem.streaming.training import streamed_trainings
 
 __all__ = ["UmemCallback"]
 

@@ -35,13 +35,13 @@ from umem.runtime.model_parts import (
     weight_classes,
 )
 from umem.runtime.native_library import native
-from umem.runtime.state_room import StateRoom
 from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import enter_running_forward, hook_running_forward
 from umem.torch_compat import PRIVATE_NAMES, replace
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
+    from umem.streaming.stage.state_room import StateRoom
 
 __all__ = ["Classifier", "gradient_hook"]
 

@@ -348,7 +348,7 @@ def shares_figure(reports: Sequence[MigrationReport]) -> Figure:
     Each pair of workload and planner comes once. Without reports it is a ValueError.
     """
     # Here, because it loads numba, which other commands do without.
-    from umem.planning.prediction import published_share
+    from umem.trace.published import published_share
 
     if not reports:
         raise ValueError("there are no reports to draw")

@@ -419,9 +419,9 @@ def ideal_step_s() -> float | None:
 
 
 def _ask_executor(name: str) -> Any:
-    # The executor can only be running if it is imported, and a profile must not import it.
-    executor = sys.modules.get("umem.executor")
-    if executor is not None:
+    # An engine can only run if it was imported, and a profile must not import it.
+    managing = sys.modules.get("umem.managing")
+    if managing is not None:
         with suppress(EnableError):
-            return getattr(executor, name)()
+            return getattr(managing, name)()
     return None

@@ -114,7 +114,7 @@ def tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
 def measured_row(recording: Recording) -> dict[str, Any]:
     """Put a recording's report into plain values, for JSON.
 
-    It has the keys of :func:`umem.planning.prediction.report_row`, with None for figures that a run
+    It has the keys of :func:`umem.predict.prediction.report_row`, with None for figures that a run
     does not have, and further keys that only a run has. ``per_step`` has one entry for each marked
     step.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from umem.executor import WeightStatus, manage_weights
+from umem.streaming import WeightStatus, manage_weights
 from umem_bench.allocators import select
 from umem_bench.card import Card
 from umem_bench.llama import build_for_inference

@@ -85,7 +85,7 @@ def _figures(
     }
     card = None if job["card"] is None else Card.model_validate(job["card"])
     if job["variant"] == "umem":
-        from umem.executor import manage_weights
+        from umem.streaming import manage_weights
 
         status = manage_weights(model).status()
         found |= {"streamed_bytes": status.streamed_bytes, "resident_bytes": status.resident_bytes}

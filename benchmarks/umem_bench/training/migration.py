@@ -9,7 +9,7 @@ import torch
 
 from umem import TensorClass
 from umem.core.units import format_bytes
-from umem.executor import Manager
+from umem.pages import Manager
 from umem_bench.results import Migration
 from umem_bench.training.variants import Training
 

@@ -16,7 +16,7 @@ __all__: list[str] = []
 _START_CUDA = ("bitsandbytes", "torchao", "deepspeed")
 _SHARED = (
     "umem_bench.training.measure",
-    "umem.executor.managers",
+    "umem.managing",
     "umem.capture.live",
     "umem.telemetry",
     "transformers.models.llama.modeling_llama",

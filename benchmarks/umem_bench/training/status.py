@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from umem.core.units import format_bytes
-from umem.executor import ManagerStatus, StreamedStatus
+from umem.pages import ManagerStatus
+from umem.streaming import StreamedStatus
 
 __all__ = [
     "NO_MANAGER",
@@ -28,8 +29,8 @@ NO_MANAGER = "no manager of umem runs in this training"
 
 def find_manager() -> Any:
     """What umem manages by itself from the training's first step on; None if it does not."""
-    from umem.executor.managers import managers
-    from umem.executor.streamed_training import streamed_trainings
+    from umem.managing import managers
+    from umem.streaming.training import streamed_trainings
 
     return next(iter((*managers(), *streamed_trainings())), None)
 

@@ -20,8 +20,8 @@ from torch import nn
 import umem
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
-from umem.executor import Manager, ManagerState, residency
-from umem.executor.managers import managers
+from umem.managing import managers, residency
+from umem.pages import Manager, ManagerState
 from umem.runtime.hints import HintEngine
 
 HIDDEN, WIDE, LAYERS = 512, 2048, 6

@@ -20,8 +20,8 @@ from streaming import Training, crc
 from torch import nn
 
 import umem
-from umem.executor.streamed_training import streamed_trainings
-from umem.executor.weights.managed_models import weights_of
+from umem.streaming.training import streamed_trainings
+from umem.streaming.weights.managed_models import weights_of
 
 MIB = 1 << 20
 STEPS = 12

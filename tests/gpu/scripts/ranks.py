@@ -15,7 +15,7 @@ from managing import HIDDEN, Net, manager_facts
 from torch import distributed, nn
 
 import umem
-from umem.executor.managers import managers
+from umem.managing import managers
 from umem.runtime.inspection import memory_by_class
 from umem.runtime.model_parts import plain_tensors
 

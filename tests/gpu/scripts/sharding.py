@@ -15,7 +15,7 @@ from streaming import HIDDEN, LAYERS, Layer, crc
 from torch import distributed, nn
 
 import umem
-from umem.executor.streamed_training import streamed_trainings
+from umem.streaming.training import streamed_trainings
 
 BATCHES, ROWS = 2, 512
 

@@ -22,11 +22,11 @@ from torch import nn
 
 import umem
 from umem.cuda import bindings
-from umem.executor.managers import managers
-from umem.executor.state_memory import CudaStateMemory
-from umem.executor.streamed_training import streamed_trainings
+from umem.managing import managers
 from umem.runtime.state import runtime
 from umem.runtime.unguarded import addresses_of
+from umem.streaming.stage.memory import CudaStateMemory
+from umem.streaming.training import streamed_trainings
 
 HIDDEN, LAYERS = 1024, 8
 ROWS = int(os.environ.get("ROWS", "4096"))

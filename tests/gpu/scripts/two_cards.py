@@ -18,14 +18,13 @@ from managing import Training, manager_facts
 from torch import distributed
 
 import umem
-from umem.executor import residency
-from umem.executor.managers import managers
-from umem.executor.streamed_training import streamed_trainings
 from umem.hardware import host_share
 from umem.hardware.host_memory import HostMemory
+from umem.managing import managers, residency
 from umem.runtime import host_room
 from umem.runtime.inspection import memory_by_class
 from umem.runtime.state import runtime
+from umem.streaming.training import streamed_trainings
 
 MIB = 1 << 20
 DEVICES = range(2)

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.executor.weights.managed_models import weights_of
 from umem.runtime.state import runtime
+from umem.streaming.weights.managed_models import weights_of
 
 HIDDEN, LAYERS = 1024, 24
 LAYER_BYTES = 4 * 8 * HIDDEN * HIDDEN

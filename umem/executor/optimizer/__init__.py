@@ -1,1 +1,0 @@
-"""Everything about the optimizer's step under a plan."""

@@ -1,0 +1,1 @@
+"""Runs of a training under a plan for managed memory."""

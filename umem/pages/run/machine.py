@@ -1,0 +1,202 @@
+"""The machine of an executor: a device, its hint engine, its hardware figures and the policy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from umem.hardware import Hardware, detect_hardware
+from umem.offloading import Mover
+from umem.offloading.movers import returning_bytes
+from umem.pages.run.background import Background, run_in_thread
+from umem.policy import ResolvedPolicy, without
+from umem.runtime.hints import HintEngine, HintSettings
+from umem.runtime.host_room import share_bytes
+from umem.runtime.model_parts import buffers_of, optimizer_parameters, storage_addresses, tensors_in
+from umem.runtime.state import runtime
+
+if TYPE_CHECKING:
+    from umem.runtime._native import Allocator
+
+__all__ = [
+    "Machine",
+    "cuda_machine",
+    "held_host_bytes",
+    "within_host",
+]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device and what moves its memory.
+
+    Parameters
+    ----------
+    device
+        Where the model trains.
+    engine
+        Moves pages.
+    hardware
+        The figures that plans are made with.
+    policy
+        Budget, rules and planner.
+    allocator
+        The native allocator, which keeps the budget while no plan runs. None for none.
+    mover
+        Copies activations; None for that of the device.
+    stream
+        Returns the handle of the current stream of the calling thread.
+    is_capturing
+        Returns whether a CUDA graph of that stream is being captured.
+    background
+        Starts the search for plans beside the training.
+    """
+
+    device: torch.device
+    engine: HintEngine
+    hardware: Hardware
+    policy: ResolvedPolicy
+    allocator: Allocator | None
+    mover: Mover | None
+    stream: Callable[[], int]
+    is_capturing: Callable[[], bool]
+    background: Background = run_in_thread
+
+    @property
+    def index(self) -> int:
+        """Number of the device."""
+        return self.device.index or 0
+
+    def everything_fits(self) -> bool:
+        """Whether the process's tensors have fitted the budget at all times so far.
+
+        The allocator's highest level decides: a training loop may reset torch's peaks.
+        """
+        if self.allocator is None:
+            return False
+        highest: int = self.allocator.stats(self.index)["highest_bytes"]
+        return highest <= (self.policy.device_budget_bytes or self.hardware.device_bytes)
+
+
+def within_host(
+    hardware: Hardware,
+    held_bytes: int = 0,
+    host_bytes: Callable[[], int | None] = share_bytes,
+) -> Hardware:
+    """The hardware with the host memory that a plan may use, so that no plan takes more.
+
+    Ranks of a host divide what is available. The bounds of all of them together are that, and what
+    each holds already: no byte is given twice.
+
+    Parameters
+    ----------
+    hardware
+        With all that the host has.
+    held_bytes
+        What the plan's tensors may use beside the memory that is available: `held_host_bytes`.
+    host_bytes
+        Returns this process's share of the host memory that is available, in bytes; None where it
+        is unknown.
+    """
+    own_bytes = host_bytes()
+    if own_bytes is None:
+        return hardware
+    return replace(hardware, host_bytes=min(hardware.host_bytes, own_bytes + held_bytes))
+
+
+def held_host_bytes(
+    allocator: Allocator, device: int, model: nn.Module, optimizer: Optimizer
+) -> int:
+    """Host memory that is not available, and that a plan for this training may use all the same.
+
+    A plan needs host memory for all tensors of the training that are off the device, wherever they
+    are now. Available memory lacks what this process has page-locked already. No byte is added that
+    the need lacks, or twice:
+
+    * A live pinned block of the training is a tensor of its plan. Blocks of other trainings, and of
+      code that no plan knows, are in no need of this plan, and stay: they are not added.
+    * A cached pinned block has no tensor now. The training's next pinned tensors get it before new
+      memory is taken.
+    * A closed pool's buffer is held by the graph of a step that began under a closed manager. The
+      graph is gone before a new manager has a plan. Buffers of open pools serve other trainings.
+
+    Parameters
+    ----------
+    allocator
+        The native allocator.
+    device
+        Number of the device that the training runs on.
+    model, optimizer
+        The training.
+
+    Returns
+    -------
+    int
+        Bytes.
+    """
+    tensors = [*optimizer_parameters(optimizer), *model.parameters(), *buffers_of(model)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    tensors += tensors_in(optimizer.state)
+    own = {address for tensor in tensors for address in storage_addresses(tensor)}
+    others_bytes = sum(
+        block_bytes
+        for address, _, block_bytes, _, where, kind in allocator.live_blocks()
+        if where == device and kind == "pinned" and address not in own
+    )
+    pinned_bytes: int = allocator.kind_stats(device)["pinned"]["reserved_bytes"]
+    return pinned_bytes - others_bytes + returning_bytes()
+
+
+def cuda_machine(
+    device: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    host_bytes: Callable[[], int | None] = share_bytes,
+) -> Machine:
+    """A GPU of this process, under the policy that umem was enabled with, for one training.
+
+    `host_bytes` returns what the training may take of the host.
+
+    Raises
+    ------
+    EnableError
+        If umem is not enabled.
+    UnsupportedError, NativeLibraryError
+        If there can be no hints.
+    """
+    from umem.torch_compat import current_raw_stream  # not in a torch without CUDA
+
+    state = runtime()
+    engine = _process_engine()
+    engine.start(device)
+    return Machine(
+        device=torch.device("cuda", device),
+        engine=engine,
+        hardware=within_host(
+            detect_hardware(device),
+            held_host_bytes(state.allocator, device, model, optimizer),
+            host_bytes,
+        ),
+        policy=state.resolved,
+        allocator=state.allocator,
+        mover=None,
+        stream=lambda: current_raw_stream(device),
+        is_capturing=torch.cuda.is_current_stream_capturing,
+    )
+
+
+@functools.cache
+def _process_engine() -> HintEngine:
+    """One engine for all models and devices of the process, with two driver calls each way."""
+    call_bytes = detect_hardware(0).call_bytes
+    engine = HintEngine.on_cuda(
+        HintSettings(chunk_bytes=call_bytes, in_flight_bytes=2 * call_bytes, without=without())
+    )
+    engine.listen_to_releases(runtime().allocator)
+    return engine

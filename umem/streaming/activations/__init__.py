@@ -1,0 +1,1 @@
+"""Activations of blocks that are copied to the host between their forward and backward pass."""

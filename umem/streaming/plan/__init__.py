@@ -1,0 +1,1 @@
+"""What moves when: plans of a step for a budget, and the times that they predict."""

@@ -1,0 +1,654 @@
+"""Plans streamed optimizer state and copied activations under a budget of device memory.
+
+The state of a *unit*, such as a block of the model, is either resident or streamed. Streamed state
+has its home in page-locked host memory. For its update it is copied into one of a few staging
+buffers, the slots, and back. Activations of early units are copied out where they leave no room. A
+plan needs the units' sizes and durations and the machine's figures only, so that it is made in
+milliseconds, before the training's first step, and without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from umem.core.errors import PlanError
+from umem.core.units import format_bytes
+from umem.hardware import Hardware
+from umem.streaming.plan.step_memory import ByteCounts, StepMemory
+from umem.streaming.plan.step_timing import (
+    StreamTiming,
+    StreamUnit,
+    TemporarySlot,
+    simulate_stream,
+)
+
+__all__ = ["StreamPlan", "least_slack_bytes", "plan_stream", "simulate_plan"]
+
+_SLACK_SHARE, _LEAST_SLACK_BYTES = 0.03, 256 << 20
+
+_SLOTS = (2, 3, 4, 6, 8)
+"""Numbers of slots to try. With one, nothing is copied in while anything is copied out; three keep
+both directions and the update busy; more only hold what is fetched ahead."""
+
+_SLOT_STEP = 0.9
+"""Sizes of a slot to try: each at most this share of the next larger one. Units that are larger
+than a slot stay on the device."""
+
+_COPIED_COUNTS = 6
+"""Numbers of copied units to try, from the fewest that fit to the most that make room."""
+
+_FETCH_AHEAD = (1, 4)
+"""Blocks by which activations come back early, for which room is left beside the state."""
+
+_EARLY_COUNTS = 3
+"""Numbers of temporary slots to try, besides the most: those that are made before the step, and
+each time half as many. Where fewer are made, they are freed later."""
+
+_MOST_TASKS = 40_000
+"""Tasks to simulate in all, so that plans for thousands of units take less than a second."""
+
+_FEWEST_SHARE = 16
+"""The fewest units that give the same time are found to this part of their number."""
+
+_LEAST_GAIN = 0.01
+"""Part of the step that has to be gained where another unit's gradients leave than have to, which
+take page-locked memory, and where there are temporary slots, which take time of the processor."""
+
+_EQUAL = 1e-9
+"""Relative difference of two equal times: their sums are rounded."""
+
+
+def least_slack_bytes(budget_bytes: int) -> int:
+    """Bytes of a budget that plans leave free, as they count live tensors.
+
+    They are for cached memory that fits no request, the rounding of segments and the workspaces of
+    libraries. A training leaves more when its memory runs short.
+    """
+    return max(_LEAST_SLACK_BYTES, int(_SLACK_SHARE * budget_bytes))
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """What stays on the device, and the slots for the rest."""
+
+    resident: frozenset[int]
+    """Units whose state stays on the device, by their number in forward order."""
+    slots: int
+    """Number of staging buffers; 0 if all units are resident."""
+    slot_bytes: int
+    """Size of each: that of the largest piece of a streamed unit."""
+    stages_operands: bool
+    """Whether slots have room for the weights and gradients at home, too, that an update uses;
+    otherwise it uses them on the host."""
+    copied: frozenset[int]
+    """Units whose activations are copied out behind their forward pass."""
+    left_before: Mapping[int, int]
+    """For each of them, the unit before whose forward pass the program waits until the activations
+    have left, so that their memory is free; the number of units for the backward pass."""
+    fetch_ahead: int
+    """Blocks before its backward pass at which a block's activations are fetched."""
+    copied_gradients: frozenset[int]
+    """Units whose gradients are copied out in the backward pass."""
+    returning_gradients: Mapping[int, int]
+    """For those of them that come back for the step, the unit in whose backward pass of the last
+    batch they begin to. Whatever else the program does with the others uses them on the host."""
+    temporary: tuple[TemporarySlot, ...]
+    """Further slots of this size, for the pieces behind those that have the others first."""
+    peak_bytes: int
+    """Device memory at the fullest moment, of everything but weights."""
+    predicted: StreamTiming
+
+    def temporary_bytes(self, *, forward: int = -1, backward: int | None = None) -> int:
+        """Bytes of temporary slots in a unit's forward or backward pass; by default in the step.
+
+        Unit 0 ends the backward pass, and what comes between it and the step has as many.
+        """
+        return self.slot_bytes * sum(
+            it.freed_before > forward
+            and (backward is None or (it.made_in is not None and it.made_in >= backward))
+            for it in self.temporary
+        )
+
+
+def plan_stream(
+    units: Sequence[StreamUnit],
+    *,
+    budget_bytes: int,
+    hardware: Hardware,
+    other_s: float = 0.0,
+    step_peak_bytes: int = 0,
+    update_peak_bytes: int | None = None,
+    is_deferred: bool = True,
+    in_backward: bool = False,
+    batches: int = 1,
+    holds_gradients: bool = False,
+    weight_slots: int = 0,
+    state_share: float = 1.0,
+    most_state_bytes: int | None = None,
+    may_have_temporary: bool = True,
+) -> StreamPlan:
+    """Choose resident units, slots and copied activations with the shortest predicted step.
+
+    Resident are early units of the forward pass, whose updates are due first, and units that are
+    much larger than the others where smaller slots pay for them. With `in_backward` they may also
+    be spread evenly, so that the copies of the others are. Copied are the activations of
+    early units, which are needed last: as few as fit, or more where the room is worth more to
+    state. Where even all of them leave too little room, gradients of the last units are copied out
+    too: they are the first that the backward pass makes. They are as few as make it fit, and those
+    of one more unit where that gains time. They come back for the step as soon as there is room. If
+    fewer resident units, or copied ones, give the same time, fewer are.
+
+    Parameters
+    ----------
+    units
+        In forward order.
+    budget_bytes
+        Device memory for everything: what the units and `step_peak_bytes` name, resident state and
+        slots.
+    hardware
+        Bandwidths of explicit copies and of the link, and the slowdown beside copies.
+    other_s
+        Computation between the last backward pass and the step, such as gradient clipping.
+    step_peak_bytes
+        Device memory of everything but streamed state and slots between the passes, such as
+        weights and gradients, and what clipping makes. It does not count with `in_backward`.
+    update_peak_bytes
+        The same from the step on, when clipping is over; None if that is not known.
+    is_deferred, in_backward, batches
+        As in :func:`umem.streaming.plan.step_timing.simulate_stream`.
+    holds_gradients
+        Whether `forward_peak_bytes` of the units have the gradients of updates to come.
+    weight_slots
+        Number of buffers for weights at home, which the budget leaves out.
+    state_share
+        The most of the units' state that may be resident, as a share of its bytes.
+    most_state_bytes
+        The most that resident state and slots may take; None for as much as has room.
+    may_have_temporary
+        Whether there may be temporary slots. There are none where steps are deferred or in the
+        backward pass, which hides their copies, and with `most_state_bytes`, where others need what
+        is left.
+
+    Raises
+    ------
+    PlanError
+        If the budget, or `most_state_bytes`, is too small for two slots with all activations and
+        gradients copied out. The message says how many bytes are needed.
+    """
+    most_resident_bytes = int(state_share * sum(unit.state_bytes for unit in units))
+    update_bytes = step_peak_bytes if update_peak_bytes is None else update_peak_bytes
+    between_bytes = (0, 0) if in_backward else (step_peak_bytes, update_bytes)
+
+    def with_gradients_copied(count: int, *, stages_operands: bool) -> _Problem:
+        first = len(units) - count
+        staged = [
+            _staged_bytes(unit, number >= first) if stages_operands else max(unit.pieces)
+            for number, unit in enumerate(units)
+        ]
+        return _Problem(
+            units=units,
+            size=np.array([unit.state_bytes for unit in units], np.int64),
+            staged=np.array(staged, np.int64),
+            stages_operands=stages_operands,
+            memory=StepMemory(units, *between_bytes, count, batches, holds_gradients),
+            budget_bytes=budget_bytes,
+            hardware=hardware,
+            other_s=other_s,
+            is_deferred=is_deferred,
+            in_backward=in_backward,
+            batches=batches,
+            copied_gradients=count,
+            weight_slots=weight_slots,
+            most_resident_bytes=most_resident_bytes,
+            most_state_bytes=sys.maxsize if most_state_bytes is None else most_state_bytes,
+            may_have_temporary=may_have_temporary
+            and not (is_deferred or in_backward)
+            and most_state_bytes is None,
+        )
+
+    # In the backward pass, gradients live for a few units only.
+    most = 0 if in_backward or not any(unit.gradient_bytes for unit in units) else len(units)
+    in_place = functools.partial(with_gradients_copied, stages_operands=False)
+    fewest = bisect_left(
+        range(most), True, key=lambda count: sum(_least_bytes(in_place(count))) <= budget_bytes
+    )
+    problem = with_gradients_copied(fewest, stages_operands=True)
+    if not _has_room(problem):  # slots for them would push more of them out
+        problem = in_place(fewest)
+    best = _fastest(problem)
+    if not 0 < fewest < most:
+        return best
+    # The fewest leave room for the fewest slots only. Those of one more unit make room for others.
+    problem = with_gradients_copied(fewest + 1, stages_operands=True)
+    if not _has_room(problem):
+        return best
+    plan = _fastest(problem)
+    gains = plan.predicted.step_s < (1.0 - _LEAST_GAIN) * best.predicted.step_s
+    return plan if gains else best
+
+
+def simulate_plan(
+    units: Sequence[StreamUnit], plan: StreamPlan, *, hardware: Hardware, **options: Any
+) -> StreamTiming:
+    """Predict the step of a plan again.
+
+    Parameters
+    ----------
+    units
+        Those of the plan, in forward order.
+    plan
+        What is where.
+    hardware
+        The machine.
+    **options
+        Of :func:`umem.streaming.plan.step_timing.simulate_stream`, that a plan does not hold.
+    """
+    return simulate_stream(
+        units,
+        plan.resident,
+        plan.slots,
+        hardware=hardware,
+        copied=plan.copied,
+        left_before=plan.left_before,
+        fetch_ahead=plan.fetch_ahead,
+        copied_gradients=plan.copied_gradients,
+        returning_gradients=plan.returning_gradients,
+        stages_operands=plan.stages_operands,
+        temporary=plan.temporary,
+        **options,
+    )
+
+
+def _fastest(problem: _Problem) -> StreamPlan:
+    """The plan with the shortest predicted step. PlanError if the budget is too small for any."""
+    bounded = [(_lower_bound_s(problem, choice), choice) for choice in _choices(problem)]
+    if not bounded:
+        raise _too_small(problem)
+    bounded.sort(key=itemgetter(0))
+    _, fastest = bounded[0]
+    best = _simulated(problem, fastest)
+    # Per step: updates, copies in two directions, passes; three steps until they repeat.
+    units = problem.units
+    pieces = sum(len(unit.pieces) for unit in units)
+    per_plan = 3 * (3 * pieces + 2 * problem.batches * len(units))
+    per_plan *= 1 + (1 + _EARLY_COUNTS) * problem.may_have_temporary
+    for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
+        if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
+            break
+        plan = _simulated(problem, choice)
+        if plan.predicted.step_s < best.predicted.step_s * (1.0 - _EQUAL):
+            best, fastest = plan, choice
+    if fastest.slots:
+        best, fastest = _with_fewest(problem, best, fastest, "count", fastest.least)
+    fewest = problem.memory.fewest_copied(problem.budget_bytes - _state_bytes(problem, fastest))
+    return _with_fewest(problem, best, fastest, "copied", fewest)[0]
+
+
+def _staged_bytes(unit: StreamUnit, gradients_leave: bool) -> int:
+    """What is staged at a time of a unit for its update, at most."""
+    more_bytes = unit.trained_weight_bytes + (unit.gradient_bytes if gradients_leave else 0)
+    return math.ceil(max(unit.pieces) * (1 + more_bytes / max(1, unit.state_bytes)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """What a plan is made for."""
+
+    units: Sequence[StreamUnit]
+    size: ByteCounts
+    """State of each unit, int64[N]."""
+    staged: ByteCounts
+    """The largest part of it that is staged at a time, with gradients and weights where slots have
+    room for them, int64[N]."""
+    stages_operands: bool
+    """Whether they do."""
+    memory: StepMemory
+    budget_bytes: int
+    hardware: Hardware
+    other_s: float
+    is_deferred: bool
+    in_backward: bool
+    batches: int
+    copied_gradients: int
+    """Number of units whose gradients are copied out, the last ones."""
+    weight_slots: int
+    most_resident_bytes: int
+    """State that may be resident."""
+    most_state_bytes: int
+    """What that and slots may take."""
+    may_have_temporary: bool
+    """Whether there may be temporary slots."""
+
+    @property
+    def with_copied_gradients(self) -> frozenset[int]:
+        """Numbers of these units."""
+        count = len(self.units)
+        return frozenset(range(count - self.copied_gradients, count))
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """The first units of an order are resident, the others are streamed through some slots."""
+
+    order: ByteCounts
+    """Numbers of the units: always resident ones, resident ones from the most useful to the least,
+    and streamed ones."""
+    least: int
+    """Number of units that are always resident."""
+    count: int
+    """Number of resident units."""
+    slots: int
+    copied: int
+    """Number of units whose activations leave, the first that can."""
+
+
+def _choices(problem: _Problem) -> Iterator[_Choice]:
+    """Choices that fit the budget: those with as much resident state as it holds."""
+    seen = set()
+    for copied, state_bytes in _rooms(problem):
+        if problem.size.sum() <= min(state_bytes, problem.most_resident_bytes):
+            everything = np.arange(len(problem.size))
+            yield _Choice(everything, len(everything), len(everything), 0, copied)
+            continue
+        for slot_bytes in _slot_sizes(problem):
+            for choice in _state_choices(problem, slot_bytes, state_bytes, copied):
+                key = (copied, choice.slots, choice.count, choice.order.tobytes())
+                if key not in seen:
+                    seen.add(key)
+                    yield choice
+
+
+def _least_bytes(problem: _Problem) -> tuple[int, int]:
+    """Memory that no choice is below: of all else, and of state."""
+    memory = problem.memory
+    return memory.most_bytes(len(memory.can_leave), _FETCH_AHEAD[0]), _least_state_bytes(problem)
+
+
+def _has_room(problem: _Problem) -> bool:
+    """Whether there is any choice."""
+    other_bytes, state_bytes = _least_bytes(problem)
+    fits = other_bytes + state_bytes <= problem.budget_bytes
+    return fits and state_bytes <= problem.most_state_bytes
+
+
+def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
+    """Numbers of copied units, and the bytes that they leave for state."""
+    memory = problem.memory
+    if not _has_room(problem):
+        return
+    room_bytes = problem.budget_bytes - _least_state_bytes(problem)
+    for ahead in _FETCH_AHEAD:
+        least_bytes = memory.most_bytes(len(memory.can_leave), ahead)
+        if least_bytes > room_bytes:
+            continue
+        fewest, most_useful = (
+            memory.fewest_copied(each, ahead) for each in (room_bytes, least_bytes)
+        )
+        for copied in sorted(set(np.linspace(fewest, most_useful, _COPIED_COUNTS, dtype=int))):
+            state_bytes = problem.budget_bytes - memory.most_bytes(copied, ahead)
+            yield int(copied), min(state_bytes, problem.most_state_bytes)
+
+
+def _state_choices(
+    problem: _Problem, slot_bytes: int, state_bytes: int, copied: int
+) -> Iterator[_Choice]:
+    """For each number of slots and each order, as many units as fit beside them."""
+    size = problem.size
+    # Units with a larger piece do not fit a slot, units without state need none.
+    can_stream = (problem.staged <= slot_bytes) & (size > 0)
+    always, others = np.flatnonzero(~can_stream), np.flatnonzero(can_stream)
+    orders = [others, _spread(others)] if problem.in_backward else [others]
+    always_bytes = int(size[always].sum())
+    for slots in _SLOTS:
+        room_bytes = state_bytes - slots * slot_bytes - always_bytes
+        if room_bytes < 0:
+            return
+        for order in orders:
+            resident, streamed = [], []
+            free_bytes = min(room_bytes, problem.most_resident_bytes - always_bytes)
+            for unit in order.tolist():
+                if size[unit] <= free_bytes:
+                    resident.append(unit)
+                    free_bytes -= int(size[unit])
+                else:
+                    streamed.append(unit)
+            every = np.concatenate((always, np.array([*resident, *streamed], np.int64)))
+            yield _Choice(every, len(always), len(always) + len(resident), slots, copied)
+
+
+def _spread(units: ByteCounts) -> ByteCounts:
+    """Units in an order of which every beginning is spread evenly over all of them.
+
+    It is van der Corput's sequence: by the binary digits of their place, reversed.
+    """
+    digits = max(1, len(units) - 1).bit_length()
+    key = [int(f"{place:0{digits}b}"[::-1], 2) for place in range(len(units))]
+    return units[np.argsort(key)]
+
+
+def _slot_sizes(problem: _Problem) -> list[int]:
+    """Sizes of a slot to try, the largest first; one of them needs the least memory of all.
+
+    Units that are larger than a slot are resident, which not all may be.
+    """
+    every = np.unique(problem.staged[problem.size > 0])[::-1]
+    larger = [_larger_bytes(problem, slot_bytes) for slot_bytes in every.tolist()]
+    sizes = every[np.array(larger) <= problem.most_resident_bytes]
+    chosen = [int(sizes[0])]
+    for slot_bytes in sizes.tolist():
+        if slot_bytes <= _SLOT_STEP * chosen[-1]:
+            chosen.append(slot_bytes)
+    least = min(sizes.tolist(), key=lambda slot_bytes: _needed_bytes(problem, slot_bytes))
+    return sorted({*chosen, least}, reverse=True)
+
+
+def _needed_bytes(problem: _Problem, slot_bytes: int) -> int:
+    """Memory for the fewest slots of a size, and for larger units."""
+    return _SLOTS[0] * slot_bytes + _larger_bytes(problem, slot_bytes)
+
+
+def _larger_bytes(problem: _Problem, slot_bytes: int) -> int:
+    """State of units with pieces that are larger than a slot."""
+    return int(problem.size[problem.staged > slot_bytes].sum())
+
+
+def _least_state_bytes(problem: _Problem) -> int:
+    """Memory for the fewest slots and for larger units, or for all state if that is less."""
+    if not problem.size.any():
+        return 0
+    least = min(_needed_bytes(problem, slot_bytes) for slot_bytes in _slot_sizes(problem))
+    all_bytes = int(problem.size.sum())
+    return min(least, all_bytes) if all_bytes <= problem.most_resident_bytes else least
+
+
+def _slot_bytes(problem: _Problem, choice: _Choice) -> int:
+    return int(problem.staged[choice.order[choice.count :]].max(initial=0))
+
+
+def _state_bytes(problem: _Problem, choice: _Choice) -> int:
+    """Device memory for resident units, and slots."""
+    resident_bytes = int(problem.size[choice.order[: choice.count]].sum())
+    return resident_bytes + choice.slots * _slot_bytes(problem, choice)
+
+
+def _has_operands(problem: _Problem, choice: _Choice) -> bool:
+    """Whether an update of a streamed unit has weights or gradients at home."""
+    streamed = frozenset(choice.order[choice.count :].tolist())
+    leave = streamed & problem.with_copied_gradients
+    return any(problem.units[it].trained_weight_bytes for it in streamed) or any(
+        problem.units[it].gradient_bytes for it in leave
+    )
+
+
+def _temporary(problem: _Problem, choice: _Choice, most: int = sys.maxsize) -> list[TemporarySlot]:
+    """Further slots that have room beside a choice."""
+    if not problem.may_have_temporary or not choice.slots:
+        return []
+    pieces = sum(len(problem.units[it].pieces) for it in choice.order[choice.count :].tolist())
+    room_bytes = problem.budget_bytes - _state_bytes(problem, choice)
+    planned = problem.memory.planned(*_passes(problem, choice))
+    return planned.temporary_slots(
+        min(most, pieces - choice.slots), _slot_bytes(problem, choice), room_bytes
+    )
+
+
+def _early_count(temporary: Sequence[TemporarySlot]) -> int:
+    """Number of slots that are made before the step."""
+    return sum(it.made_in is not None for it in temporary)
+
+
+def _passes(problem: _Problem, choice: _Choice) -> tuple[dict[int, int], int, dict[int, int]]:
+    """When activations leave and come back, and gradients come back."""
+    memory, room_bytes = problem.memory, problem.budget_bytes - _state_bytes(problem, choice)
+    fetch_ahead = memory.most_ahead(choice.copied, room_bytes)
+    left_before = memory.left_before(choice.copied, room_bytes)
+    return left_before, fetch_ahead, memory.returning(left_before, fetch_ahead, room_bytes)
+
+
+def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
+    """The plan of a choice, with temporary slots if they gain time."""
+    best = _simulated_with(problem, choice, ())
+    longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
+    every = _temporary(problem, choice)
+    early = _early_count(every)
+    counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
+    for count in dict.fromkeys(counts):
+        if count:
+            plan = _simulated_with(problem, choice, _temporary(problem, choice, count))
+            if plan.predicted.step_s < longest_s:
+                best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
+    return best
+
+
+def _simulated_with(
+    problem: _Problem, choice: _Choice, temporary: Sequence[TemporarySlot]
+) -> StreamPlan:
+    resident = frozenset(choice.order[: choice.count].tolist())
+    left_before, fetch_ahead, returning = _passes(problem, choice)
+    timing = simulate_stream(
+        problem.units,
+        resident,
+        choice.slots,
+        hardware=problem.hardware,
+        other_s=problem.other_s,
+        copied=left_before,
+        left_before=left_before,
+        fetch_ahead=fetch_ahead,
+        is_deferred=problem.is_deferred,
+        in_backward=problem.in_backward,
+        batches=problem.batches,
+        copied_gradients=problem.with_copied_gradients,
+        returning_gradients=returning,
+        weight_slots=problem.weight_slots,
+        stages_operands=problem.stages_operands,
+        temporary=temporary,
+    )
+    slot_bytes = _slot_bytes(problem, choice)
+    planned = problem.memory.planned(left_before, fetch_ahead, returning)
+    return StreamPlan(
+        resident=resident,
+        slots=choice.slots,
+        slot_bytes=slot_bytes,
+        stages_operands=problem.stages_operands and _has_operands(problem, choice),
+        copied=frozenset(left_before),
+        left_before=left_before,
+        fetch_ahead=fetch_ahead,
+        copied_gradients=problem.with_copied_gradients,
+        returning_gradients=returning,
+        temporary=tuple(temporary),
+        peak_bytes=_state_bytes(problem, choice) + planned.bytes_with(temporary, slot_bytes),
+        predicted=timing,
+    )
+
+
+def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
+    """A time that no step of a choice is below: most choices need no simulation."""
+    hardware, units = problem.hardware, problem.units
+    in_rate, out_rate = hardware.copy_to_device_bytes_per_s, hardware.copy_to_host_bytes_per_s
+    both_rate = min(hardware.copy_link_bytes_per_s, in_rate + out_rate)
+    # A computation is slowed by the bytes that cross the link in its own time, not in the added.
+    slowdown = hardware.copy_slowdown_s_per_byte
+    slowdown /= 1.0 + slowdown * both_rate
+    streamed = np.sort(choice.order[choice.count :])
+    size = np.array([it for n in streamed.tolist() for it in units[n].pieces], np.float64)
+    saved_bytes = problem.batches * float(problem.memory.left_bytes[choice.copied])
+    all_bytes = size.sum() + saved_bytes
+    passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
+    compute_s = passes_s + problem.other_s + sum(unit.update_s for unit in units)
+    bounds = [
+        compute_s + 2.0 * all_bytes * slowdown,
+        all_bytes / min(in_rate, out_rate, both_rate / 2.0),
+    ]
+    temporary = _temporary(problem, choice)
+    slots = choice.slots + len(temporary)
+    if slots < len(size) and not problem.in_backward:
+        early = choice.slots + _early_count(temporary)
+        ahead_bytes = size[:early].sum()
+        # The last units to use each slot may still be on their way home.
+        behind_bytes = size[-choice.slots :].sum() + size[choice.slots : slots].sum()
+        # Nothing leaves before the first update of a streamed unit. Without slots that the step
+        # makes, nothing comes before that has left.
+        first = units[streamed[0]]
+        updated_s = first.update_s * size[0] / first.state_bytes
+        idle_s, left_s = updated_s, updated_s + size[0] / out_rate
+        if early < slots:
+            idle_s = left_s = 0.0
+        copies_s = max(
+            left_s + (size.sum() - ahead_bytes) / in_rate,
+            updated_s + (size.sum() - behind_bytes) / out_rate,
+            idle_s + (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,
+        )
+        before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
+        if not problem.is_deferred:
+            before_s = 0.0
+        bounds.append(copies_s + passes_s - before_s + problem.other_s + ahead_bytes * slowdown)
+    return float(max(bounds))
+
+
+def _with_fewest(
+    problem: _Problem, plan: StreamPlan, choice: _Choice, what: str, least: int
+) -> tuple[StreamPlan, _Choice]:
+    """The plan with the lowest number of `what`, from `least` on, that gives the same time."""
+    longest_s = plan.predicted.step_s * (1.0 + _EQUAL)
+    low, high = least, getattr(choice, what)
+    exact = max(1, high // _FEWEST_SHARE)
+    tried = high - 1  # usually slower already
+    while high - low >= exact:
+        fewer = replace(choice, **{what: tried})
+        trial = _simulated(problem, fewer)
+        if trial.predicted.step_s <= longest_s:
+            plan, choice, high = trial, fewer, tried
+        else:
+            low = tried + 1
+        tried = (low + high) // 2
+    return plan, choice
+
+
+def _too_small(problem: _Problem) -> PlanError:
+    other_bytes, state_bytes = _least_bytes(problem)
+    needed = other_bytes + state_bytes
+    if state_bytes > problem.most_state_bytes:
+        return PlanError(
+            f"{_SLOTS[0]} staging buffers for optimizer state and the state of larger units take "
+            f"{format_bytes(state_bytes)} of device memory, and this training may have "
+            f"{format_bytes(max(0, problem.most_state_bytes))} of device_budget: others have the "
+            "rest. Raise device_budget"
+        )
+    return PlanError(
+        f"training with streamed optimizer state takes at least {format_bytes(needed)} of device "
+        f"memory ({needed} bytes): {format_bytes(other_bytes)} for all else, with the activations "
+        f"of {len(problem.memory.can_leave)} units and the gradients of {problem.copied_gradients} "
+        f"copied out, and {format_bytes(state_bytes)} for "
+        f"{_SLOTS[0]} staging buffers and the state of larger units. The budget is "
+        f"{format_bytes(problem.budget_bytes)}: raise device_budget by "
+        f"{format_bytes(needed - problem.budget_bytes)}, or train with smaller batches"
+    )

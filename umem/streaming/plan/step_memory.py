@@ -1,0 +1,252 @@
+"""Device memory in a training step, moment by moment, by what of it leaves for the host."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS, StreamUnit, TemporarySlot
+
+__all__ = ["ByteCounts", "PlannedBytes", "StepMemory"]
+
+ByteCounts = npt.NDArray[np.int64]
+
+_MOST_AHEAD = 16
+"""Blocks by which activations come back early where there is room anyway."""
+
+
+class StepMemory:
+    """Device memory of everything but streamed state and slots, moment by moment.
+
+    Moments are the forward passes of N units, and their backward passes in reverse: 2 N in all.
+
+    Parameters
+    ----------
+    units
+        In forward order.
+    step_peak_bytes
+        The most between the passes.
+    update_peak_bytes
+        The most from the step on, when what comes before it, such as clipping, is over.
+    copied_gradients
+        Number of units whose gradients are copied out, the last ones.
+    batches
+        Forward and backward passes in a step.
+    holds_gradients
+        Whether forward passes have the gradients of updates to come.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[StreamUnit],
+        step_peak_bytes: int,
+        update_peak_bytes: int,
+        copied_gradients: int,
+        batches: int,
+        holds_gradients: bool,
+    ) -> None:
+        self.count = len(units)
+        self.step_bytes = step_peak_bytes
+        self.update_bytes = update_peak_bytes
+        self.gradient_bytes = [0] * self.count
+        """Those that are copied out."""
+        self._updated_bytes = np.zeros(self.count, np.int64)
+        """By how much less there is in the first forward pass than `peak_bytes` says, because the
+        gradients of earlier units are gone with their update."""
+        self._makes_gradients = np.array(
+            [unit.backward_s > 0 and unit.gradient_bytes > 0 for unit in units], bool
+        )
+        """Whether the backward pass is known to come to a unit in its turn, by its gradients."""
+        forward = np.array([unit.forward_peak_bytes for unit in units], np.int64)
+        backward = np.array([unit.backward_peak_bytes for unit in units], np.int64)
+        if copied_gradients:
+            every = np.array([unit.gradient_bytes for unit in units], np.int64)
+            copied = np.where(np.arange(self.count) >= self.count - copied_gradients, every, 0)
+            copied_bytes = int(copied.sum())
+            self.gradient_bytes = copied.tolist()
+            # Those of a unit have left when the backward pass begins with the unit so far ahead.
+            none = np.zeros(1 + UNITS_WITH_GRADIENTS, np.int64)
+            behind = np.concatenate((copied[::-1].cumsum()[::-1], none))
+            left = behind[1 + UNITS_WITH_GRADIENTS :]
+            if batches > 1:
+                # All gradients are there from the second batch on. The first has made only some.
+                forward -= copied_bytes
+                self._updated_bytes = (every - copied).cumsum() - (every - copied)
+                backward -= np.minimum(copied_bytes, every.cumsum() + left)
+                left_bytes = copied_bytes
+            else:
+                forward -= behind[: self.count] if holds_gradients else 0
+                backward -= left
+                left_bytes = int(behind[UNITS_WITH_GRADIENTS])
+            self.step_bytes -= left_bytes
+            self.update_bytes -= left_bytes
+        self.peak_bytes = np.concatenate((forward, backward[::-1]))
+        # The last unit's backward pass comes at once.
+        self.can_leave = [i for i, unit in enumerate(units[:-1]) if unit.saved_bytes]
+        self.left_bytes = np.cumsum(
+            [0, *(units[number].saved_bytes for number in self.can_leave)], dtype=np.int64
+        )
+        """Activations of the first units that can leave, int64[units that can leave + 1]."""
+
+    def most_bytes(self, copied: int, fetch_ahead: int) -> int:
+        """The most at any moment, if the first few leave as early as they can.
+
+        A unit's activations have left two forward passes later, and are back `fetch_ahead` units
+        before its backward pass.
+        """
+        if not self.count:
+            return self.step_bytes
+        moment = np.arange(2 * self.count)
+        # Units below this number are out; moment m is the backward pass of unit 2 N - 1 - m.
+        out_below = np.minimum(moment - 1, 2 * self.count - 1 - moment - fetch_ahead)
+        out = np.minimum(np.searchsorted(self.can_leave, out_below), copied)
+        return max(self.step_bytes, int((self.peak_bytes - self.left_bytes[out]).max()))
+
+    def fewest_copied(self, room_bytes: int, fetch_ahead: int = 1) -> int:
+        """How many have to leave to fit, if all of them are enough."""
+        return bisect_left(
+            range(len(self.can_leave)),
+            True,
+            key=lambda copied: self.most_bytes(copied, fetch_ahead) <= room_bytes,
+        )
+
+    def most_ahead(self, copied: int, room_bytes: int) -> int:
+        """The number of units by which activations can be back early."""
+        if not copied:
+            return 1
+        return bisect_left(
+            range(_MOST_AHEAD),
+            True,
+            lo=1,
+            key=lambda ahead: self.most_bytes(copied, ahead + 1) > room_bytes,
+        )
+
+    def left_before(self, copied: int, room_bytes: int) -> dict[int, int]:
+        """For each unit that leaves, the unit before whose forward pass its memory is needed."""
+        needed = np.searchsorted(self.left_bytes, self.peak_bytes[: self.count] - room_bytes)
+        # So many units have left before each forward pass.
+        needed = np.maximum.accumulate(needed) if self.count else needed
+        before = np.searchsorted(needed, np.arange(copied), side="right")
+        return dict(zip(self.can_leave[:copied], before.tolist(), strict=True))
+
+    def _planned(self, left_before: Mapping[int, int], fetch_ahead: int) -> ByteCounts:
+        """Bytes at each moment of a plan, without gradients that come back."""
+        left = np.searchsorted(np.sort(list(left_before.values())), np.arange(self.count), "right")
+        unit = np.arange(self.count)[::-1]
+        away = np.searchsorted(self.can_leave[: len(left_before)], unit - fetch_ahead)
+        return self.peak_bytes - self.left_bytes[np.concatenate((left, away))]
+
+    def returning(
+        self, left_before: Mapping[int, int], fetch_ahead: int, room_bytes: int
+    ) -> dict[int, int]:
+        """Gradients that come back for the step, each with the unit in whose backward pass.
+
+        Each unit's must have left before, and there must be room from that moment on, for the step,
+        and in the next forward pass until their update.
+        """
+        if not any(self.gradient_bytes):
+            return {}
+        room = room_bytes - self._planned(left_before, fetch_ahead)
+        forward = room[: self.count] + self._updated_bytes
+        backward = room[self.count :][::-1]
+        # From each unit's backward pass to the step.
+        behind = np.minimum(np.minimum.accumulate(backward), room_bytes - self.step_bytes)
+        found, all_bytes = {}, 0
+        for number, size_bytes in enumerate(self.gradient_bytes):
+            # They have left when the backward pass is so many units further.
+            further = slice(max(0, number - UNITS_WITH_GRADIENTS))
+            has_room = behind[further] >= all_bytes + size_bytes
+            fits = np.flatnonzero(has_room & self._makes_gradients[further])
+            if size_bytes and len(fits) and (forward[: number + 1] >= size_bytes).all():
+                found[number] = int(fits[-1])
+                all_bytes += size_bytes
+                forward[: number + 1] -= size_bytes
+        return found
+
+    def planned(
+        self, left_before: Mapping[int, int], fetch_ahead: int, returning: Mapping[int, int]
+    ) -> PlannedBytes:
+        """Bytes of a plan, without temporary slots."""
+        size_bytes = self.gradient_bytes
+        used = self._planned(left_before, fetch_ahead)
+        first = used[: self.count] - self._updated_bytes
+        for number, unit in returning.items():
+            used[2 * self.count - 1 - unit :] += size_bytes[number]
+            first[: number + 1] += size_bytes[number]
+        back_bytes = sum(size_bytes[number] for number in returning)
+        return PlannedBytes(
+            used[: self.count],
+            used[self.count :][::-1],
+            self.step_bytes + back_bytes,
+            self.update_bytes + back_bytes,
+            first,
+        )
+
+
+@dataclass(frozen=True)
+class PlannedBytes:
+    """Device memory of everything but state, in a step under a plan."""
+
+    forward: ByteCounts
+    """In the forward pass of each unit, int64[N]."""
+    backward: ByteCounts
+    """In its backward pass, int64[N]."""
+    step: int
+    """The most between the passes."""
+    update: int
+    """The most from the step on."""
+    first_forward: ByteCounts
+    """In the forward pass of the first batch, while updates free gradients, int64[N]."""
+
+    @property
+    def most_bytes(self) -> int:
+        """The most at any moment."""
+        passes = (self.forward, self.backward, self.first_forward)
+        return max(self.step, *(int(it.max(initial=0)) for it in passes))
+
+    def temporary_slots(self, most: int, slot_bytes: int, room_bytes: int) -> list[TemporarySlot]:
+        """The slots for which there is room from a backward pass, or the step, to a forward pass.
+
+        Parameters
+        ----------
+        most
+            The most slots that are of use.
+        slot_bytes
+            Of each.
+        room_bytes
+            Device memory for them and everything that these bytes count.
+        """
+        if most < 1 or len(self.backward) < 2:
+            return []
+        in_backward, in_forward = (
+            np.minimum.accumulate(room_bytes - it) // slot_bytes
+            for it in (self.backward, self.first_forward)
+        )
+        # What is outside of blocks comes first: nothing tells when the backward pass is there.
+        counts = np.minimum(in_backward, (room_bytes - self.step) // slot_bytes)[1:]
+        early = min(most, int(counts.max(initial=0)))
+        most = max(early, min(most, (room_bytes - self.update) // slot_bytes))
+        return [
+            TemporarySlot(
+                made_in=1 + int(np.flatnonzero(counts > number)[-1]) if number < early else None,
+                # Of the slots that the next forward pass begins with, the first are home first.
+                freed_before=int(np.searchsorted(-in_forward, number - most, side="right")),
+            )
+            for number in range(most)
+        ]
+
+    def bytes_with(self, slots: Sequence[TemporarySlot], slot_bytes: int) -> int:
+        """The most at any moment, with temporary slots."""
+        forward, backward = self.first_forward.copy(), self.backward.copy()
+        step_bytes, update_bytes = self.step, self.update + len(slots) * slot_bytes
+        for it in slots:
+            if it.made_in is not None:
+                backward[: it.made_in + 1] += slot_bytes
+                step_bytes += slot_bytes
+            forward[: it.freed_before] += slot_bytes
+        passes = (int(it.max(initial=0)) for it in (forward, backward))
+        return max(self.most_bytes, step_bytes, update_bytes, *passes)

@@ -1,0 +1,342 @@
+"""Plans a training whole: weights, optimizer state, activations and gradients under one budget.
+
+Weights leave last, since their copies come for both passes. How many leave is tried out: what they
+leave is room for state and activations, whose best use :mod:`umem.streaming.plan.state_plan` finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from umem.core.errors import PlanError
+from umem.core.units import format_bytes
+from umem.hardware import Hardware
+from umem.streaming.plan.state_plan import StreamPlan, plan_stream, simulate_plan
+from umem.streaming.plan.step_timing import StreamUnit
+from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights
+
+__all__ = ["WEIGHT_SLOTS", "TrainingPlan", "plan_training", "with_weights"]
+
+_ROOMS = 16
+"""Steps in which the weights on the device are tried, from all to the fewest. Less room for weights
+may be slower and still less faster again: one more slot for state takes much room at once."""
+
+_HALVINGS = 2
+"""How often the step around the best one is halved: often that is the most that has room."""
+
+_MOST_PLANNED = 4_000
+"""Units to plan in all, so that plans for thousands of units take seconds."""
+
+_LEAST_GAIN = 0.03
+"""Part of the step that has to be gained where weights leave although they have room: homes take
+page-locked memory, and predictions are not exact to less."""
+
+_EQUAL = 1e-6
+"""Relative difference of two equal times."""
+
+WEIGHT_SLOTS = 2
+"""Staging buffers for weights: one in use, one that is being filled."""
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What is where in a training."""
+
+    units: tuple[StreamUnit, ...]
+    """With the weights that they have at home."""
+    stream: StreamPlan
+    weights: WeightPlan | None
+    """None for a training whose weights are not planned."""
+    extra: Mapping[str, tuple[int, int]]
+    """By unit with staged weights, staging buffers beyond the usual ones that have room in its
+    forward and in its backward pass. At the turn between the passes there are the usual ones."""
+    device_bytes: int
+    """Device memory at the fullest moment."""
+
+    @property
+    def most_extra(self) -> int:
+        """The most further buffers at a time."""
+        return max(map(max, self.extra.values()), default=0)
+
+
+def with_weights(
+    units: Sequence[StreamUnit], weights: Mapping[str, WeightUnit], plan: WeightPlan
+) -> tuple[StreamUnit, ...]:
+    """Units with the bytes of weights that a plan gives homes, by the names of the units."""
+    staged, trained = {}, {}
+    for name, unit, streamed, in_place in zip(
+        weights, weights.values(), plan.streamed, plan.in_place, strict=True
+    ):
+        staged[name] = sum(unit.part_bytes[part] for part in streamed)
+        at_home = (streamed | in_place) & unit.trained
+        trained[name] = sum(unit.part_bytes[part] for part in at_home)
+    return tuple(
+        replace(
+            it,
+            weight_bytes=staged.get(it.name, 0),
+            trained_weight_bytes=it.trained_weight_bytes + trained.get(it.name, 0),
+        )
+        for it in units
+    )
+
+
+def plan_training(
+    units: Sequence[StreamUnit],
+    weights: Mapping[str, WeightUnit] | None,
+    *,
+    budget_bytes: int,
+    hardware: Hardware,
+    fixed_bytes: int = 0,
+    weight_share: float = 1.0,
+    most_placed_bytes: int | None = None,
+    **options: Any,
+) -> TrainingPlan:
+    """Choose where weights, state, activations and gradients are, for the shortest predicted step.
+
+    All weights that have room stay on the device, unless the step gains much where some leave.
+
+    Parameters
+    ----------
+    units
+        In forward order. Their peaks leave out all weights, if `weights` are given.
+    weights
+        Weights that can leave the device, by name of their unit; None to leave weights where they
+        are.
+    budget_bytes
+        Device memory for everything.
+    hardware
+        The machine's figures.
+    fixed_bytes
+        Weights that are always on the device.
+    weight_share
+        The most of all weights that may be on the device, as a share of their bytes. `fixed_bytes`
+        count, staging buffers do not.
+    most_placed_bytes
+        The most that state, weights, `fixed_bytes` and staging buffers may take on the device; None
+        for as much as has room.
+    **options
+        Of :func:`umem.streaming.plan.state_plan.plan_stream`.
+
+    Raises
+    ------
+    PlanError
+        If the budget is too small for any choice.
+    """
+    if weights is None:
+        stream = plan_stream(
+            units,
+            budget_bytes=budget_bytes,
+            hardware=hardware,
+            most_state_bytes=most_placed_bytes,
+            **options,
+        )
+        return TrainingPlan(tuple(units), stream, None, {}, stream.peak_bytes)
+    every = list(weights.values())
+    all_bytes = sum(sum(unit.part_bytes) for unit in every)
+    least_bytes = plan_weights(every, 0, WEIGHT_SLOTS).device_bytes
+    most_bytes = max(0, int(weight_share * (fixed_bytes + all_bytes)) - fixed_bytes)
+    tried: set[WeightPlan] = set()
+    errors: dict[float, str] = {}
+
+    def plan_with(share: float) -> TrainingPlan | None:
+        """Plan with a share of the weights that can leave on the device; None for no new plan."""
+        room_bytes = least_bytes + int(share * (all_bytes - least_bytes))
+        placed = plan_weights(every, room_bytes, WEIGHT_SLOTS, most_resident_bytes=most_bytes)
+        if placed in tried:
+            return None
+        tried.add(placed)
+        some = with_weights(units, weights, placed)
+        placed_bytes = fixed_bytes + placed.device_bytes
+        state_bytes = None if most_placed_bytes is None else most_placed_bytes - placed_bytes
+        other_bytes = budget_bytes - placed_bytes
+        try:
+            return _plan_beside(
+                placed, some, other_bytes, fixed_bytes, hardware, state_bytes, options
+            )
+        except PlanError as error:
+            errors[share] = str(error)
+            return None
+
+    everything = plan_with(1.0)
+    if everything is not None and _lost_s(everything) <= _LEAST_GAIN * _step_s(everything):
+        return everything
+    best: TrainingPlan | None = None
+    best_share = 1.0
+    count = max(1, min(_ROOMS, _MOST_PLANNED // max(1, len(units))))
+    shares = [1.0 - number / count for number in range(1, count + 1)]
+    for halving in range(_HALVINGS + 1):
+        for share in shares:
+            plan = plan_with(share)
+            if plan is not None and (best is None or _is_faster(plan, best)):
+                best, best_share = plan, share
+                if _waits_for_nothing(plan):
+                    break
+        width = 0.5 ** (halving + 1) / count
+        shares = [min(1.0, best_share + width), max(0.0, best_share - width)]
+    if everything is not None:
+        limit_s = (1.0 - _LEAST_GAIN) * _step_s(everything)
+        return everything if best is None or _step_s(best) > limit_s else best
+    if best is None:
+        raise _too_small(errors[min(errors)], least_bytes + fixed_bytes)
+    return best
+
+
+def _plan_beside(
+    placed: WeightPlan,
+    units: Sequence[StreamUnit],
+    other_bytes: int,
+    fixed_bytes: int,
+    hardware: Hardware,
+    most_state_bytes: int | None,
+    options: Mapping[str, Any],
+) -> TrainingPlan:
+    """Plan all but weights, which are placed; `other_bytes` are left. PlanError if it is little.
+
+    Where state may not have all of them, nothing is kept in further buffers either: they would be
+    there while others need the memory.
+    """
+    stream = plan_stream(
+        units,
+        budget_bytes=other_bytes,
+        hardware=hardware,
+        weight_slots=placed.slots,
+        most_state_bytes=most_state_bytes,
+        **options,
+    )
+    extra: dict[str, tuple[int, int]] = {}
+    peak_bytes = 0
+    if most_state_bytes is None:
+        step_bytes = options.get("step_peak_bytes", 0)
+        update_bytes = options.get("update_peak_bytes", step_bytes)
+        extra, peak_bytes = _extra_slots(
+            units, stream, placed, other_bytes, step_bytes, update_bytes
+        )
+    device_bytes = fixed_bytes + placed.device_bytes + max(stream.peak_bytes, peak_bytes)
+    plan = TrainingPlan(tuple(units), stream, placed, extra, device_bytes)
+    return _with_extra(plan, hardware, options) if extra else plan
+
+
+def _too_small(error: str, placed_bytes: int) -> PlanError:
+    """The error of the plan that needs least, whose budget is what weights leave."""
+    if not placed_bytes:
+        return PlanError(error)
+    return PlanError(
+        f"weights, as few as possible, and their staging buffers take {format_bytes(placed_bytes)} "
+        f"of device_budget, and the budget that they leave is too small: {error}"
+    )
+
+
+def _step_s(plan: TrainingPlan) -> float:
+    return plan.stream.predicted.step_s
+
+
+def _lost_s(plan: TrainingPlan) -> float:
+    """Time of a step beyond its computation."""
+    return _step_s(plan) - plan.stream.predicted.compute_s
+
+
+def _waits_for_nothing(plan: TrainingPlan) -> bool:
+    """Whether copies cost no more than the computation that they slow."""
+    return _lost_s(plan) <= plan.stream.predicted.slowed_s + _EQUAL * _step_s(plan)
+
+
+def _is_faster(plan: TrainingPlan, other: TrainingPlan) -> bool:
+    return _step_s(plan) < _step_s(other) * (1.0 - _EQUAL)
+
+
+def _extra_slots(
+    units: Sequence[StreamUnit],
+    stream: StreamPlan,
+    weights: WeightPlan,
+    room_bytes: int,
+    step_peak_bytes: int,
+    update_peak_bytes: int,
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """Buffers for which the passes leave room, such as all but the one of the loss.
+
+    They keep the first blocks' weights from the backward pass to the next forward pass. Not for
+    weights that an update changes in between.
+
+    Parameters
+    ----------
+    units, stream, weights
+        The plan without them.
+    room_bytes
+        Device memory for all but weights and the usual buffers.
+    step_peak_bytes, update_peak_bytes
+        Device memory of everything but state and weights between the passes, and from the step on.
+
+    Returns
+    -------
+    tuple
+        By unit, the buffers in its forward and in its backward pass; and the most memory while
+        there are any, of all but weights and the usual buffers.
+    """
+    staged = [number for number, unit in enumerate(units) if unit.weight_bytes]
+    if not staged or any(units[number].trained_weight_bytes for number in staged):
+        return {}, 0
+    state_bytes = sum(units[number].state_bytes for number in stream.resident)
+    state_bytes += stream.slots * stream.slot_bytes
+    # A buffer that comes with a unit's pass is there until the next unit with staged weights.
+    ends = [*staged[1:], len(units)]
+    forward_bytes = [
+        unit.forward_peak_bytes + stream.temporary_bytes(forward=number)
+        for number, unit in enumerate(units)
+    ]
+    backward_bytes = [
+        unit.backward_peak_bytes + stream.temporary_bytes(backward=number)
+        for number, unit in enumerate(units)
+    ]
+    in_forward = [
+        state_bytes + max(forward_bytes[begin:end]) for begin, end in zip(staged, ends, strict=True)
+    ]
+    begins = [0, *(number + 1 for number in staged[:-1])]
+    in_backward = [
+        state_bytes + max(backward_bytes[begin : end + 1])
+        for begin, end in zip(begins, staged, strict=True)
+    ]
+    between = [
+        step_peak_bytes + stream.temporary_bytes(backward=0),
+        update_peak_bytes + stream.temporary_bytes(),
+        *forward_bytes[: staged[0]],
+    ]
+    in_backward[0] = max(in_backward[0], state_bytes + max(between))
+    forward, backward = (
+        [max(0, room_bytes - it) // weights.slot_bytes for it in its]
+        for its in (in_forward, in_backward)
+    )
+    # One less with each unit towards the turn, so that nothing is fetched and then dropped.
+    forward[-1] = 0
+    for number in reversed(range(len(staged) - 1)):
+        forward[number] = min(forward[number], forward[number + 1] + 1)
+    for number in range(1, len(staged)):
+        backward[number] = min(backward[number], backward[number - 1] + 1)
+    if not max(forward):
+        return {}, 0
+    peak_bytes = max(
+        most_bytes + count * weights.slot_bytes
+        for most_bytes, count in zip(in_forward + in_backward, forward + backward, strict=True)
+        if count
+    )
+    pairs = zip(forward, backward, strict=True)
+    extra = {units[number].name: pair for number, pair in zip(staged, pairs, strict=True)}
+    return extra, peak_bytes
+
+
+def _with_extra(plan: TrainingPlan, hardware: Hardware, options: Mapping[str, Any]) -> TrainingPlan:
+    """The plan with the time that its step takes with further buffers."""
+    stream = plan.stream
+    assert plan.weights is not None
+    names = {"other_s", "is_deferred", "in_backward", "batches"}
+    timing = simulate_plan(
+        plan.units,
+        stream,
+        hardware=hardware,
+        weight_slots=plan.weights.slots,
+        # As many of the first units' weights as are kept from one pass to the next.
+        weights_ahead=min(next(iter(plan.extra.values()))),
+        **{name: value for name, value in options.items() if name in names},
+    )
+    return replace(plan, stream=replace(stream, predicted=timing))

@@ -1,0 +1,541 @@
+"""Optimizer state at home in host memory, and its copies in buffers on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, Protocol
+
+import torch
+
+from umem.core.classes import TensorClass
+from umem.runtime.aliases import has_alias
+from umem.runtime.guard import can_guard, has_guard
+from umem.runtime.model_parts import (
+    can_guard_dtensor,
+    layout_of,
+    lies_in_memory,
+    local_part,
+    local_parts,
+    wrapper_of,
+)
+from umem.runtime.unfilled_memory import unfilled_like
+from umem.runtime.unguarded import Unguarded
+from umem.streaming.stage.lanes import Copy, Lane, Lanes, Moment
+from umem.streaming.stage.state_views import StateViews
+
+__all__ = [
+    "Binding",
+    "KnownValues",
+    "OptimizerState",
+    "Slot",
+    "StagedState",
+    "StateMemory",
+    "find_spans",
+    "is_whole",
+]
+
+OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
+"""State by parameter and name, as ``torch.optim.Optimizer.state``."""
+
+_ALIGNMENT = 512
+"""Of a run of homes in a buffer, as of the allocator's blocks: kernels see the same alignment."""
+
+
+_SPAN_ELEMENTS = 1024
+"""Spans of a parameter begin at multiples of so many elements, and so as aligned as it is."""
+
+_VECTOR_ELEMENTS = 4
+"""torch's fused Adam handles a tensor by vectors of so many, or else by single elements. The two
+round differently."""
+
+
+class StateMemory(Protocol):
+    """Where the optimizer state of a device lies."""
+
+    staged_bytes: int
+    """State of several parameters, or of a span of a large one, that is staged at a time."""
+
+    def may_stage(self, tensor: torch.Tensor) -> bool:
+        """Whether a state tensor is large enough to be streamed, and fills its memory."""
+
+    def is_movable(self, tensor: torch.Tensor) -> bool:
+        """Whether that holds, and nothing else sees the memory."""
+        return self.may_stage(tensor) and not has_alias((tensor,))
+
+    def is_home(self, tensor: torch.Tensor) -> bool:
+        """Whether a state tensor is in host memory, from where it is staged for its use."""
+
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
+        """Move a tensor's memory to the device or to the host, if it is not there, and has room."""
+
+    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+        """New host memory for a tensor's contents, counted as of a class; None if there is none."""
+
+    def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+        """New memory on the device, counted as of a class; None where it has no room."""
+
+    def block_bytes(self, size_bytes: int) -> int:
+        """Bytes of the allocator's block for a tensor; what is left of it belongs to nobody."""
+
+    def buffer(self, size_bytes: int) -> torch.Tensor | None:
+        """Bytes on the device; None where it has no room for them."""
+
+
+@dataclass
+class _Run:
+    """Homes next to each other, which one call copies."""
+
+    address: int
+    size_bytes: int
+    offset: int
+    """Place in the buffer."""
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of torch's own classes and fills its memory, which others may see."""
+    return (
+        can_guard(tensor)
+        and lies_in_memory(tensor)
+        and tensor.storage_offset() == 0
+        and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
+    )
+
+
+def find_spans(
+    parameter: torch.Tensor,
+    values: Mapping[str, Any],
+    staged: Iterable[torch.Tensor],
+    count: int,
+) -> list[tuple[int, int]]:
+    """Divide a parameter, each of whose elements is updated by itself.
+
+    Parameters
+    ----------
+    parameter, values
+        The parameter and its state.
+    staged
+        The state that is streamed.
+    count
+        Number of spans, at most.
+
+    Returns
+    -------
+    list of tuple
+        First element, and the one behind the last, as the parameter lies in memory. Empty for a
+        parameter that is to be staged as a whole.
+    """
+    elements = parameter.numel()
+    keys = {id(value) for value in staged}
+    can_divide = (
+        bool(keys)
+        and lies_in_memory(parameter)
+        and parameter.is_contiguous()
+        and all(
+            isinstance(value, int)
+            or (
+                isinstance(value, torch.Tensor)
+                and (
+                    value.shape == parameter.shape and value.is_contiguous()
+                    if id(value) in keys
+                    else value.numel() == 1
+                )
+            )
+            for value in values.values()
+        )
+    )
+    if not can_divide or count < 2 or elements % _VECTOR_ELEMENTS:
+        return []
+    length = math.ceil(elements / count / _SPAN_ELEMENTS) * _SPAN_ELEMENTS
+    return [(begin, min(begin + length, elements)) for begin in range(0, elements, length)]
+
+
+class Slot:
+    """A buffer on the device, which units share by turns.
+
+    Parameters
+    ----------
+    memory
+        The buffer.
+    made
+        The moment when it was made, on the stream that owns its memory.
+    instead_of
+        For a temporary one, the slot that its piece of state has otherwise.
+    """
+
+    def __init__(self, memory: torch.Tensor, made: Moment, instead_of: Slot | None = None) -> None:
+        self.memory = memory
+        self.made = made
+        self.instead_of = instead_of
+        self.operands: torch.Tensor | None = None
+        """Beside it, for weights and gradients that an update has at home; None without any."""
+        self.free: Moment = made
+        """The moment after the last copy out of it."""
+        self.holder: Any = None
+        """The unit whose state was fetched last."""
+
+
+class KnownValues:
+    """The state of some parameters, to compare with what an optimizer has later.
+
+    Parameters
+    ----------
+    state
+        The state now.
+    """
+
+    def __init__(self, state: OptimizerState) -> None:
+        by_names: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for parameter, values in state.items():
+            by_names.setdefault(tuple(values), []).append(parameter)
+        self._known = [
+            (names, some, list(_values_of(names, [state[it] for it in some])))
+            for names, some in by_names.items()
+        ]
+        """Names of values, the parameters that have these, and the values."""
+
+    def are_in(self, state: OptimizerState) -> bool:
+        """Whether these very values are the parameters' whole state.
+
+        Loops of C: each value is looked at before each step.
+        """
+        for names, some, known in self._known:
+            found: list[Any] = list(map(state.get, some))
+            try:
+                if {len(names)} != set(map(len, found)):
+                    return False
+                if not all(map(is_, _values_of(names, found), known)):
+                    return False
+            except (KeyError, TypeError):  # other names, or no state
+                return False
+        return True
+
+
+class Binding:
+    """What an optimizer works on: the state in a slot, or at home.
+
+    Work that is queued keeps its own, whatever the state is bound to since.
+    """
+
+    def __init__(self, slot: Slot | None = None) -> None:
+        self.slot = slot
+        self.views: dict[torch.Tensor, dict[str, Any]] = {}
+        """State by parameter and name, with views of the slot for homes."""
+        self.made: dict[torch.Tensor, dict[str, Any]] = {}
+        """The same, as it was before any update."""
+        self.copies_in: list[Copy] = []
+        """From the homes into the slot."""
+        self.copies_out: list[Copy] = []
+        """From the slot to the homes."""
+
+
+class StagedState:
+    """The state of the parameters of one unit.
+
+    Parameters
+    ----------
+    state
+        The state of the unit's parameters. Tensors for which ``memory.is_home`` holds are staged,
+        the others are used where they are.
+    memory
+        The device's memory for state.
+    span
+        For one parameter, and homes of its shape, all contiguous: the elements to stage, from the
+        first to before the second. None for all.
+    whole
+        All state of the unit, of which this is a part; None for all of it.
+    views
+        Finds views of it; None for a part.
+    on_parts
+        Whether the optimizer may update this rank's parts of DTensors as plain tensors: it looks at
+        each element by itself, and replaces no state.
+    """
+
+    def __init__(
+        self,
+        state: OptimizerState,
+        memory: StateMemory,
+        span: tuple[int, int] | None = None,
+        whole: StagedState | None = None,
+        *,
+        views: StateViews | None = None,
+        on_parts: bool = False,
+    ) -> None:
+        self._whole = whole or self
+        self.homes: list[torch.Tensor] = []
+        """State tensors that are staged, by address."""
+        self.others: list[torch.Tensor] = []
+        """State tensors that are used where they are."""
+        self.binding = Binding()
+        """The present one."""
+        self.span = span
+        self.dtensors: list[torch.Tensor] = []
+        """Those of which `homes` and `others` have this rank's parts."""
+        self._parts: dict[int, torch.Tensor] = {}
+        """These parts by ``id`` of the DTensor. To ask for them again would be a use."""
+        self._wrappers: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+        """What makes such DTensors from other parts, in the same way."""
+        self._known = {parameter: dict(values) for parameter, values in state.items()}
+        self._values: KnownValues | None = None
+        """None to look."""
+        self._runs: list[_Run] = []
+        self._offsets: dict[int, int] = {}
+        self._copies: dict[str, torch.Tensor] = {}
+        """For copies of what is not staged, in updates of a span. Not made by an update: memory
+        that a lane's stream has of its own cannot be taken by others before all that is queued
+        there has run, and the program would wait for that."""
+        self.size_bytes = 0
+        with Unguarded():
+            self._find(memory)
+            self._lay_out(memory)
+            if span is not None:
+                ((_, values),) = self._known.items()
+                self._copies = {
+                    name: unfilled_like(value)
+                    for name, value in values.items()
+                    if isinstance(value, torch.Tensor) and id(value) not in self._offsets
+                }
+        self._may_unwrap = bool(self.dtensors) and on_parts and all(map(self._is_alike, state))
+        self.is_wrapped = bool(self.dtensors) and not self._may_unwrap
+        """Whether the optimizer's views are DTensors, and not this rank's parts of them."""
+        self.views: list[torch.Tensor] = []
+        """Others on the memory of homes, if all are known."""
+        self.is_shared: bool = (whole is None or whole.is_shared) and self._have_alias()
+        """Whether something may use the tensors that a guard would not see: an alias, or a tensor
+        of another class. Later aliases come by a use, which the guard sees."""
+        if self.is_shared and views is not None:
+            self._find_views(views)
+
+    def _is_alike(self, parameter: torch.Tensor) -> bool:
+        """Whether ranks have parts of a parameter and of its state in the same way."""
+        values = [it for it in self._known[parameter].values() if isinstance(it, torch.Tensor)]
+        return all(layout_of(it) == layout_of(parameter) for it in values if it.numel() > 1)
+
+    def choose_wrapping(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Choose whether to work on DTensors, by the gradients of parameters for an update.
+
+        Returns this rank's parts of the gradients if not; else nothing.
+        """
+        if not self._may_unwrap:
+            return []
+        parts = local_parts(gradients)
+        is_wrapped = not (
+            all(map(can_guard, parts))
+            and list(map(layout_of, gradients)) == list(map(layout_of, parameters))
+        )
+        if is_wrapped != self.is_wrapped:
+            slot, self.is_wrapped = self.binding.slot, is_wrapped
+            self.unbind()
+            self.bind(slot)
+        return [] if is_wrapped else parts
+
+    def _find(self, memory: StateMemory) -> None:
+        for values in self._known.values():
+            for value in values.values():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                part = local_part(value)
+                if part is not value:
+                    self.dtensors.append(value)
+                    self._parts[id(value)] = part
+                    self._wrappers[id(value)] = wrapper_of(value)
+                is_home = memory.may_stage(part) and memory.is_home(part)
+                found = self.homes if is_home else self.others
+                found.append(part)
+        self.homes.sort(key=torch.Tensor.data_ptr)
+
+    def _lay_out(self, memory: StateMemory) -> None:
+        end = 0  # of the block of the home before
+        for home in self.homes:
+            address, size_bytes = home.data_ptr(), home.nbytes
+            if self.span is not None:
+                address += self.span[0] * home.itemsize
+                size_bytes = (self.span[1] - self.span[0]) * home.itemsize
+            if self.span is None and self._runs and address == end:
+                run = self._runs[-1]
+                run.size_bytes = address + size_bytes - run.address
+            else:
+                offset = -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
+                run = _Run(address, size_bytes, offset)
+                self._runs.append(run)
+            self._offsets[id(home)] = run.offset + address - run.address
+            self.size_bytes = run.offset + run.size_bytes
+            end = address + memory.block_bytes(size_bytes)
+
+    @property
+    def known(self) -> OptimizerState:
+        """The values that it was made for, as far as no update has replaced them."""
+        return self._known
+
+    @property
+    def divided(self) -> torch.Tensor | None:
+        """The parameter that it has a span of; None if it has all of its parameters."""
+        return None if self.span is None else next(iter(self._known))
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether this is the state of a parameter."""
+        return parameter in self._known
+
+    @property
+    def guarded(self) -> list[torch.Tensor]:
+        """The tensors whose uses are seen, from the layout to the next one."""
+        if not has_guard():
+            return []
+        if self.is_shared:
+            return self.homes
+        return [*self.homes, *self.others, *self.views, *self.dtensors]
+
+    def _have_alias(self) -> bool:
+        every = (*self.homes, *self.others)
+        return not has_guard() or not self._can_guard_all() or has_alias(every)
+
+    def _can_guard_all(self) -> bool:
+        every = (*self.homes, *self.others)
+        return all(map(can_guard, every)) and all(map(can_guard_dtensor, self.dtensors))
+
+    def _find_views(self, views: StateViews) -> None:
+        found = None
+        if has_guard() and self._can_guard_all() and not has_alias(self.others):
+            found = views.of(self.homes)
+        self.views, self.is_shared = found or [], found is None
+
+    def is_current(self, state: OptimizerState) -> bool:
+        """Whether an optimizer still has these very values as the state of these parameters.
+
+        Not if the values were shared and are so no more.
+        """
+        if self._values is None:
+            self._values = KnownValues(self._known)
+        return self._values.are_in(state) and (not self.is_shared or self._have_alias())
+
+    def unbind(self) -> None:
+        """Let go of the slot and of all views, by which homes would have aliases."""
+        self.binding = Binding()
+
+    def bind(self, slot: Slot | None) -> None:
+        """Use a slot from now on; None to use homes where they are."""
+        if slot is self.binding.slot and self.binding.views:
+            return
+        self.binding = Binding()  # behind an interrupt it is made anew
+        binding = Binding(slot)
+        with Unguarded():
+            made = {id(home): self._view(home, slot) for home in self.homes}
+            if not self.is_shared:  # objects that nothing guards
+                made |= {id(value): value.detach() for value in self.others}
+            binding.views = {
+                parameter: {name: self._in_place_of(value, made) for name, value in values.items()}
+                for parameter, values in self._known.items()
+            }
+        binding.made = {parameter: dict(values) for parameter, values in binding.views.items()}
+        if slot is not None:
+            first = slot.memory.data_ptr()
+            places = [(it.address, first + it.offset, it.size_bytes) for it in self._runs]
+            binding.copies_in = [Copy(to, home, size) for home, to, size in places]
+            binding.copies_out = [Copy(home, source, size) for home, source, size in places]
+        self.binding = binding
+
+    def _in_place_of(self, value: Any, made: Mapping[int, torch.Tensor]) -> Any:
+        """What is used in the place of a value, which itself or whose part has another in `made`.
+
+        That is by ``id``.
+        """
+        own = self._parts.get(id(value), value)
+        part = made.get(id(own), own)
+        if part is own and self.is_wrapped:
+            return value
+        wrap = self._wrappers.get(id(value)) if self.is_wrapped else None
+        return part if wrap is None else wrap(part)
+
+    def _view(self, home: torch.Tensor, slot: Slot | None) -> torch.Tensor:
+        if slot is None:
+            whole = home.detach()
+            return whole if self.span is None else whole.view(-1)[slice(*self.span)]
+        offset = self._offsets[id(home)]
+        if self.span is not None:
+            size_bytes = (self.span[1] - self.span[0]) * home.itemsize
+            return slot.memory[offset : offset + size_bytes].view(home.dtype)
+        memory = slot.memory[offset : offset + home.nbytes].view(home.dtype)
+        return memory.as_strided(home.shape, home.stride())
+
+    def copy_in(self, lanes: Lanes, binding: Binding) -> None:
+        """Copy the homes into a slot, from within work of a lane."""
+        lanes.copy(Lane.COPY_IN, binding.copies_in, TensorClass.OPTIMIZER_STATE)
+
+    def copy_out(self, lanes: Lanes, binding: Binding) -> None:
+        """Copy a slot back to the homes, from within work of a lane."""
+        lanes.copy(Lane.COPY_OUT, binding.copies_out, TensorClass.OPTIMIZER_STATE)
+
+    def values_of_span(
+        self, binding: Binding, parameter: torch.Tensor, state: Any, *, is_last: bool
+    ) -> dict[str, Any]:
+        """State of a parameter for the update of its span.
+
+        An update that comes before another one of the same step has copies of what is not staged,
+        such as a step count. A count that is a number is the optimizer's present one.
+
+        Parameters
+        ----------
+        binding
+            What the update works on.
+        parameter
+            The parameter.
+        state
+            The optimizer's own state.
+        is_last
+            Whether no other span of it comes behind in this step.
+        """
+        views = binding.views[parameter]
+        for name, value in self._known[parameter].items():
+            if not isinstance(value, torch.Tensor):
+                views[name] = state[parameter][name]
+        if is_last:
+            return views
+        copies = {name: copy.copy_(views[name]) for name, copy in self._copies.items()}
+        return {**views, **copies}
+
+    def keep_numbers(self, binding: Binding, parameter: torch.Tensor, state: Any) -> None:
+        """Behind the last span's update, give the optimizer's own state the numbers in it."""
+        for name, value in binding.views[parameter].items():
+            if not isinstance(value, torch.Tensor):
+                state[parameter][name] = self._whole._known[parameter][name] = value
+                self._whole._values = None
+
+    def keep(self, binding: Binding, parameters: Iterable[torch.Tensor], state: Any) -> None:
+        """After an update, give the optimizer's own state what the update has replaced.
+
+        A step count may be a number, which is replaced. A tensor that was put in the place of
+        another one is copied there.
+
+        Parameters
+        ----------
+        binding
+            What the update has worked on.
+        parameters
+            Those that were updated.
+        state
+            The optimizer's own state.
+        """
+        for parameter in parameters:
+            known, made = self._known[parameter], binding.made[parameter]
+            views = binding.views[parameter]
+            for name, value in views.items():
+                before = made.get(name)
+                if value is before:
+                    continue
+                if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+                    before.copy_(value)
+                    views[name] = before
+                else:
+                    known[name] = made[name] = state[parameter][name] = value
+                    self._values = None
+
+
+def _values_of(names: tuple[str, ...], state: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    """Values of these names in each dictionary; KeyError if one lacks a name."""
+    values: Any = itemgetter(*names, names[0])  # of one name alone it would get no tuple
+    return chain.from_iterable(map(values, state))

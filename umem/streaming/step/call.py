@@ -1,0 +1,208 @@
+"""The hyperparameters of an optimizer's step, and optimizers for parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer
+
+from umem.core.interrupts import call_all
+from umem.runtime.model_parts import local_parts
+from umem.streaming.stage.lanes import Lanes
+from umem.streaming.stage.staged_state import StagedState
+from umem.streaming.step.known_optimizers import plain_step, replaces_state
+from umem.streaming.step.operands import StagedOperands
+from umem.torch_compat import version_counter
+
+__all__ = ["ParameterGroups", "StepCall", "parameters_of"]
+
+ParameterGroups = list[tuple[int, list[Any]]]
+"""Parameters by the number of their group of the optimizer."""
+
+
+def parameters_of(groups: ParameterGroups) -> list[Any]:
+    """All parameters, in their order."""
+    return [parameter for _, some in groups for parameter in some]
+
+
+def _nothing() -> None:
+    pass
+
+
+class StepCall:
+    """One call of ``step()``: hyperparameters as they are now."""
+
+    def __init__(self, optimizer: Optimizer, lanes: Lanes) -> None:
+        self.optimizer = optimizer
+        self.tensors: list[Tensor] = []
+        """Hyperparameters that are tensors: copies, which the lanes hold until the updates end."""
+        self._attributes = {
+            name: self._fixed(value)
+            for name, value in vars(optimizer).items()
+            if name not in ("param_groups", "state")
+        }
+        self._groups = [
+            {name: self._fixed(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._values = [dict(group) for group in optimizer.param_groups]
+        """Keeps tensors alive, whose ``id`` would be another one's otherwise."""
+        self._signature = _signature(optimizer)
+        self._replaces_state = replaces_state(optimizer)
+        self._plain_step = plain_step(optimizer)
+        self.has_failed = False
+        """Whether the optimizer's own step has raised, as it would have without umem."""
+        self.ready = lanes.mark()
+        """The moment at which gradients and hyperparameters are complete."""
+
+    def run(self, part: Any, note: Callable[[], object] = _nothing) -> None:
+        """Run the optimizer's own step on what :meth:`shadow` has made.
+
+        `note`, a function of C, is called behind it: no interrupt comes between.
+        """
+        begins, ends = (partial(setattr, self, "has_failed", it) for it in (True, False))
+        call_all(begins, partial(self._plain_step, part), note, ends)
+
+    def _fixed(self, value: Any) -> Any:
+        """A hyperparameter that later changes in place do not reach."""
+        if isinstance(value, Tensor):
+            self.tensors.append(value.clone())
+            return self.tensors[-1]
+        if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+            return tuple(map(self._fixed, value))
+        return value
+
+    def has_hyperparameters_of(self, optimizer: Optimizer) -> bool:
+        """Whether the hyperparameters are the same now. Nothing waits for the device."""
+        return self._signature == _signature(optimizer)
+
+    def shadow(self, part: ParameterGroups, state: Any) -> Any:
+        """An optimizer of the same class for some parameters, with their state."""
+        shadow: Any = object.__new__(type(self.optimizer))
+        vars(shadow).update(self._attributes)
+        shadow.param_groups = [
+            {**self._groups[number], "params": some} for number, some in part if some
+        ]
+        shadow.state = state
+        return shadow
+
+    def update(
+        self,
+        state: StagedState,
+        part: ParameterGroups,
+        operands: StagedOperands | None,
+        *,
+        is_last: bool,
+        note: Callable[[], object] = _nothing,
+    ) -> Callable[[], None]:
+        """The update of some parameters, or of the span of one that `state` has.
+
+        Parameters
+        ----------
+        state
+            The parameters' state.
+        part
+            The parameters.
+        operands
+            Copies of their weights and gradients; None to use both where they are.
+        is_last
+            Whether no other span of the parameter comes behind in this step: it counts the step.
+        note
+            As of :meth:`run`.
+        """
+        if state.span is not None:
+            return self._update_of_span(
+                state, state.span, part, operands, is_last=is_last, note=note
+            )
+        # Only where something stands in for parameters: each key takes a call of Python.
+        gradients: dict[Any, Any] = {}
+        parts: dict[Any, Tensor] = {}
+        if operands is not None or state.dtensors:
+            gradients = {parameter: parameter.grad for parameter in parameters_of(part)}
+            own = state.choose_wrapping(list(gradients), list(gradients.values()))
+            if own and operands is None:
+                # Now: to ask a DTensor for its part is a use, for which a guard would wait.
+                parts = _parts_of(gradients, own)
+        binding = state.binding
+
+        def update() -> None:
+            groups, views = part, binding.views
+            made = parts
+            if operands is not None:
+                operands.multiply()
+                made = {it: operands.stand_in(it, gradient) for it, gradient in gradients.items()}
+            elif parts:
+                increment_version(list(parts))  # as an update of the DTensors does
+            if made:
+                groups = [(number, [made[it] for it in some]) for number, some in part]
+                views = {made[it]: binding.views[it] for it in made}
+            self.run(self.shadow(groups, views), note)
+            if self._replaces_state:
+                state.keep(binding, parameters_of(part), self.optimizer.state)
+
+        return update
+
+    def _update_of_span(
+        self,
+        state: StagedState,
+        span: tuple[int, int],
+        part: ParameterGroups,
+        operands: StagedOperands | None,
+        *,
+        is_last: bool,
+        note: Callable[[], object],
+    ) -> Callable[[], None]:
+        ((number, parameter),) = [(number, it) for number, some in part for it in some]
+        gradient, binding = parameter.grad, state.binding
+
+        def update() -> None:
+            if operands is None:
+                elements = slice(*span)
+                piece = parameter.detach().view(-1)[elements]
+                piece.grad = gradient.reshape(-1)[elements]
+            else:
+                operands.multiply()
+                piece = operands.stand_in(parameter, gradient)
+            own = self.optimizer.state
+            values = state.values_of_span(binding, parameter, own, is_last=is_last)
+            before = dict(values)
+            self.run(self.shadow([(number, [piece])], {piece: values}), note)
+            for name, value in values.items():
+                if isinstance(value, Tensor) and value is not before[name]:
+                    before[name].copy_(value)
+                    values[name] = before[name]
+            if is_last:
+                state.keep_numbers(binding, parameter, own)
+
+        return update
+
+
+def _parts_of(parameters: Collection[Tensor], gradients: Iterable[Tensor]) -> dict[Any, Tensor]:
+    """This rank's parts of parameters, with those of their gradients."""
+    parts = {it: of.detach() for it, of in zip(parameters, local_parts(parameters), strict=True)}
+    for part, gradient in zip(parts.values(), gradients, strict=True):
+        part.grad = gradient
+    return parts
+
+
+def _signature(optimizer: Optimizer) -> list[Any]:
+    """Hyperparameters, for a comparison."""
+    scaler = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
+    groups = [
+        {name: _seen(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    return [list(map(_seen, scaler)), *groups]
+
+
+def _seen(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_seen, value))
+    if isinstance(value, Tensor):
+        number = value.tolist() if value.device.type == "cpu" else None
+        return id(value), version_counter(value), number
+    return value

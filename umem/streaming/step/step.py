@@ -1,0 +1,578 @@
+"""An optimizer step with streamed state, deferred into the next forward pass.
+
+``optimizer.step()`` only queues the updates of parameters whose state is in host memory. Units of
+them (the blocks of a model) are updated in the order of the forward pass, each by the optimizer's
+own function: the unit's state is copied from its home into a slot, updated there, and copied back,
+on three lanes. The next forward pass waits before each block for that block's update alone.
+Everything else that uses one of the tensors meanwhile is ordered behind its update by the access
+guard. Parameters whose state is on the device are updated within ``step()``, all at once: nothing
+is gained by deferring them, and a guard costs some microseconds a parameter.
+
+The values are those of the step that the program would have run: the same functions run on the same
+numbers, and hyperparameters count as they are when ``step()`` is called.
+
+A unit may also be updated ahead of ``step()``, in the backward pass (``in_backward.py``).
+Until ``step()`` nothing can use the unit then: the program would see the result of a step that it
+has not called yet.
+
+An error of umem does not end a step, nor does an interrupt leave half of it: what was not queued is
+updated in place, and the training goes on without umem. An error of the optimizer's own step is
+raised as without umem, and as without umem some parameters are updated then and others are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.optim.optimizer import Optimizer
+
+from umem.core.errors import PlanError
+from umem.runtime.aliases import has_alias
+from umem.runtime.guard import Guard, are_plain
+from umem.runtime.model_parts import optimizer_parameters
+from umem.streaming.gradients.clipped_gradients import ClippedGradients
+from umem.streaming.stage.lanes import Lane, Lanes, Moment
+from umem.streaming.stage.sharded_parameters import (
+    FlatGuard,
+    GatheredParameters,
+    ShardedStep,
+    order_gathering,
+)
+from umem.streaming.step.call import ParameterGroups, StepCall, parameters_of
+from umem.streaming.step.pieces import PieceUpdates, are_staged, work_on_dtensors
+from umem.streaming.step.unit import (
+    PendingUpdate,
+    StreamedUnit,
+    UnitGuards,
+)
+from umem.streaming.step.unit_names import is_outside
+from umem.streaming.step.units import StreamedUnits
+from umem.torch_compat import current_graph_task_id
+
+__all__ = ["StepCounts", "StreamedStep"]
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """What became of the optimizer's steps."""
+
+    streamed: int = 0
+    """Steps of which some updates were queued."""
+    resident: int = 0
+    """Steps that the optimizer ran itself, because all state is on the device."""
+    in_line: int = 0
+    """Steps that the optimizer ran itself, on state in host memory."""
+    waited: int = 0
+    """Units whose update the program's stream waited for within ``step()``."""
+    early: int = 0
+    """Units that something used before their block's forward pass."""
+    ahead: int = 0
+    """Units that were updated in the backward pass, before ``step()``."""
+
+
+class _Changing(AbstractContextManager[None]):
+    """Calls a function with an exception that ends the block. A generator takes longer."""
+
+    __slots__ = ("_fail",)
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None:
+            self._fail(error)
+
+
+class StreamedStep:
+    """Queues an optimizer's steps.
+
+    Parameters
+    ----------
+    units
+        The optimizer's units.
+    lanes
+        Where the work runs.
+    clipped
+        Holds gradients that are on the host.
+    """
+
+    def __init__(self, units: StreamedUnits, lanes: Lanes, clipped: ClippedGradients) -> None:
+        self.counts = StepCounts()
+        self.may_defer = True
+        """Whether a step may return before its updates; otherwise the stream waits for them."""
+        self.defers_outside = True
+        """Whether that holds for units outside of blocks too."""
+        self.waits = False
+        """Whether the stream has waited for updates of the last step."""
+        self.gradient_used: Callable[[], None] | None = None
+        """Called when the program uses a gradient behind its step."""
+        self.loaded: Callable[[], None] | None = None
+        """Called when the state of model and optimizer was loaded as a whole."""
+        self.settled: Callable[[str, bool], None] | None = None
+        """Called with the name of a unit behind its update, and whether a use came early."""
+        self.find_gathered: Callable[[], GatheredParameters] = GatheredParameters
+        """Returns what FSDP2 gathers the parameters of the model from."""
+        self.units = units
+        self.lock = units.lock
+        self._lanes = lanes
+        self._clipped = clipped
+        self._updates = PieceUpdates(units, lanes, clipped)
+        self._called: dict[str, None] = {}
+        """Units in the order of their first call since the last step."""
+        self.failed: Callable[[Exception], None] | None = None
+        """Called with an error of umem, behind which a step was made whole."""
+        self.is_begun = False
+        """Whether the present step may have updated parameters."""
+        self._may_be_under_way = False
+        """False if no update of a step is under way: a look at all units takes longer."""
+        self._failure = ""
+        """The error behind which the backward pass has updated some parameters and others not;
+        empty if none has."""
+        self._loaded: set[str] = set()
+        """What was loaded since."""
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, optimizer: Optimizer, *, is_deferred: bool = True) -> Optimizer | None:
+        """Queue a step.
+
+        Parameters
+        ----------
+        optimizer
+            The optimizer.
+        is_deferred
+            False to let the program's stream wait for all updates, as also where `may_defer` is.
+
+        Returns
+        -------
+        torch.optim.Optimizer or None
+            An optimizer without parameters, for the program's own step: all are updated. None
+            if the optimizer has to run the step itself.
+        """
+        with self.lock:
+            self.is_begun = False
+            self.check_known()
+            self.join()
+            is_deferred = is_deferred and self.may_defer
+            if self._units_ahead():
+                self.is_begun = True
+                with _Changing(self._fail):
+                    return self._step(optimizer, self._end_ahead(is_deferred), is_deferred)
+            return self._step(optimizer, frozenset(), is_deferred)
+
+    def _step(
+        self, optimizer: Optimizer, done: frozenset[Any], is_deferred: bool
+    ) -> Optimizer | None:
+        """Queue a step but for the parameters that are updated already."""
+        self._lay_out(optimizer)
+        queued = self.units.queued
+        if not queued and not done:
+            self.counts.resident += 1
+            return None
+        if self.units.has_common_state:  # and so nothing was updated ahead
+            self.counts.in_line += 1
+            return None
+        call = StepCall(optimizer, self._lanes)
+        left_out = done | self.units.absent
+        shadow = call.shadow(_without(self.units.in_line, done), optimizer.state)
+        self.waits = not self.may_defer
+        sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
+        self._updates.begin()
+        self.is_begun = self._may_be_under_way = True
+        try:
+            updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
+            for moment in filter(None, updates):
+                self._lanes.wait(moment)
+                self.counts.waited += 1
+            if any(unit.pending is not None for unit in self.units):
+                self._lanes.count_behind(call.ready, self._updates.last)
+            # Not left to the program's own step, before which an interrupt may come.
+            call.run(shadow, note=shadow.param_groups.clear)
+        except BaseException as error:
+            self._end_lanes()
+            if call.has_failed:
+                raise
+            self._complete(call, queued, left_out)
+            call.run(shadow, note=shadow.param_groups.clear)
+            if not isinstance(error, Exception):
+                raise
+            if self.failed is not None:
+                self.failed(error)
+        self.counts.streamed += 1
+        return shadow
+
+    def _end_lanes(self) -> None:
+        """Let the program's stream wait for all that is queued, behind an error amid a step."""
+        self._wait_for(Lane.COPY_IN, Lane.UPDATE)
+        now = self._lanes.mark()
+        for _, piece in self.units.pool.leaving.values():
+            piece.updated = now
+        self._updates.send_weights(now)
+        self._wait_for(Lane.COPY_OUT)
+
+    def _wait_for(self, *lanes: Lane) -> None:
+        for lane in lanes:
+            self._lanes.wait(self._lanes.run(lane, lambda: None))
+
+    def _complete(
+        self, call: StepCall, queued: list[StreamedUnit], left_out: frozenset[Any]
+    ) -> None:
+        """Update in place what an error has kept from being queued."""
+        self.join()
+        self.units.leave_slots()
+        for unit in queued:
+            part = _with_gradients(_without(unit.queued, left_out))
+            for it in self._updates.of(unit, part):
+                state = it.piece.state
+                if it.piece in self._updates.queued or state is None:
+                    continue
+                for parameter in parameters_of(it.part):
+                    if self._clipped.is_held(parameter.grad):
+                        self._clipped.use(parameter.grad)
+                call.update(state, it.part, None, is_last=it.is_last)()
+
+    def _find_sharded(self, optimizer: Optimizer, queued: list[StreamedUnit]) -> ShardedStep | None:
+        """Find what is on the memory of DTensors; None if no unit has any."""
+        if not any(unit.state is not None and unit.state.dtensors for unit in queued):
+            return None
+        gathered = self.find_gathered()
+        if gathered.streams and order_gathering():
+            for stream in gathered.streams:
+                self._lanes.leave_out(stream)
+        return ShardedStep(optimizer_parameters(optimizer), gathered)
+
+    # ------------------------------------------------------------------ errors in a step
+
+    def _fail(self, error: BaseException) -> None:
+        """An error has left some parameters updated in the backward pass, and others not."""
+        self._failure = f"{type(error).__name__}: {error}"
+        self._loaded.clear()
+        self._end_lanes()
+
+    def check_known(self) -> None:
+        """Raise PlanError if an error has ended an update in the backward pass.
+
+        Without umem, the weights would be the old ones.
+        """
+        if self._failure:
+            raise PlanError(
+                "step_in_backward: an earlier backward() has ended with an error when some "
+                f"parameters were updated already ({self._failure}), so weights and optimizer "
+                "state are no longer those of any step. Load the state of the model and of the "
+                "optimizer, by load_state_dict() of both, before the training goes on"
+            )
+
+    def have_loaded(self, what: str) -> None:
+        """Note that the state of the "model" or of the "optimizer" was loaded as a whole."""
+        self._loaded.add(what)
+        if len(self._loaded) == 2:
+            self._failure = ""
+            self._loaded.clear()
+            if self.loaded is not None:
+                self.loaded()
+
+    def _end_ahead(self, is_deferred: bool) -> frozenset[Any]:
+        """The program's step has come: what was updated ahead of it may be used."""
+        ahead = self._units_ahead()
+        done = frozenset(parameter for unit in ahead for parameter in unit.ahead)
+        for unit in ahead:
+            unit.ahead = []
+            if not is_deferred:
+                self.settle(unit)
+        return done
+
+    def _units_ahead(self) -> list[StreamedUnit]:
+        """Units that the backward pass has updated, whose ``step()`` is still to come."""
+        return [unit for unit in self.units if unit.ahead]
+
+    def may_divide(self, optimizer: Optimizer) -> bool:
+        """Whether the next step may be queued in parts. It is not if all state is on the device."""
+        with self.lock:
+            return bool(self.units.queued) or not self.units.knows(optimizer)
+
+    def pass_whole(self, optimizer: Optimizer) -> None:
+        """Leave a step to the optimizer for which :meth:`may_divide` is false.
+
+        No unit has state that is streamed. So no update is under way, and none was made ahead.
+        """
+        with self.lock:
+            self._lay_out_known(optimizer)
+            self.counts.resident += 1
+
+    def lay_out(self, optimizer: Optimizer) -> None:
+        """Find units and their state before a step, behind the updates of the one before."""
+        with self.lock:
+            self.join()
+            self._lay_out(optimizer)
+
+    def _lay_out(self, optimizer: Optimizer) -> None:
+        self._find_units(optimizer)
+        self._lay_out_known(optimizer)
+
+    def _lay_out_known(self, optimizer: Optimizer) -> None:
+        self.units.lay_out(optimizer, self._called)
+        self._called.clear()
+
+    def _find_units(self, optimizer: Optimizer) -> None:
+        if not self.units.has_members_of(optimizer):
+            self._end_ahead(is_deferred=False)
+            self.units.find_units(optimizer)
+
+    def find_state(self, optimizer: Optimizer) -> None:
+        """Find state that the step has made, so that it counts from now on.
+
+        While updates are under way, the next step finds it.
+        """
+        with self.lock:
+            is_known = self.units.are_laid_out(optimizer.state)
+            if not is_known and all(unit.pending is None for unit in self.units):
+                self._find_units(optimizer)
+                self.units.find_state(optimizer, self._called)
+
+    def _queue(
+        self,
+        unit: StreamedUnit,
+        call: StepCall,
+        left_out: frozenset[Any],
+        is_deferred: bool,
+        sharded_step: ShardedStep | None,
+    ) -> Moment | None:
+        """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
+        part: ParameterGroups | None = None
+        updated = unit.parameters
+        gradients = [gradient for it in updated if (gradient := it.grad) is not None]
+        if left_out or len(gradients) < len(updated):
+            part = _with_gradients(_without(unit.queued, left_out))
+            updated = parameters_of(part)
+            gradients = [it.grad for it in updated]
+        if not updated:
+            return None
+        if unit.pending is not None:
+            self.settle(unit)  # what the backward pass has updated of it
+        state = unit.state
+        assert state is not None
+        held, free = [], gradients
+        are_free = are_plain(gradients)
+        if not are_free:
+            is_held = self._clipped.is_held
+            held = [it for it, of in zip(updated, gradients, strict=True) if is_held(of)]
+            free = [it for it in gradients if not is_held(it)]
+            are_free = are_plain(free)
+        is_plain = are_free and are_plain(updated)
+        sharded = None
+        if state.dtensors and sharded_step is not None and not held:
+            sharded = sharded_step.unit(updated)
+        is_shared = state.is_shared or (
+            sharded is None and (not is_plain or has_alias(updated) or has_alias(gradients))
+        )
+        pieces = self._updates.of(unit, part)
+        if is_plain:
+            self._updates.stage_operands(pieces, are_alone=sharded is None and not is_shared)
+        ready = call.ready
+        if held and not are_staged(held, pieces):
+            for it in held:
+                self._clipped.use(it.grad)
+            for piece in pieces:
+                piece.operands = None
+            held, free, ready = [], gradients, self._lanes.mark()
+        self._updates.launch(unit, call, pieces, ready)
+        if sharded is not None and work_on_dtensors(pieces):
+            sharded, is_shared = None, True
+        guards = self._guards(unit)
+        guards.flats.release()
+        events = self._lanes.events_of(unit.updated)
+        if sharded is not None:  # also for a step that is measured: the gathering tells the order
+            guards.flats.hold(sharded.flats, events)
+        waits = is_shared or (is_outside(unit.name) and not self.defers_outside)
+        self.waits |= waits
+        if waits or not is_deferred:
+            if not state.is_shared:
+                return unit.updated
+            # Behind all copies back, and the last update: a piece without an alias copies nothing.
+            return self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
+        kept = [it.grad for it in held]
+        if kept:
+            self._clipped.update_begins(kept, lambda: self._use_gradient(unit))
+        unit.pending = PendingUpdate(ready, (guards.gradients, guards.parameters), kept)
+        if sharded is None:
+            guards.gradients.hold(free, events)
+            guards.parameters.hold(updated, events)
+        else:
+            # Gradients of DTensors have memory of a stream of FSDP2's. It may be used anew as soon
+            # as it is given back, after the program's stream: that stream waits for this one before
+            # it reduces gradients. So it may go when the program's stream has waited.
+            guards.gradients.hold([*sharded.gradients, *sharded.dtensor_gradients], events)
+            parts = sharded.parts
+            guards.parameters.hold([*sharded.parameters, *sharded.dtensors, *parts], events)
+        return None
+
+    def _gather(self, unit: StreamedUnit) -> None:
+        """FSDP2 reads parameters of a unit: on a stream that has not waited for it yet.
+
+        It does so before the blocks' hooks, as for a head with the model's first gathering. Units
+        are updated in the order in which they are needed.
+        """
+        if current_graph_task_id() == -1:
+            self._called.setdefault(unit.name)
+        self.settle(unit)
+        if unit.updated is not None:
+            self._lanes.wait(unit.updated)
+
+    def _guards(self, unit: StreamedUnit) -> UnitGuards:
+        if unit.guards is None:
+            unit.guards = UnitGuards(
+                Guard(lambda: self._use_gradient(unit)),
+                Guard(lambda: self._settle_early(unit)),
+                FlatGuard(lambda: self._settle_early(unit), lambda: self._gather(unit)),
+            )
+        return unit.guards
+
+    def update_ahead(
+        self, unit: StreamedUnit, call: StepCall, freed: Callable[[Any], torch.Tensor]
+    ) -> None:
+        """Queue a unit's update in the backward pass, and take its gradients away.
+
+        Parameters
+        ----------
+        unit
+            A unit whose gradients are complete. Nothing else has the memory of its parameters,
+            gradients and state.
+        call
+            The hyperparameters.
+        freed
+            Returns what a parameter gets in the place of its gradient.
+        """
+        self.check_known()
+        with _Changing(self._fail):
+            self._update_ahead(unit, call, freed)
+
+    def _update_ahead(
+        self, unit: StreamedUnit, call: StepCall, freed: Callable[[Any], torch.Tensor]
+    ) -> None:
+        part = _with_gradients(unit.queued)
+        updated = parameters_of(part)
+        ready = self._lanes.mark()
+        self._updates.launch(unit, call, self._updates.of(unit, part), ready)
+        # Fused kernels do not count: a graph that has saved a parameter must notice.
+        torch.autograd.graph.increment_version(updated)
+        gradients = [parameter.grad for parameter in updated]
+        guard = self._guards(unit).parameters
+        unit.pending = PendingUpdate(ready, (guard,), gradients)
+        unit.ahead = updated
+        for parameter in updated:
+            parameter.grad = freed(parameter)
+        guard.hold(updated)
+        self.counts.ahead += 1
+        for piece in reversed(unit.pieces):
+            following = piece.next_behind
+            if following is not None and self.units.may_fetch(following):
+                self.units.fetch(following, ready)
+
+    def free_gradients(self, unit: StreamedUnit) -> None:
+        """Free what an update in the backward pass reads, behind the update."""
+        pending = unit.pending
+        if pending is not None and pending.kept:
+            self._lanes.wait(unit.updated)
+            self._lanes.wait_on_stream_of(pending.asked, unit.updated)
+            pending.kept.clear()
+
+    # ------------------------------------------------------------------ waiting
+
+    def enter(self, name: str, *_: object) -> None:
+        """Before a block's forward pass: a hook, with the name."""
+        if self.units.pool.leaving and not is_compiling():
+            self.units.send_state_home()
+        self.wait(name)
+
+    def wait(self, name: str) -> None:
+        """Wait for the update of a unit, before the forward pass that uses it."""
+        if is_compiling():
+            # Compiled code checks the classes of its parameters before it runs.
+            self.may_defer = False
+            return
+        if current_graph_task_id() == -1:  # a checkpoint's second pass is in the other order
+            self._called.setdefault(name)
+        unit = self.units.get(name)
+        if unit is not None and unit.pending is not None:
+            unit.check_not_ahead()
+            self.settle(unit)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there are updates of a step that nothing has waited for yet."""
+        if not self._may_be_under_way:
+            return False
+        with self.lock:
+            under_way = (unit.pending is not None and not unit.ahead for unit in self.units)
+            self._may_be_under_way = any(under_way)
+            return self._may_be_under_way
+
+    def join(self, *, is_early: bool = False) -> None:
+        """Let the current stream wait for all updates. State in host memory may still arrive.
+
+        Early, if what comes may use any parameter, and change it.
+        """
+        # What is waited for may hold the last reference to the optimizer, whose end clears units.
+        for unit in list(self.units):
+            if unit.pending is not None and not unit.ahead:
+                self.counts.early += is_early
+                self.settle(unit, is_early=is_early)
+
+    def settle(self, unit: StreamedUnit, *, is_early: bool = False) -> None:
+        """Let the current stream wait for a unit's update, and guard the unit no more."""
+        with self.lock:
+            pending = unit.pending
+            if pending is None:
+                return
+            self._lanes.wait(unit.updated)
+            self._lanes.wait_on_stream_of(pending.asked, unit.updated)
+            if pending.kept:
+                self._clipped.update_begins(pending.kept, None)
+            for guard in pending.guards:
+                guard.release()
+            unit.pending = None  # not before: what an interrupt cuts short is done again
+            if self.settled is not None:
+                self.settled(unit.name, is_early)
+
+    def update_of(self, name: str) -> Moment:
+        """The moment after a unit's update that nothing has waited for yet, or None."""
+        unit = self.units.get(name)
+        return None if unit is None or unit.pending is None else unit.updated
+
+    def _use_gradient(self, unit: StreamedUnit) -> None:
+        if self.gradient_used is not None and unit.pending is not None:
+            self.gradient_used()
+        self._settle_early(unit)
+
+    def _settle_early(self, unit: StreamedUnit) -> None:
+        unit.check_not_ahead()
+        self.counts.early += unit.pending is not None
+        self.settle(unit, is_early=True)
+        if unit.updated is not None:  # another thread may have settled it just now, for its stream
+            self._lanes.wait(unit.updated)
+
+    def forget(self) -> None:
+        """Wait for all work, and give the optimizer's tensors free."""
+        with self.lock:
+            self._end_ahead(is_deferred=False)
+            self.join()
+            self.units.clear()
+            self.units.pool.leave(self.units, is_over=True)
+
+
+def _without(groups: ParameterGroups, left_out: frozenset[Any]) -> ParameterGroups:
+    if not left_out:
+        return groups
+    return [(number, [p for p in some if p not in left_out]) for number, some in groups]
+
+
+def _with_gradients(groups: ParameterGroups) -> ParameterGroups:
+    return [(number, [p for p in some if p.grad is not None]) for number, some in groups]

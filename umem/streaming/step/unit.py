@@ -1,0 +1,116 @@
+"""A unit of parameters: its state, its slot, and what is under way on them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from umem.core.errors import PlanError
+from umem.runtime.guard import Guard
+from umem.streaming.stage.lanes import Moment
+from umem.streaming.stage.staged_state import Slot, StagedState
+from umem.streaming.step.call import ParameterGroups, parameters_of
+
+__all__ = ["PendingUpdate", "StreamedUnit", "UnitGuards"]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGuards:
+    """The guards of a unit's parameters and gradients."""
+
+    gradients: Guard
+    parameters: Guard
+    flats: Guard
+    """Of what FSDP2 gathers from."""
+
+
+@dataclass(slots=True)
+class PendingUpdate:
+    """An update that no forward pass has waited for yet."""
+
+    asked: Moment
+    """When the step was called, on the stream that owns the memory of the gradients."""
+    guards: tuple[Guard, ...]
+    """Guards of parameters, and of gradients, until then."""
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """Gradients that the program has no more, and the update reads."""
+
+
+class StreamedUnit:
+    """Parameters that are updated together, and their state.
+
+    Parameters
+    ----------
+    name
+        The name of their block.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.groups: ParameterGroups = []
+        """The unit's parameters."""
+        self.queued: ParameterGroups = []
+        """Those whose updates are queued: with state in host memory or, where units are updated in
+        the backward pass, with any state."""
+        self.parameters: list[Any] = []
+        """The same, without groups."""
+        self.state: StagedState | None = None
+        """State of these parameters; None if there are none."""
+        self.state_guard: Guard | None = None
+        """It guards the state from one layout to the next."""
+        self.guards: UnitGuards | None = None
+        """None until they are needed first."""
+        self.slot: Slot | None = None
+        """Where its state in host memory is staged; None if it has none, or no buffer fits the
+        device."""
+        self.fetched: Moment | None = None
+        """The moment after the copy into the slot, if the slot has the present state."""
+        self.returned: Moment | None = None
+        """The moment after the last copy to the homes."""
+        self.updated: Moment | None = None
+        """The moment after the last update."""
+        self.pending: PendingUpdate | None = None
+        self.ahead: list[Any] = []
+        """Parameters that were updated in the backward pass, whose ``step()`` is still to come."""
+        self.next_behind: StreamedUnit | None = None
+        """The unit that uses the slot next in a backward pass."""
+        self.is_touched = False
+        """Whether something has used a home since the state was laid out."""
+        self.sizes: tuple[int, ...] = (0,)
+        """Bytes of its state that can be streamed, by piece."""
+        self.device_bytes = 0
+        """Those of them that are on the device for good."""
+        self.fixed_bytes = 0
+        """Those of them that stay in host memory, whatever a plan says: something else sees it."""
+        self.home_bytes = 0
+        """Parameters that were moved to host memory."""
+        self.divided: list[StreamedUnit] = []
+        """A unit for each piece of a streamed one, with a slot and moments of its own: some of the
+        parameters, or a span of a large one."""
+
+    @property
+    def pieces(self) -> list[StreamedUnit]:
+        """What is staged at a time."""
+        return self.divided or [self]
+
+    def queue(self, parameters: Collection[Any]) -> None:
+        """Set the parameters whose updates are queued, some of the unit's."""
+        every = ((number, [p for p in some if p in parameters]) for number, some in self.groups)
+        self.queued = [(number, some) for number, some in every if some]
+        self.parameters = parameters_of(self.queued)
+
+    def check_not_ahead(self) -> None:
+        """Raise PlanError if the backward pass has updated it, and ``step()`` is still to come."""
+        if self.ahead:
+            name = self.name or "the parameters outside of blocks"
+            raise PlanError(
+                f"step_in_backward: the backward pass has updated {name} already, and "
+                "optimizer.step() was not called since. Without umem it would have its old weights "
+                "and its gradients still. Call optimizer.step() right behind backward(), and "
+                "umem.manage without step_in_backward for clipping, accumulation, skipped steps or "
+                "any other use in between. After an error in a backward pass, load the state of "
+                "the model and of the optimizer"
+            )

@@ -1,0 +1,662 @@
+"""Units of parameters: where their optimizer state lies, and which slots it is staged in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from operator import is_
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from umem.core.classes import TensorClass
+from umem.runtime.guard import Guard
+from umem.runtime.held_memory import note_export
+from umem.runtime.unguarded import Unguarded
+from umem.streaming.stage.lanes import Lane, Lanes, Moment
+from umem.streaming.stage.placement import StatePlacement
+from umem.streaming.stage.staged_state import (
+    KnownValues,
+    OptimizerState,
+    Slot,
+    StagedState,
+    StateMemory,
+)
+from umem.streaming.stage.state_views import StateViews
+from umem.streaming.step.call import ParameterGroups, parameters_of
+from umem.streaming.step.known_optimizers import is_elementwise, replaces_state
+from umem.streaming.step.operands import StagedOperands
+from umem.streaming.step.slot_pool import SlotPool
+from umem.streaming.step.unit import StreamedUnit
+from umem.torch_compat import InferenceMode
+
+__all__ = ["StreamedUnits"]
+
+
+class StreamedUnits:
+    """The units of one optimizer, in the order of the forward pass.
+
+    Parameters
+    ----------
+    owner
+        Returns the name of a parameter's unit.
+    lanes
+        Where copies run.
+    memory
+        Homes and buffers.
+    piece_bytes
+        A parameter of more bytes is staged in spans of this size, and also one of much state; None
+        for an optimizer that has to have parameters whole.
+    pool
+        The slots, which other optimizers of the model may share; None for slots of its own.
+    """
+
+    def __init__(
+        self,
+        owner: Callable[[torch.Tensor], str],
+        lanes: Lanes,
+        memory: StateMemory,
+        piece_bytes: int | None,
+        pool: SlotPool | None = None,
+    ) -> None:
+        self.pool = pool or SlotPool(memory, lanes)
+        self.lock = self.pool.lock
+        self.layouts = 0
+        """How often units were laid out anew."""
+        self.absent: frozenset[Any] = frozenset()
+        """Parameters of earlier steps that have state still, and are in no group at the present
+        one. Libraries put their partitions into the groups by turns, each for a call of ``step()``.
+        """
+        self.has_common_state = False
+        """Whether several parameters have one tensor in their state, which each update changes for
+        all of them: such a step runs as a whole."""
+        self.runs_backward = False
+        """Whether units are updated in the backward pass."""
+        self._owner = owner
+        self._lanes = lanes
+        self._memory = memory
+        self._piece_bytes = piece_bytes
+        self._resident: frozenset[str] | None = None
+        """Units whose state is to stay on the device; None to leave all state where it is."""
+        self._taken: list[Slot] | None = None
+        """The slots that units have now; None if they were taken back."""
+        self._first = 0
+        """Place of the first piece among those of all optimizers that share the slots."""
+        self._temporary = 0
+        """Number of pieces that may have temporary slots."""
+        self._makes_temporary = True
+        """Whether the device had room for all of them so far."""
+        self.stages_operands = True
+        """Whether the plan has weights and gradients at home come beside the slots."""
+        self._has_operand_room = True
+        self._units: dict[str, StreamedUnit] = {}
+        self._members: list[list[Any]] = []
+        """The optimizer's parameters at its last step."""
+        self._in_line: ParameterGroups | None = None
+        self._seen: tuple[Any, int] | None = None
+        """The optimizer's state, and the number of its parameters, when units were laid out; None
+        to look at all of them again."""
+        self._values: KnownValues | None = None
+        """The state of all units, to look at all of it together, which takes less time; None to
+        look at each unit's."""
+        self.pool.add(self)
+
+    def __iter__(self) -> Iterator[StreamedUnit]:
+        return iter(self._units.values())
+
+    def get(self, name: str) -> StreamedUnit | None:
+        """The unit of a name, if there is one."""
+        return self._units.get(name)
+
+    def set_plan(
+        self,
+        resident: frozenset[str],
+        slots: int,
+        *,
+        stages_operands: bool = True,
+        temporary: int = 0,
+    ) -> None:
+        """Set the units whose state stays on the device, and the number of buffers for the others.
+
+        It counts from the next step on, which moves the state. With `stages_operands` the buffers
+        are for weights and gradients at home, too. Behind the pieces that have the buffers first,
+        so many have `temporary` ones, where these are made.
+        """
+        with self.lock:
+            if resident != self._resident:
+                self._seen = None
+            self._resident, self.pool.count = resident, slots
+            self.pool.is_current = False
+            self._temporary, self._makes_temporary = temporary, True
+            self.stages_operands, self._has_operand_room = stages_operands, True
+
+    def move_into_backward(self, moves: bool) -> None:
+        """Say whether units are updated in the backward pass from the next one on.
+
+        Then updates of resident state are queued too, so that they can be, and the last units are
+        fetched first.
+        """
+        with self.lock:
+            if moves != self.runs_backward:
+                self._seen = None
+            self.runs_backward = moves
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Bytes of state that can be streamed, by unit in the order of the forward pass.
+
+        Those of a unit are of what is staged at a time.
+        """
+        return {name: unit.sizes for name, unit in self._units.items()}
+
+    def parameters(self) -> dict[str, list[Any]]:
+        """The optimizer's parameters by unit, in the order of the forward pass."""
+        return {name: parameters_of(unit.groups) for name, unit in self._units.items()}
+
+    def send_home(self, held: Collection[int]) -> int:
+        """Move parameters to host memory, but those of these ``id``; returns their bytes.
+
+        Updates of streamed units stage them beside the state. No update is under way.
+        """
+        moved_bytes = 0
+        with self.lock:
+            for unit in self:
+                for parameter in parameters_of(unit.groups):
+                    if (
+                        id(parameter) in held
+                        or not self._memory.is_movable(parameter)
+                        or self._memory.is_home(parameter)
+                    ):
+                        continue
+                    with Unguarded(), InferenceMode(False):
+                        data = parameter.data
+                        home = self._memory.home_like(data, TensorClass.WEIGHTS)
+                        if home is None:
+                            return moved_bytes  # the host has no more
+                        parameter.data = home.copy_(data)
+                    unit.home_bytes += data.nbytes
+                    moved_bytes += data.nbytes
+        return moved_bytes
+
+    def home_bytes(self) -> dict[str, int]:
+        """Bytes of parameters that :meth:`send_home` has moved, by unit."""
+        return {name: unit.home_bytes for name, unit in self._units.items()}
+
+    @property
+    def queued(self) -> list[StreamedUnit]:
+        """The units whose updates are queued, in the order of the forward pass."""
+        return [unit for unit in self._units.values() if unit.state is not None]
+
+    @property
+    def in_line(self) -> ParameterGroups:
+        """Parameters of the present step that are updated within it."""
+        if self._in_line is None:
+            queued = {parameter for unit in self for parameter in unit.parameters}
+            self._in_line = [
+                (number, [p for p in some if p not in queued])
+                for number, some in enumerate(self._members)
+            ]
+        return self._in_line
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the parameters and the state that it had at its last step."""
+        return self.are_laid_out(optimizer.state) and self.has_members_of(optimizer)
+
+    def has_members_of(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the parameters that it had at its last step."""
+        groups = optimizer.param_groups
+        if len(groups) != len(self._members):
+            return False
+        for group, known in zip(groups, self._members, strict=True):
+            some = group["params"]
+            if len(some) != len(known) or not all(map(is_, some, known)):
+                return False
+        return not self.absent or all(parameter in optimizer.state for parameter in self.absent)
+
+    def are_laid_out(self, state: OptimizerState) -> bool:
+        """Whether the last layout was for as much state, and under the present plan."""
+        return self._seen is not None and self._seen[0] is state and self._seen[1] == len(state)
+
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of all buffers for state, also of other optimizers of the model."""
+        return self.pool.slots_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of state that is on the device for good."""
+        return sum(unit.device_bytes for unit in self._units.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device: of that state, and of all buffers."""
+        return self.resident_bytes + self.pool.device_bytes
+
+    @property
+    def may_have_temporary(self) -> bool:
+        """Whether pieces may have temporary slots: nothing unseen uses their state meanwhile."""
+        return self.pool.users == [self] and not any(
+            unit.state is not None and unit.state.is_shared for unit in self
+        )
+
+    # ------------------------------------------------------------------ before a step
+
+    @property
+    def fixed_bytes(self) -> int:
+        """State that has to be streamed."""
+        return sum(unit.fixed_bytes for unit in self._units.values())
+
+    def lay_out(self, optimizer: Optimizer, called: Iterable[str]) -> None:
+        """Find the units' state before a step, and slots for it.
+
+        Parameters
+        ----------
+        optimizer, called
+            As for :meth:`find_state`.
+        """
+        self.find_state(optimizer, called)
+        if not self.pool.is_current:
+            self.pool.make()
+        if self._taken is not self.pool.slots:
+            self._take_slots()
+
+    def find_state(self, optimizer: Optimizer, called: Iterable[str]) -> None:
+        """Find the units' state where the optimizer has other tensors now.
+
+        Parameters
+        ----------
+        optimizer
+            The optimizer, after :meth:`find_units`. No update of its parameters is under way.
+        called
+            Names of units in the order of the last forward pass.
+        """
+        self._order(called)
+        state = optimizer.state
+        is_known = self.are_laid_out(state)
+        is_touched = any(unit.is_touched for unit in self)
+        if is_known and not is_touched and self._values is not None and self._values.are_in(state):
+            return
+        self._values = None
+        changed = [
+            unit
+            for unit in self._units.values()
+            if not is_known
+            or unit.is_touched
+            or (unit.state is not None and not unit.state.is_current(state))
+        ]
+        if changed:
+            self._seen, self._in_line = None, None  # all of it again, should this one fail
+            self.has_common_state = _has_common(state)
+            # What leaves the device makes room for what comes.
+            self.pool.take_back()
+            changed.sort(key=lambda unit: unit.name in (self._resident or ()))
+            in_pieces = is_elementwise(optimizer)
+            piece_bytes = self._piece_bytes if in_pieces else None
+            on_parts = in_pieces and not replaces_state(optimizer)
+            for unit in changed:
+                self._drop_state(unit)  # with all views of umem's own
+            views = StateViews(_tensors_of(state))
+            for unit in changed:
+                self._lay_out_unit(unit, state, piece_bytes, views, on_parts=on_parts)
+            self.layouts += 1
+            self._seen = (state, len(state))
+            self._values = None if replaces_state(optimizer) else self._all_values()
+
+    def _all_values(self) -> KnownValues | None:
+        """The state of all units; None if some of it changes, or is shared, with the same values.
+
+        A number that an update replaces may be what the program sets later.
+        """
+        staged = [it.state for it in self._units.values() if it.state is not None]
+        every = {parameter: values for it in staged for parameter, values in it.known.items()}
+        are_tensors = all(
+            torch.is_tensor(it) for values in every.values() for it in values.values()
+        )
+        if any(it.is_shared for it in staged) or not are_tensors:
+            return None
+        return KnownValues(every)
+
+    def find_units(self, optimizer: Optimizer) -> None:
+        """Sort the parameters of an optimizer by unit, which has others than before.
+
+        Units stay as they are where the groups have some of the known parameters, and all others of
+        these have state still.
+        """
+        members = [list(group["params"]) for group in optimizer.param_groups]
+        present = {p: number for number, some in enumerate(members) for p in some}
+        known = {p: number for unit in self for number, some in unit.groups for p in some}
+        absent = frozenset(p for p in known if p not in present and p in optimizer.state)
+        staying = {p: number for p, number in known.items() if p in present or p in absent}
+        every = staying | present  # in the order in which they were seen first
+        if every != known:
+            self.clear()
+            for parameter, number in every.items():
+                name = self._owner(parameter)
+                unit = self._units.setdefault(name, StreamedUnit(name))
+                if not unit.groups or unit.groups[-1][0] != number:
+                    unit.groups.append((number, []))
+                unit.groups[-1][1].append(parameter)
+        self._members, self._in_line, self.absent = members, None, absent
+
+    def _order(self, called: Iterable[str]) -> None:
+        """Put units into the order of the last forward pass."""
+        order = [name for name in called if name in self._units]
+        if order and order != list(self._units)[: len(order)]:
+            others = [name for name in self._units if name not in order]
+            self._units = {name: self._units[name] for name in (*order, *others)}
+            self.pool.is_current = False
+
+    def _lay_out_unit(
+        self,
+        unit: StreamedUnit,
+        state: OptimizerState,
+        piece_bytes: int | None,
+        views: StateViews,
+        *,
+        on_parts: bool,
+    ) -> None:
+        every = {p: state.get(p) or {} for p in parameters_of(unit.groups)}
+        placement = StatePlacement(every, self._memory)
+        is_resident = None if self._resident is None else unit.name in self._resident
+        on_device = placement.place(on_device=is_resident)
+        pieces = placement.divide(piece_bytes)
+        unit.sizes = tuple(piece.size_bytes for piece in pieces)
+        unit.device_bytes = sum(unit.sizes) if on_device else 0
+        unit.fixed_bytes = 0
+        queued = {
+            parameter: values
+            for parameter, values in every.items()
+            if (placement.movable[parameter] and not on_device) or (values and self.runs_backward)
+        }
+        unit.queue(queued)
+        if queued:
+            unit.state = StagedState(queued, self._memory, views=views, on_parts=on_parts)
+            if not all(map(self._memory.is_movable, unit.state.homes)):
+                unit.fixed_bytes = sum(it.nbytes for it in unit.state.homes)
+            for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
+                some = {p: queued[p] for p in piece.parameters if p in queued}
+                if some:
+                    divided = StreamedUnit(unit.name)
+                    divided.groups = unit.groups
+                    divided.queue(some)
+                    divided.state = StagedState(
+                        some, self._memory, piece.span, unit.state, on_parts=on_parts
+                    )
+                    unit.divided.append(divided)
+            unit.state_guard = Guard(functools.partial(self._touch, unit))
+            unit.state_guard.hold(unit.state.guarded)
+
+    def _touch(self, unit: StreamedUnit) -> None:
+        """Before something uses a home: wait until its contents are there, and fetch them anew."""
+        with self.lock:
+            unit.check_not_ahead()
+            if self._lanes.is_capturing() and unit.state is not None:
+                note_export([*unit.state.homes, *unit.state.others])  # replays use these addresses
+            for piece in unit.pieces:
+                if piece.slot is not None:
+                    self.send_state_home(piece.slot)
+                self._drop_fetched(piece)
+                piece.is_touched = True
+            if unit.returned is not None:
+                self._lanes.wait(unit.returned)
+            unit.is_touched = True
+
+    # ------------------------------------------------------------------ slots
+
+    def leave_slots(self) -> None:
+        """Wait for all copies from and to slots, and use state at home until slots are taken."""
+        self.send_state_home()
+        every = self._pieces()
+        self._taken = None  # first: an interrupt leaves them to be taken anew
+        for unit in every:
+            self._drop_fetched(unit)
+            slot = unit.slot
+            for moment in filter(None, (unit.returned, slot and slot.free)):
+                self._lanes.wait(moment)
+                if slot is not None:  # before its memory is used for anything else
+                    self._lanes.wait_on_stream_of(slot.made, moment)
+        # Now no copy is left of one whose slot another unit was fetched into before its update.
+        for unit in every:
+            unit.slot = None
+            if unit.state is not None:
+                unit.state.bind(None)
+
+    def _pieces(self) -> list[StreamedUnit]:
+        return [piece for unit in self._units.values() for piece in unit.pieces]
+
+    def _staged(self) -> list[StreamedUnit]:
+        return [it for it in self._pieces() if it.state is not None and it.state.homes]
+
+    def piece_bytes(self) -> list[int]:
+        """Bytes of each piece of state that is staged, in the order of a step."""
+        return [it.state.size_bytes for it in self._staged() if it.state is not None]
+
+    def _take_slots(self) -> None:
+        """Give the pieces slots in turn, behind those of optimizers that step before."""
+        slots = self.pool.slots
+        self._first = self.pool.place_of(self)
+        staged, count = self._staged(), len(slots)
+        taken = {}
+        for number, unit in enumerate(staged if count else ()):
+            is_behind = number >= count + self._temporary
+            place = number - self._temporary if is_behind else number
+            taken[id(unit)] = slots[(self._first + place) % count]
+            unit.next_behind = staged[number - count] if number >= count else None
+        for unit in self._pieces():
+            slot = taken.get(id(unit))
+            if unit.state is not None:
+                unit.state.bind(slot)
+            unit.slot = slot  # behind an interrupt no piece has one that its state lacks
+        self._taken = slots  # not before: an error leaves them to be taken anew
+
+    def operands(
+        self,
+        parameters: Iterable[torch.Tensor],
+        span: tuple[int, int] | None,
+        factors: Callable[[torch.Tensor], tuple[Any, ...]],
+        *,
+        are_alone: bool,
+    ) -> StagedOperands:
+        """The weights and gradients of these parameters, or of a span of one, that are at home."""
+        return StagedOperands(parameters, span, self._memory, factors, are_alone=are_alone)
+
+    def operand_buffer(self, slot: Slot, size_bytes: int, share: float) -> torch.Tensor | None:
+        """A slot's buffer for operands; None where the device has no room for it.
+
+        Parameters
+        ----------
+        slot
+            The slot.
+        size_bytes
+            What is needed now.
+        share
+            How much more the slot may be asked for, 1 or more.
+        """
+        if slot.operands is not None and slot.operands.nbytes >= size_bytes:
+            return slot.operands
+        if not self._has_operand_room:
+            return None
+        if slot.free is not None:
+            self._lanes.wait(slot.free)  # before the memory is used for anything else
+        slot.operands = None
+        slot.operands = self._memory.buffer(int(share * size_bytes))
+        # What was asked for before must not come into it yet: where algorithms are deterministic,
+        # torch fills new memory, and other slots may have given it back.
+        slot.free = self._lanes.mark()
+        # To ask for what there is not costs page-locked memory.
+        self._has_operand_room = slot.operands is not None
+        return slot.operands
+
+    def fetch(self, unit: StreamedUnit, after: Moment) -> None:
+        """Copy a unit's state into its slot, after what the program has done with either so far."""
+        state, slot = unit.state, unit.slot
+        assert state is not None
+        assert slot is not None
+        self.send_state_home(slot)
+        if slot.holder is not None:
+            slot.holder.fetched = None
+        slot.holder = unit
+        state.bind(slot)
+        moments = [after, *filter(None, (slot.free, unit.returned))]
+        copy_in = functools.partial(state.copy_in, self._lanes, state.binding)
+        unit.fetched = self._lanes.run(Lane.COPY_IN, copy_in, moments)
+
+    def fetch_ahead(self) -> None:
+        """Fill the slots for the next step: the state is not used before it.
+
+        They are for the first pieces of all optimizers of the model together.
+        """
+        with self.lock:
+            count = len(self.pool.slots) - self._first
+            if count <= 0:
+                return  # and records no event, as every step does whose state is on the device
+            streamed = [it for unit in self.queued for it in unit.pieces if it.slot]
+            if self.runs_backward:
+                streamed.reverse()
+            now = self._lanes.mark()
+            for unit in streamed[:count]:
+                if self.may_fetch(unit):
+                    self.fetch(unit, now)
+
+    def make_temporary(self, count: int) -> None:
+        """Make the first temporary slots, so many in all, and fetch the state that they are for."""
+        with self.lock:
+            if self._taken is not self.pool.slots or not self._makes_temporary:
+                return
+            for piece in self._with_temporary(count):
+                state, slot = piece.state, piece.slot
+                if slot is None or slot.instead_of is not None or not self.may_fetch(piece):
+                    continue
+                assert state is not None
+                self.send_state_home(slot)
+                memory = self._memory.buffer(state.size_bytes)
+                if memory is None:
+                    self._makes_temporary = False  # to ask again costs page-locked memory
+                    return
+                now = self._lanes.mark()  # behind all uses that the memory has had
+                piece.slot = Slot(memory, now, instead_of=slot)
+                self.pool.temporary.append(piece.slot)
+                self.fetch(piece, now)
+
+    def send_state_home(self, slot: Slot | None = None) -> None:
+        """Copy updated state from a slot to its home, before anything needs either; None for all.
+
+        That of all slots leaves at the first block of the next forward pass, and not in the step. A
+        program that waits for the device between the two, as DeepSpeed does behind each step and
+        when its engine is called, does not wait for these copies.
+        """
+        leaving = self.pool.leaving
+        if not leaving:
+            return
+        with self.lock:
+            for it in [it for it in leaving if slot is None or it is slot]:
+                unit, piece = leaving[it]
+                state = piece.state
+                assert state is not None
+                leave = functools.partial(state.copy_out, self._lanes, state.binding)
+                it.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated, it.free])
+                piece.returned = unit.returned = it.free
+                del leaving[it]  # not before: what an interrupt cuts short is done again
+
+    def write_back(self) -> None:
+        """Let the current stream wait until all state is at home, where the program may change it.
+
+        Copies that were fetched ahead are dropped.
+        """
+        with self.lock:
+            self.send_state_home()
+            for unit in self:
+                for piece in unit.pieces:
+                    self._drop_fetched(piece)
+                if unit.returned is not None:
+                    self._lanes.wait(unit.returned)
+
+    def lay_out_anew(self) -> None:
+        """Look at the next step where all state is and may be, because memory is held now."""
+        with self.lock:
+            self._seen = None
+
+    def free_temporary(self, count: int | None = None) -> None:
+        """Free the first temporary slots, so many in all, when their state is home; None for all.
+
+        The program's stream waits for that.
+        """
+        with self.lock:
+            for piece in self._with_temporary(count):
+                slot = piece.slot
+                if slot is None or slot.instead_of is None:
+                    continue
+                self.send_state_home(slot)
+                for moment in filter(None, (piece.fetched, slot.free)):
+                    self._lanes.wait(moment)
+                    self._lanes.wait_on_stream_of(slot.made, moment)
+                piece.fetched, piece.slot = None, slot.instead_of
+                if piece.state is not None:
+                    piece.state.unbind()
+                self.pool.temporary.remove(slot)
+
+    def _with_temporary(self, count: int | None) -> list[StreamedUnit]:
+        """The first of the pieces that may have temporary slots, in the order of a step."""
+        if not self._temporary:
+            return []
+        first = len(self.pool.slots)
+        last = self._temporary if count is None else min(count, self._temporary)
+        return self._staged()[first : first + last]
+
+    def may_fetch(self, unit: StreamedUnit) -> bool:
+        """Whether a unit's state is to be fetched, and stays as it is until its update."""
+        state = unit.state
+        return (
+            state is not None
+            and unit.slot is not None
+            and unit.fetched is None
+            and not unit.is_touched
+            and not state.is_shared
+        )
+
+    def _drop_fetched(self, unit: StreamedUnit) -> None:
+        if unit.fetched is not None:
+            self._lanes.wait(unit.fetched)  # it reads the homes
+            if unit.slot is not None:
+                self._lanes.wait_on_stream_of(unit.slot.made, unit.fetched)
+            unit.fetched = None
+
+    def _drop_state(self, unit: StreamedUnit) -> None:
+        for piece in unit.pieces:
+            self._drop_fetched(piece)
+            if piece.state is not None:
+                piece.state.unbind()
+        if unit.returned is not None:
+            self._lanes.wait(unit.returned)
+        if unit.state_guard is not None:
+            unit.state_guard.release()
+        unit.state, unit.state_guard, unit.is_touched = None, None, False
+        unit.divided.clear()
+
+    def clear(self) -> None:
+        """Wait for the last copies, and give the optimizer's tensors free."""
+        self.send_state_home()
+        for unit in self._units.values():
+            for piece in unit.pieces:
+                self._drop_fetched(piece)  # and with it what was fetched into its slot before
+        for unit in self._units.values():
+            if unit.returned is not None:
+                self._lanes.finish(unit.returned)
+            if unit.guards is not None:
+                # Not before: streams of FSDP2 wait for updates by this guard alone.
+                unit.guards.flats.release()
+            self._drop_state(unit)
+        self._units.clear()
+        self._taken = None
+        self.pool.leave(self)
+        self._members, self._in_line, self.absent, self._seen = [], None, frozenset(), None
+        self._values = None
+
+
+def _has_common(state: OptimizerState) -> bool:
+    tensors = _tensors_of(state)
+    return len(set(map(id, tensors))) < len(tensors)
+
+
+def _tensors_of(state: OptimizerState) -> list[torch.Tensor]:
+    return [it for values in state.values() for it in values.values() if torch.is_tensor(it)]

@@ -1,0 +1,790 @@
+"""Streams the optimizer state of a training, and defers its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import disable, is_compiling
+from torch.optim.optimizer import Optimizer
+
+from umem.capture.live import find_blocks
+from umem.core.errors import PlanError, TraceError
+from umem.runtime.held_memory import before_hold, note_export
+from umem.runtime.managed_runs import new_run
+from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.torch_hooks.graphed import graphed_tensors
+from umem.runtime.torch_hooks.hidden import hide
+from umem.runtime.torch_hooks.modules import Hook
+from umem.runtime.torch_hooks.work_starts import before_work
+from umem.streaming.activations.copied_activations import is_compiled
+from umem.streaming.gradients.clipped_gradients import ClippedGradients
+from umem.streaming.gradients.copied_gradients import CopiedGradients
+from umem.streaming.stage.lanes import Lanes
+from umem.streaming.stage.sharded_parameters import GatheredParameters
+from umem.streaming.stage.staged_state import StateMemory
+from umem.streaming.step.in_backward import BackwardUpdates
+from umem.streaming.step.known_optimizers import refusal, whole_step_reason
+from umem.streaming.step.slot_pool import SlotPool
+from umem.streaming.step.step import StepCounts, StreamedStep
+from umem.streaming.step.temporary_slots import TemporarySlots
+from umem.streaming.step.unit_names import UnitNames
+from umem.streaming.step.units import StreamedUnits
+from umem.streaming.tune.optimizers import TunedOptimizer
+from umem.streaming.tune.status import TuningStatus
+from umem.streaming.tune.tuner import StreamTuner
+from umem.streaming.weights.model_weights import ModelWeights
+from umem.streaming.weights.streamed_weights import forget_copies
+from umem.torch_compat import (
+    InferenceMode,
+    before_compiled_code,
+    current_graph_task_id,
+    fsdp_modules,
+    function_transform_level,
+    is_distributed,
+    runs_compiled,
+)
+
+__all__ = ["StreamedStatus", "StreamedTraining", "join", "streamed_trainings"]
+
+_LOG = logging.getLogger("umem")
+
+_STEPS_BEFORE_WARNING = 3
+"""Steps that run on state in host memory for the same reason before umem warns: a first step may
+differ from all others."""
+
+_trainings: weakref.WeakSet[StreamedTraining] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_compiler() -> None:
+    """Have all updates waited for before code is compiled, and before it runs if it reads them."""
+
+    def settle() -> bool:
+        found = [training.compilation_begins() for training in streamed_trainings()]
+        return any(found)
+
+    before_compiled_code(settle)
+
+
+def streamed_trainings() -> list[StreamedTraining]:
+    """All trainings of the process whose state is streamed."""
+    return [training for training in _trainings if not training.is_closed]
+
+
+def join() -> None:
+    """Let the current stream wait until weights, gradients and state have their values.
+
+    That is in their own memory, at their own addresses, until the next forward pass or step.
+    Programs need not call it: whatever uses a parameter, a gradient or optimizer state through
+    torch waits by itself. Call it before code that uses such memory past torch, as an extension
+    does that takes tensors outside of a module's forward pass. A program that keeps addresses from
+    step to step calls :func:`umem.hold` instead.
+    """
+    for training in streamed_trainings():
+        training.join()
+    forget_copies()
+
+
+def _memory_is_held() -> None:
+    for training in streamed_trainings():
+        training.memory_is_held()
+
+
+@dataclass(frozen=True)
+class StreamedStatus:
+    """Current state of a training whose optimizer state is streamed, and counts.
+
+    Parameters
+    ----------
+    state_bytes
+        State that can be streamed, as of the last step.
+    slots_bytes
+        The buffers on the device.
+    counts
+        What became of the steps so far.
+    step_in_backward
+        Whether parameters are updated in the backward pass. False while it was asked for, and the
+        first steps are watched.
+    is_settled
+        Whether later steps run as the next one does: none is measured for a plan, or watched for
+        `step_in_backward`.
+    measured_s
+        Mean time from one step to the next under the present plan, on the host's clock; None at
+        first.
+    tuning
+        What was measured and planned; None for a training without a tuner.
+    """
+
+    state_bytes: int
+    slots_bytes: int
+    counts: StepCounts
+    step_in_backward: bool
+    is_settled: bool
+    measured_s: float | None
+    tuning: TuningStatus | None
+
+
+class StreamedTraining:
+    """The hooks on a model and an optimizer that stream its state.
+
+    Parameters
+    ----------
+    model
+        The module that the training loop calls.
+    optimizer
+        Its optimizer: one that is known to update each parameter by itself.
+    lanes
+        Where the work runs.
+    memory
+        Homes and buffers of the state.
+    tuner
+        Decides what stays on the device. None to stream all state.
+    streams_state
+        False to leave state and steps as they are, and copy activations only.
+    copies_gradients
+        Whether the tuner may have gradients copied to the host.
+    step_in_backward
+        Update parameters in the backward pass, as soon as their gradients are complete.
+    weights
+        Streams weights of the model.
+    pool
+        The slots of another optimizer of the model, to be shared with it.
+
+    Raises
+    ------
+    PlanError
+        For another optimizer, and for `step_in_backward` where ``torch.distributed`` is
+        initialised.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        lanes: Lanes,
+        memory: StateMemory,
+        tuner: StreamTuner | None = None,
+        *,
+        streams_state: bool = True,
+        copies_gradients: bool = False,
+        step_in_backward: bool = False,
+        weights: ModelWeights | None = None,
+        pool: SlotPool | None = None,
+    ) -> None:
+        if streams_state:
+            _check(optimizer)
+        _watch_compiler()
+        blocks = find_blocks(model, None)
+        self._names = UnitNames(blocks)
+        units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes, pool)
+        clipped = ClippedGradients(lanes)
+        self._step = StreamedStep(units, lanes, clipped)
+        self._gradients = CopiedGradients(
+            units.parameters, lanes, memory, clipped, self._gradient_failed
+        )
+        self._streams_state = streams_state
+        self._tuner = tuner
+        self._lanes = lanes
+        self._undo: list[Callable[[], None]] = []
+        self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer)
+        self._backward: BackwardUpdates | None = None
+        self._weights = weights
+        self._temporary = TemporarySlots(
+            model, blocks, units, self._may_make_slots, self._temporary_failed
+        )
+        self._undo.append(self._temporary.close)
+        if weights is not None:
+            updates, update_of = weights.streamed.updates, self._step.update_of
+            updates.append(update_of)
+            self._undo.append(lambda: updates.remove(update_of))
+            self._step.settled = weights.streamed.settled
+        self._step.may_defer = not is_compiled(model)
+        self.let_graphs_read()
+        self._step.find_gathered = self._find_gathered
+        self._is_in_line = True
+        """Whether the optimizer runs the present step itself."""
+        self._is_step_compiled = False
+        """Whether compiled code calls it, or what a graph break has left of that."""
+        self._is_distributed = False
+        """Whether a step was made with ``torch.distributed``."""
+        self._held: tuple[int, bool] | None = None
+        """Number of the layout, and whether the model holds all parameters in it."""
+        self._sharded: tuple[int, list[weakref.ref[nn.Module]]] | None = None
+        """Number of the layout, and the modules of FSDP2 in it."""
+        self._rest: _Rest | None = None
+        """While all is on the device, and a step has nothing to do but to look whether it is."""
+        self._whole_steps: Counter[str] = Counter()
+        """Steps that ran on state in host memory, by reason."""
+        self._managed_run = new_run(model, "step", functools.partial(_late, weakref.ref(self)))
+        if streams_state and optimizer.state:
+            self._step.find_state(optimizer)
+        if tuner is not None:
+            gradients = self._gradients if copies_gradients else None
+            self._tuned = tuned = TunedOptimizer(
+                self._step.units,
+                gradients,
+                self._step.join,
+                self._send_parameters_home,
+                lambda: self._step.waits,
+                self._temporary,
+            )
+            tuner.attach(model, blocks, tuned, weights)
+            self._undo.append(lambda: tuner.detach(tuned))
+        self._blocks = blocks
+        self._block_hooks: list[Callable[[], None]] = []
+        """Each removes one; none while no update can be under way in a forward pass."""
+        self._hook_blocks()
+        self._undo.append(self._unhook_blocks)
+        begins, ends = Hook(self._before_model, self._fail), Hook(self._after_model, self._fail)
+        model_loads = Hook(self._model_loads, self._fail)
+        loads, loaded = (
+            Hook(it, self._fail)
+            for it in (self._optimizer_loads, lambda *_: self._step.have_loaded("optimizer"))
+        )
+        self._undo += [
+            hide(model.register_forward_pre_hook(begins), "first"),
+            hide(model.register_forward_hook(ends)),
+            hide(model.register_load_state_dict_pre_hook(model_loads)),
+        ]
+        self._unhook_optimizer = [
+            # Behind all of the program's, which may change gradients.
+            hide(optimizer.register_step_pre_hook(self._step_begins()), "last"),
+            hide(optimizer.register_step_post_hook(disable(Hook(self._after_step, self._fail)))),
+            hide(optimizer.register_load_state_dict_pre_hook(loads)),
+            hide(optimizer.register_load_state_dict_post_hook(loaded)),
+        ]
+        """Not for a hook of the optimizer's own, which iterates over its hooks."""
+        self._step.failed = self._fail
+        if step_in_backward:
+            self.move_into_backward()
+        # The model may be trained again, by another optimizer.
+        for owner in (model, optimizer):
+            weakref.finalize(owner, _close, weakref.ref(self)).atexit = False
+        if streams_state:
+            undo = before_work(functools.partial(_work_begins, weakref.ref(self)))
+            self._undo.append(undo)
+            # Collected together with the model, it is not closed.
+            weakref.finalize(self, undo).atexit = False
+        _trainings.add(self)
+        before_hold(_memory_is_held)
+
+    def move_into_backward(self) -> None:
+        """Update parameters in the backward pass, once two complete steps show that it is exact.
+
+        Raises
+        ------
+        PlanError
+            For an optimizer whose state cannot be streamed, and where ``torch.distributed`` is
+            initialised. Later, ``step()`` raises one if the training uses gradients between
+            backward pass and step.
+        """
+        model, optimizer = self._model(), self._optimizer()
+        if self._backward is not None or model is None or optimizer is None:
+            return
+        _check(optimizer)
+        self._rest = None
+        if self._weights is not None:
+            # Updates would change what a backward pass still reads from a buffer.
+            self._weights.exclude(optimizer_parameters(optimizer))
+        self._backward = BackwardUpdates(self._step, optimizer, self._lanes)
+        if self._tuner is not None:
+            self._tuner.expect_backward(self._tuned)
+        loads = Hook(self._backward.model_loads, self._fail)
+        loaded = Hook(lambda *_: self._backward_loads(), self._fail)
+        self._undo.append(hide(model.register_load_state_dict_pre_hook(loads)))
+        self._unhook_optimizer.append(hide(optimizer.register_load_state_dict_post_hook(loaded)))
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None once it was collected."""
+        return self._model()
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; None once it was collected."""
+        return self._optimizer()
+
+    @property
+    def counts(self) -> StepCounts:
+        """What became of the steps so far."""
+        return self._step.counts
+
+    @property
+    def late_uses(self) -> int:
+        """Uses of parameters before their block's update, and of activations before their copy."""
+        return self.counts.early + (0 if self._tuner is None else self._tuner.late_fetches)
+
+    @property
+    def step(self) -> StreamedStep:
+        """The step that is streamed."""
+        return self._step
+
+    @property
+    def tuner(self) -> StreamTuner | None:
+        """Decides what stays on the device, for all optimizers of the model."""
+        return self._tuner
+
+    @property
+    def gradients(self) -> CopiedGradients:
+        """The copies of gradients."""
+        return self._gradients
+
+    @property
+    def temporary(self) -> TemporarySlots:
+        """The slots that exist from a backward pass to the next forward pass."""
+        return self._temporary
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return not self._undo
+
+    def join(self) -> None:
+        """Let the current stream wait until all have their values in their own memory."""
+        self._step.join()
+        self._step.units.write_back()
+        self._gradients.join()
+
+    def memory_is_held(self) -> None:
+        """Join, and look at the next step which state may still move: some is held from now on.
+
+        Raises
+        ------
+        PlanError
+            Between an update in the backward pass and ``step()``.
+        """
+        for unit in self._step.units:
+            unit.check_not_ahead()
+        self.join()
+        self._step.units.lay_out_anew()
+
+    def work_begins(self) -> None:
+        """Let the current stream wait for all updates: what comes may use any parameter."""
+        if self._step.is_under_way:
+            self._step.join(is_early=True)
+
+    def status(self) -> StreamedStatus:
+        """Current state, and counts over the training so far."""
+        is_watched = self._backward is not None and self._backward.is_observing
+        return StreamedStatus(
+            state_bytes=sum(map(sum, self._step.units.sizes().values())),
+            slots_bytes=self._step.units.slots_bytes,
+            counts=replace(self._step.counts),
+            step_in_backward=self._backward is not None and not is_watched,
+            is_settled=not is_watched and (self._tuner is None or self._tuner.is_settled),
+            measured_s=self._managed_run.measured_s,
+            tuning=None if self._tuner is None else self._tuner.status(),
+        )
+
+    def close(self) -> None:
+        """Wait for all updates, and leave later steps to the optimizer alone.
+
+        Raises
+        ------
+        PlanError
+            If the backward pass has updated parameters, and ``step()`` was not called since.
+        """
+        if self._backward is not None:
+            self._backward.close()
+        self._release()
+        self._remove_hooks_of_optimizer()
+
+    def _release(self) -> None:
+        self._rest = None  # which has the optimizer's state
+        self._gradients.close()
+        self._step.forget()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _remove_hooks_of_optimizer(self) -> None:
+        for unhook in self._unhook_optimizer:
+            unhook()
+        self._unhook_optimizer.clear()
+
+    def abandon(self) -> None:
+        """Close when model or optimizer is gone, whatever has become of the last step."""
+        self._leave()
+        self._remove_hooks_of_optimizer()
+
+    def _leave(self) -> None:
+        if self._backward is not None:
+            self._backward.close(is_checked=False)
+        self._release()
+
+    def let_graphs_read(self) -> None:
+        """Defer no step from now on, and stream no weight, if a CUDA graph reads the model's."""
+        model = self._model()
+        if model is None or not graphed_tensors(model):
+            return
+        self._step.may_defer = False
+        if self._weights is not None:
+            self._weights.let_graphs_read()
+
+    def _fail(self, error: Exception) -> None:
+        """An error must not end the training, which goes on as without umem.
+
+        What raises here all the same: what `step_in_backward` does not allow, and an error without
+        whose end the program would see other values, as an update that cannot be waited for.
+        """
+        backward = self._backward
+        if backward is not None and (isinstance(error, PlanError) or backward.is_ahead):
+            raise error
+        if self.is_closed:  # by an earlier one
+            return
+        _LOG.warning(
+            "umem: optimizer state is not streamed any more, and used where it is, which may be "
+            "slow: %s: %s",
+            type(error).__name__,
+            str(error),
+            exc_info=_LOG.isEnabledFor(logging.DEBUG),
+        )
+        self._leave()
+
+    def compilation_begins(self) -> bool:
+        """Let the stream wait for all updates; returns whether there were any.
+
+        Compiled code checks the keys of tensors, and reads some past torch's operators.
+
+        Raises
+        ------
+        PlanError
+            Between an update in the backward pass and ``step()``.
+        """
+        try:
+            return self._wait_for_compiler()
+        except Exception as error:
+            self._fail(error)
+            return True
+
+    def _wait_for_compiler(self) -> bool:
+        if self._backward is not None:
+            self._backward.compilation_begins()
+        was_under_way = self._step.is_under_way
+        if was_under_way:
+            self._step.join()
+        if self._weights is not None:
+            was_under_way |= self._weights.streamed.drop_waiting()
+        return was_under_way
+
+    # ------------------------------------------------------------------ hooks
+
+    def _hook_blocks(self) -> None:
+        """Have each block send state home and wait for its update, if they do not yet."""
+        if self._block_hooks:
+            return
+        for block in self._blocks:
+            with contextlib.suppress(TraceError):  # the program has replaced it
+                enter = Hook(functools.partial(self._step.enter, block.name), self._fail)
+                handle = block.module.register_forward_pre_hook(enter)
+                self._block_hooks.append(hide(handle, "first"))
+
+    def _unhook_blocks(self) -> None:
+        while self._block_hooks:
+            self._block_hooks.pop()()
+
+    def _before_model(self, _module: nn.Module, _args: object) -> None:
+        if is_compiling():
+            self._step.may_defer = False  # as before a block
+            return
+        if self._rest is not None:
+            return
+        self._gradients.settle()
+        if _computes_anew():
+            if self._tuner is not None:
+                self._tuner.forward_begins()
+            if self._backward is not None:
+                self._backward.forward_begins()
+        for outside in self._names.outside:
+            self._step.wait(outside)
+
+    def _after_model(self, _module: nn.Module, _args: object, _result: object) -> None:
+        if is_compiling() or self._rest is not None or not _computes_anew():
+            return
+        optimizer = self._optimizer()
+        if self._backward is not None and optimizer is not None:
+            self._backward.forward_ends(optimizer)
+        if self._is_distributed:
+            # DDP may give gradients to parameters that this process has not called.
+            self._step.join()
+        self._step.units.fetch_ahead()
+
+    def _step_begins(self) -> Callable[..., Any]:
+        """A hook that no compiler looks into, and that knows whether compiled code calls it."""
+        before_step = disable(self._before_step)
+
+        def begins(*args: Any) -> Any:
+            self._is_step_compiled = runs_compiled()
+            return before_step(*args)
+
+        return disable(begins, recursive=False)
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.is_closed:
+            return None
+        if self._rest is not None:
+            if self._rest.holds(optimizer) and self._tuner is not None and self._tuner.rests:
+                return None
+            self._rest = None
+        named = _named_arguments(args, kwargs)
+        may_call = named.keys() == {"closure"} and self._streams_state and self._backward is None
+        if not may_call or self._is_step_compiled:
+            return self._begin(optimizer, named)
+        closure = named.pop("closure")
+        # Known optimizers call it once, before they use a gradient.
+        with InferenceMode(torch.is_inference_mode_enabled()):
+            torch.set_grad_enabled(True)
+            loss = closure()
+        done = self._begin(optimizer, named)
+        return (optimizer,) if done is None else done[0], {"closure": lambda: loss}
+
+    def _begin(
+        self, optimizer: Optimizer, arguments: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._step.is_begun = False
+        try:
+            return None if self.is_closed else self._begin_step(optimizer, arguments)
+        except Exception as error:
+            if self._step.is_begun:  # the optimizer's own error, as without umem
+                raise
+            self._fail(error)
+            return None  # the optimizer runs the step itself
+
+    def _begin_step(
+        self, optimizer: Optimizer, arguments: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._step.check_known()
+        self._gradients.step_begins()
+        self._temporary.step_begins()
+        if self._weights is not None:
+            self._weights.step_begins()
+        if self._tuner is not None:
+            self._tuner.step_begins(id(next(optimizer_parameters(optimizer), None)))
+        if not self._streams_state:
+            return None
+        may_divide = self._backward is not None or self._step.may_divide(optimizer)
+        if may_divide:
+            self._hook_blocks()
+        obstacle = self._obstacle(optimizer, arguments, may_divide=may_divide)
+        self._is_in_line = bool(obstacle)
+        if self._backward is not None:
+            self._backward.step_begins(optimizer, obstacle)
+        if self._is_in_line:
+            if self._lanes.is_capturing():
+                note_export(optimizer)  # replays use these addresses
+            self._step.join()
+            self._step.counts.in_line += 1
+            self._note_whole_step(obstacle)
+            return None
+        if not may_divide:
+            self._step.pass_whole(optimizer)
+            if self._step.may_defer:  # a compiled model would be compiled again
+                self._unhook_blocks()
+            return None
+        if is_distributed():
+            self._is_distributed = True
+            # Libraries hand parameters that no module holds to functions of their own.
+            self._step.defers_outside = self._model_holds(optimizer)
+        # Updates would take a part of the time of the forward pass that is measured.
+        is_measuring = self._tuner is not None and self._tuner.is_measuring
+        empty = self._step.step(optimizer, is_deferred=not is_measuring)
+        if self._step.units.has_common_state:
+            self._note_whole_step(
+                "several parameters have one tensor in their state, as in a state_dict that was "
+                "loaded with one step count for all of them; give each its own, as by "
+                "`for values in optimizer.state.values(): values['step'] = values['step'].clone()`"
+            )
+        # torch runs the step's own function on what a hook returns: here on no parameters.
+        return None if empty is None else ((empty,), dict(arguments))
+
+    def _model_holds(self, optimizer: Optimizer) -> bool:
+        """Whether the model's modules hold all parameters of the optimizer."""
+        units, model = self._step.units, self._model()
+        layout = units.layouts
+        if self._held is None or self._held[0] != layout or not units.has_members_of(optimizer):
+            held = set() if model is None else set(map(id, model.parameters()))
+            self._held = layout, held.issuperset(map(id, optimizer_parameters(optimizer)))
+        return self._held[1]
+
+    def _find_gathered(self) -> GatheredParameters:
+        """What FSDP2 gathers the model's parameters from."""
+        layout, model = self._step.units.layouts, self._model()
+        if self._sharded is None or self._sharded[0] != layout:
+            modules = () if model is None else fsdp_modules(model)
+            self._sharded = layout, [weakref.ref(it) for it in modules]
+        return GatheredParameters.of(it for of in self._sharded[1] if (it := of()) is not None)
+
+    def _optimizer_loads(self, *_: object) -> None:
+        """Before the state of the optimizer is loaded."""
+        self._step.join()
+
+    def _backward_loads(self) -> None:
+        if self._backward is not None:
+            self._backward.optimizer_loads()
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self.is_closed:
+            return
+        if self._rest is not None and self._tuner is not None:
+            self._step.counts.resident += self._streams_state
+            self._count_step()
+            if not self._tuner.look():
+                self._rest = None
+            return
+        if not self._is_in_line:
+            self._step.find_state(optimizer)
+        if self._tuner is not None:
+            self._tuner.step_ends(self._tuned)
+        if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
+            self._tuner.move_into_backward(self._tuned)
+        self._count_step()
+        if self._may_rest():
+            self._rest = _Rest.of(optimizer)
+
+    def _may_rest(self) -> bool:
+        """Whether no later step has anything to do until something changes."""
+        return (
+            self._tuner is not None
+            and self._tuner.rests
+            and self._backward is None
+            and not self._step.units.queued
+            and (self._weights is None or not self._weights.away_bytes)
+        )
+
+    def _count_step(self) -> None:
+        plan = None if self._tuner is None or self._tuner.is_measuring else self._tuner.plan
+        predicted_s = None if plan is None else plan.predicted.step_s
+        self._managed_run.ends(predicted_s, is_planned=plan is not None)
+
+    def _model_loads(
+        self, model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
+    ) -> None:
+        """Before the state of the model is loaded."""
+        named = ((p, state.get(f"{prefix}{name}")) for name, p in model.named_parameters())
+        if all(value is not None and value.shape == p.shape for p, value in named):
+            self._step.have_loaded("model")
+
+    def _send_parameters_home(self) -> int:
+        """Move parameters that no module holds to host memory; returns their bytes."""
+        model = self._model()
+        if model is None:
+            return 0
+        return self._step.units.send_home(set(map(id, model.parameters())))
+
+    def _gradient_failed(self, error: Exception) -> None:
+        """An error must not end the training, which goes on with gradients where they are."""
+        _LOG.warning(
+            "umem: gradients are not copied any more: %s: %s", type(error).__name__, str(error)
+        )
+        self._gradients.set_plan(())
+
+    def _may_make_slots(self) -> bool:
+        """Whether there may be temporary slots now: a measured step has none."""
+        return self._tuner is None or not self._tuner.is_measuring
+
+    def _temporary_failed(self, error: Exception) -> None:
+        """An error must not end the training, which goes on with the other slots."""
+        _LOG.warning(
+            "umem: state has no temporary slots any more: %s: %s", type(error).__name__, str(error)
+        )
+        self._temporary.close()
+
+    def _obstacle(
+        self, optimizer: Optimizer, arguments: Mapping[str, Any], *, may_divide: bool
+    ) -> str:
+        """Why the optimizer has to run the step itself; empty if it does not."""
+        if arguments:
+            return f"step() has {', '.join(f'a {it}' for it in arguments)}"
+        if self._is_step_compiled:
+            return "step() is compiled"
+        if self._lanes.is_capturing():
+            return "step() is captured into a CUDA graph"
+        # One that runs as a whole anyway needs no look at all gradients.
+        return whole_step_reason(optimizer) if may_divide else ""
+
+    def _note_whole_step(self, reason: str) -> None:
+        """Warn once of steps that use state where it is, if some of it is in host memory."""
+        if not reason or not self._step.units.queued:
+            return
+        self._whole_steps[reason] += 1
+        if self._whole_steps[reason] == _STEPS_BEFORE_WARNING:
+            _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
+
+
+def _named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``step()`` by name, but None: Accelerate calls ``step(None)``."""
+    if len(args) == 1 and not kwargs:
+        return {}
+    named = {**dict(zip(("closure",), args[1:], strict=False)), **kwargs}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What an optimizer had when its steps began to have nothing to do."""
+
+    state: object = field(repr=False)
+    states: int
+    parameters: int
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _Rest:
+        return cls(optimizer.state, len(optimizer.state), _parameter_count(optimizer))
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has no other parameters or state; a new parameter gets state."""
+        state = optimizer.state
+        return (
+            state is self.state
+            and len(state) == self.states
+            and _parameter_count(optimizer) == self.parameters
+        )
+
+
+def _parameter_count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _check(optimizer: Optimizer) -> None:
+    reason = refusal(optimizer)
+    if reason:
+        raise PlanError(f"optimizer state cannot be streamed: {reason}")
+
+
+def _computes_anew() -> bool:
+    """Whether this is a forward pass of a training, and not a checkpoint's second one."""
+    return (
+        torch.is_grad_enabled()
+        and current_graph_task_id() == -1
+        and function_transform_level() is None
+    )
+
+
+def _work_begins(reference: weakref.ref[StreamedTraining]) -> None:
+    training = reference()
+    if training is not None:
+        training.work_begins()
+
+
+def _late(reference: weakref.ref[StreamedTraining]) -> int | None:
+    """Uses before an update or a copy was there; None if the training is gone."""
+    training = reference()
+    return None if training is None else training.late_uses
+
+
+def _close(reference: weakref.ref[StreamedTraining]) -> None:
+    training = reference()
+    if training is not None and not training.is_closed:
+        training.abandon()

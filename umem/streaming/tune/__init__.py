@@ -1,0 +1,1 @@
+"""Measures steps of a training, makes plans for them, and watches what becomes of these."""

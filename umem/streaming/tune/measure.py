@@ -1,0 +1,204 @@
+"""Measures a training step block by block: how long passes take, and how much memory they need."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from umem.capture.live import NO_BLOCK, Block, StepListener
+from umem.capture.live.phase_tracker import AFTER_BACKWARD, BACKWARD_LOSS, FORWARD_LOSS
+from umem.capture.live.timing import Clock
+from umem.streaming.stage.device_room import DeviceRoom
+from umem.trace import OPTIMIZER
+
+__all__ = ["BlockFigures", "StepFigures", "StepMeter"]
+
+
+@dataclass
+class BlockFigures:
+    """A block in one step. Seconds are of one batch; bytes leave out what the plan has placed."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """With the second forward pass of a checkpoint."""
+    forward_peak_bytes: int = 0
+    """Most bytes of live tensors during the pass, with all activations on the device."""
+    backward_peak_bytes: int = 0
+
+
+@dataclass
+class StepFigures:
+    """A step."""
+
+    blocks: dict[str, BlockFigures] = field(default_factory=dict)
+    """By name, in the order of the forward pass. :data:`NO_BLOCK` is first: the model between its
+    blocks. What comes behind the model's end, such as the loss, counts for the last block."""
+    other_s: float = 0.0
+    """From the last backward pass to the optimizer's step."""
+    step_peak_bytes: int = 0
+    """Most bytes of live tensors outside of the passes: weights, gradients, and what clipping and
+    updates make."""
+    update_peak_bytes: int = 0
+    """The same in the optimizer's step alone, when clipping is over."""
+    batches: int = 0
+    """Backward passes."""
+    peak_bytes: int = 0
+    """Most bytes of live tensors, with what the plan has placed and without what it copies out."""
+    spilled_bytes: int = 0
+    """Host memory that is held because of the budget. What is in it makes times longer."""
+
+    def need_bytes(self) -> int:
+        """Most bytes of live tensors, without what the plan has placed and copies out."""
+        passes = (max(it.forward_peak_bytes, it.backward_peak_bytes) for it in self.blocks.values())
+        return max(self.step_peak_bytes, *passes)
+
+
+@dataclass(slots=True)
+class _Phase:
+    label: str
+    mark: Any
+    away_bytes: int
+    """Activations that are on the host only when it begins."""
+    placed_bytes: int
+    """The least that plans have placed meanwhile: those of other trainings may change."""
+    peak_bytes: int = 0
+    home_bytes: int = 0
+    """Activations that are on the host only when it is fullest."""
+
+
+class StepMeter(StepListener):
+    """Measures steps.
+
+    Parameters
+    ----------
+    clock
+        Marks moments on the device.
+    room
+        The device's memory.
+    root
+        The model, under the name :data:`NO_BLOCK`.
+    blocks
+        Its blocks.
+    placed_bytes
+        Returns the live bytes that plans have placed: resident state, slots, and weights.
+    away_bytes
+        Returns the bytes of activations that are on the host only.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        room: DeviceRoom,
+        root: Block,
+        blocks: Sequence[Block],
+        placed_bytes: Callable[[], int],
+        away_bytes: Callable[[], int],
+    ) -> None:
+        self._clock = clock
+        self._room = room
+        self._placed = placed_bytes
+        self._away = away_bytes
+        self._forward = {it.forward: it.name for it in (root, *blocks)}
+        self._backward = {it.backward: it.name for it in (root, *blocks)}
+        self._backward |= {it.recompute: it.name for it in (root, *blocks)}
+        self._phases: list[_Phase] = []
+        self._is_usable = False
+        self._found: StepFigures | None = None
+
+    def take(self) -> StepFigures | None:
+        """The figures of the last step; None if it could not be measured. Waits for the device."""
+        found, self._found = self._found, None
+        return found
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is measured now."""
+        return bool(self._phases)
+
+    # ------------------------------------------------------------------ the listener
+
+    def step_begins(self) -> None:
+        """A step begins."""
+        self._room.find_homes()
+        self._room.take_peak_bytes()
+        self._phases.clear()
+        self._is_usable = True
+        self._found = None
+
+    def phase_begins(self, label: str) -> None:
+        """A phase begins, and the one before it ends."""
+        peak_bytes, away_bytes = self._room.take_peak_bytes(), self._away()
+        placed_bytes = self._placed()
+        if self._phases:
+            last = self._phases[-1]
+            last.peak_bytes = peak_bytes
+            last.placed_bytes = min(last.placed_bytes, placed_bytes)
+            # Forward, activations leave at the end of a block; backward, they come at the begin.
+            is_backward = last.label in self._backward or last.label == BACKWARD_LOSS
+            last.home_bytes = away_bytes if is_backward else last.away_bytes
+        self._is_usable &= self._clock.is_usable()
+        if self._is_usable:
+            self._phases.append(_Phase(label, self._clock.mark(), away_bytes, placed_bytes))
+
+    def block_begins(self, block: Block, is_recomputed: bool) -> None:
+        """Blocks are phases."""
+
+    def block_ends(self, block: Block) -> None:
+        """Blocks are phases."""
+
+    def step_ends(self, is_broken: bool) -> None:
+        """The optimizer's step is over."""
+        labels = [phase.label for phase in self._phases]
+        if self._is_usable and not is_broken and labels[-1:] == [OPTIMIZER]:
+            self._found = self._figures() if BACKWARD_LOSS in labels else None
+        self._clock.release([phase.mark for phase in self._phases])
+        self._phases.clear()
+
+    # ------------------------------------------------------------------ sums
+
+    def _figures(self) -> StepFigures:
+        phases, found = self._phases, StepFigures()
+        blocks = found.blocks
+        for phase in phases:
+            if phase.label in self._forward:
+                blocks.setdefault(self._forward[phase.label], BlockFigures())
+            found.batches += phase.label == BACKWARD_LOSS
+        last = next(reversed(blocks))
+        forward = {**self._forward, FORWARD_LOSS: last}
+        backward = {**self._backward, BACKWARD_LOSS: last}
+        forward_s: defaultdict[str, float] = defaultdict(float)
+        backward_s: defaultdict[str, float] = defaultdict(float)
+        before = NO_BLOCK  # memory between two blocks counts for the one that ran before
+        for phase, behind in pairwise(phases):
+            seconds = self._clock.seconds(phase.mark, behind.mark)
+            found.peak_bytes = max(found.peak_bytes, phase.peak_bytes)
+            need_bytes = phase.peak_bytes + phase.home_bytes - phase.placed_bytes
+            if phase.label == AFTER_BACKWARD:
+                before = NO_BLOCK
+                found.other_s += seconds
+                found.step_peak_bytes = max(found.step_peak_bytes, need_bytes)
+            elif phase.label in forward:
+                name = forward[phase.label]
+                before = name or before
+                block = blocks[before]
+                forward_s[name] += seconds
+                block.forward_peak_bytes = max(block.forward_peak_bytes, need_bytes)
+            elif phase.label in backward:
+                name = backward[phase.label]
+                before = name or before
+                block = blocks.setdefault(before, BlockFigures())
+                backward_s[name] += seconds
+                block.backward_peak_bytes = max(block.backward_peak_bytes, need_bytes)
+        self._room.find_homes()  # the step may have made state
+        step_bytes = self._room.take_peak_bytes()
+        found.peak_bytes = max(found.peak_bytes, step_bytes)
+        found.update_peak_bytes = step_bytes - self._placed()
+        found.step_peak_bytes = max(found.step_peak_bytes, found.update_peak_bytes)
+        for name, block in blocks.items():
+            block.forward_s = forward_s[name] / found.batches
+            block.backward_s = backward_s[name] / found.batches
+        found.spilled_bytes = self._room.spilled_bytes()
+        return found

@@ -1,0 +1,618 @@
+"""The weights of one block that are at home in host memory, and their copies in a device buffer."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+
+from umem.core.classes import TensorClass
+from umem.core.interrupts import exhaust
+from umem.runtime.aliases import has_alias
+from umem.runtime.guard import Guard, has_guard
+from umem.runtime.held_memory import lend_memory
+from umem.runtime.model_parts import lies_in_memory
+from umem.runtime.torch_hooks.memory_access import original_data, original_storage
+from umem.runtime.torch_hooks.saved_tensors import lend
+from umem.runtime.unguarded import Unguarded, addresses_of
+from umem.streaming.plan.weight_plan import staged_bytes
+from umem.streaming.stage.lanes import Copy, Lane, Lanes, Moment
+from umem.streaming.weights.expert_cache import CachedExperts, make_cached_table
+from umem.streaming.weights.experts import Experts
+from umem.torch_compat import (
+    InferenceMode,
+    storage_address,
+    storage_key,
+    storage_use_count,
+    version_counter,
+)
+
+__all__ = ["StagedWeights", "StagingBuffer", "WeightMemory", "is_movable_weight"]
+
+
+class WeightMemory(Protocol):
+    """Where the weights of a device lie."""
+
+    def is_home(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in host memory."""
+
+    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+        """New host memory for a tensor's contents, counted as of a class; None if there is none."""
+
+    def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+        """New memory on the device, counted as of a class; None where it has no room."""
+
+    def buffer(self, size_bytes: int) -> torch.Tensor | None:
+        """Bytes on the device; None where it has no room for them."""
+
+
+def is_movable_weight(tensor: torch.Tensor) -> bool:
+    """Whether a weight's memory may be another one for a time: it is dense, and all its own.
+
+    Also of subclasses of parameters, such as quantised ones: only their memory changes.
+    """
+    with Unguarded():
+        return (
+            lies_in_memory(tensor)
+            and not tensor.is_inference()
+            and tensor.storage_offset() == 0
+            and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
+            and not has_alias((tensor,))
+        )
+
+
+class StagingBuffer:
+    """A buffer on the device, which blocks share by turns.
+
+    Parameters
+    ----------
+    memory
+        The buffer.
+    made
+        The moment when it was made, on the stream that owns its memory.
+    """
+
+    def __init__(self, memory: torch.Tensor, made: Moment) -> None:
+        self.memory = memory
+        self._made = made
+        self.used: list[Moment] = []
+        """The moments after the last uses of its contents."""
+        self.holder: StagedWeights | None = None
+        """The block whose weights were fetched last."""
+        self._storage = memory.untyped_storage()
+        self._end_loan = lend(self._storage, partial(_find, weakref.ref(self)))
+        self._end_lending = lend_memory(self._storage, self)
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        """Views of all of it."""
+        self._places: dict[object, torch.Tensor] = {}
+        """Views by layout: most blocks have weights alike, and to make a view takes some time."""
+        self._places_of: dict[int, list[torch.Tensor]] = {}
+        """The same views, by number of parts."""
+
+    def place(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """The memory at an offset, in bytes, in the layout of a tensor: always the same view."""
+        layout = offset, like.dtype, like.size(), like.stride()
+        place = self._places.get(layout)
+        if place is None:
+            typed = self._typed.get(like.dtype)
+            if typed is None:
+                typed = self._typed[like.dtype] = self.memory.view(like.dtype)
+            first = offset // like.itemsize
+            place = self._places[layout] = typed.as_strided(like.size(), like.stride(), first)
+        return place
+
+    def places_of(self, parts: _Parts) -> list[torch.Tensor]:
+        """The places of weights that are as they were seen last."""
+        places = self._places_of.get(parts.number)
+        if places is None:
+            places = list(map(self.place, parts.tensors, parts.offsets))
+            self._places_of[parts.number] = places
+        return places
+
+    def end_loan(self) -> None:
+        """Leave the memory to whoever has a view of it."""
+        self._end_loan()
+        self._end_lending()
+
+    def let_go(self, lanes: Lanes) -> None:
+        """Leave the memory to whoever asks next, behind copies and uses."""
+        self.end_loan()
+        for moment in self.used:
+            lanes.wait(moment)
+            lanes.wait_on_stream_of(self._made, moment)
+
+    def give_home(self, tensor: torch.Tensor) -> None:
+        """Give a tensor on the memory that of its home."""
+        if self.holder is not None:
+            self.holder.give_home(tensor)
+
+    def note_alias(self, alias: torch.Tensor) -> None:
+        """Note a tensor on the memory that counts its changes by itself."""
+        if self.holder is not None:
+            self.holder.note_alias(alias)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the memory."""
+        return storage_address(tensor) == storage_key(self._storage)
+
+    def has_users(self, bound: int = 0) -> bool:
+        """Whether a view of it is alive beside `bound` weights, so that its contents must stay."""
+        # `memory`, and the storage's own object, have it too.
+        own = 2 + len(self._typed) + len(self._places) + bound
+        return storage_use_count(storage_key(self._storage)) > own
+
+
+def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable[[], torch.Tensor]:
+    buffer = reference()
+    assert buffer is not None
+    assert buffer.holder is not None
+    return buffer.holder.find(view)
+
+
+_TORCHS_OWN = (torch.Tensor, torch.nn.Parameter)
+
+_dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
+_numbers = count()
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """A weight, or a tensor inside of one."""
+
+    tensor: torch.Tensor
+    offset: int
+    """Place in a buffer, bytes."""
+    address: int
+    """Of the home that was seen last."""
+    size_bytes: int
+    """Its place's."""
+    is_expert: bool
+
+
+class _Parts:
+    """Weights that are copied together, as columns: loops of C look at all of them in each use.
+
+    They are made where torch leaves classes of tensors alone.
+    """
+
+    def __init__(self, every: list[_Part]) -> None:
+        self.number = next(_numbers)
+        """No others have it."""
+        self.every = every
+        self.tensors = [it.tensor for it in every]
+        self.offsets = [it.offset for it in every]
+        self.versions: list[int] = []
+        """When they were fetched."""
+        self._addresses = [it.address for it in every]
+        self._layouts = self._find_layouts()
+        self._copies: dict[int, list[Copy]] = {}
+        """By address of a buffer."""
+
+    def _find_layouts(self) -> tuple[list[Any], ...]:
+        tensors = self.tensors
+        sizes, strides = map(torch.Tensor.size, tensors), map(torch.Tensor.stride, tensors)
+        return list(sizes), list(strides), list(map(_dtype, tensors))
+
+    def are_at_home(self) -> bool:
+        """Whether they have the homes that were seen last."""
+        return addresses_of(self.tensors) == self._addresses
+
+    def are_as_seen(self) -> bool:
+        """Whether they have the layouts, too."""
+        return self.are_at_home() and self._find_layouts() == self._layouts
+
+    def copies_to(self, buffer: StagingBuffer) -> list[Copy]:
+        """The copies into a buffer of weights that are as they were seen last.
+
+        Homes next to each other are copied together where their places are, too.
+        """
+        first = buffer.memory.data_ptr()
+        copies = self._copies.get(first)
+        if copies is None:
+            copies = []
+            for part in self.every:
+                to, source, size_bytes = first + part.offset, part.address, part.tensor.nbytes
+                last = copies[-1] if copies else Copy(0, 0, 0)
+                if (last.to + last.size_bytes, last.source + last.size_bytes) == (to, source):
+                    copies[-1] = Copy(last.to, last.source, last.size_bytes + size_bytes)
+                else:
+                    copies.append(Copy(to, source, size_bytes))
+            self._copies[first] = copies  # not before: an interrupt would leave some out
+        return copies
+
+
+class StagedWeights:
+    """Weights of a block that share a buffer.
+
+    The tensors keep their objects and their homes. During its uses they have the
+    buffer's memory; at all other times, and for whoever comes at an unexpected moment, they have
+    that of their homes, with the same contents.
+
+    Parameters
+    ----------
+    name
+        The block's.
+    tensors
+        The weights, for each of which :func:`is_movable_weight` holds, with homes in host memory.
+    lanes
+        Where copies run.
+    memory
+        Tells homes.
+    lock
+        Held by all callers, and by the guard of the weights.
+    tensor_class
+        What their copies count as.
+    experts
+        Weights of which calls with few tokens read some only.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Iterable[torch.Tensor],
+        lanes: Lanes,
+        memory: WeightMemory,
+        lock: threading.RLock,
+        tensor_class: TensorClass,
+        experts: Experts | None = None,
+    ) -> None:
+        self.name = name
+        self.buffer: StagingBuffer | None = None
+        """Where the present contents of the homes are, or will be at `arrived`."""
+        self.arrived: Moment = None
+        self.users: set[object] = set()
+        """Calls and backward passes under way, all with the copy or all without one."""
+        self.was_used = False
+        """Whether the present copy has had a use."""
+        self.is_whole = False
+        """Whether the present copy is of all weights, tables of experts included."""
+        self._lanes = lanes
+        self._memory = memory
+        self._lock = lock
+        self._tensor_class = tensor_class
+        self._experts = experts or Experts()
+        self._held: list[_Part] = []
+        """Weights that the program holds at their homes, where they are used."""
+        self._is_bound = False
+        """Whether any of them may have the buffer's memory."""
+        self._homes: dict[int, torch.Tensor] = {}
+        """The homes of those that may, by place in the buffer."""
+        self._aliases: dict[int, list[torch.Tensor]] = {}
+        """What ``.data`` has returned of those, by the same places."""
+        self._stream = 0
+        """The stream that has waited for the copy."""
+        self.size_bytes = 0
+        parts: list[_Part] = []
+        with Unguarded():
+            for tensor in tensors:
+                part = _Part(
+                    tensor,
+                    self.size_bytes,
+                    tensor.data_ptr(),
+                    tensor.nbytes,
+                    id(tensor) in self._experts.ids,
+                )
+                parts.append(part)
+                self.size_bytes += staged_bytes([part.size_bytes])
+            self._set_parts(parts)
+        # A guarded class equals torch's own.
+        self.has_subclasses = any(type(it) not in _TORCHS_OWN for it in self.tensors)
+        """Whether weights are of another class than torch's own, such as quantised ones."""
+        self._copied = _Parts([])
+        """Those that the present copy is of."""
+        self.guard = Guard(self._settle)
+        """Sees what the program does to the weights while their copy waits for its use."""
+        self.cache: CachedExperts | None = None
+        """Experts that stay on the device from one use to the next."""
+
+    def make_cache(self, share: float) -> None:
+        """Keep a share of the experts of each table on the device."""
+        tables = []
+        for table in (it for it in self.tensors if id(it) in self._experts.tables):
+            cached = make_cached_table(table, int(share * len(table)), self._memory.buffer)
+            if cached is not None:
+                tables.append((table, cached))
+        if tables:
+            self.cache = CachedExperts(tables, self._lanes, self._settle)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The weights."""
+        return self._parts.tensors
+
+    def _set_parts(self, every: list[_Part]) -> None:
+        self._parts = _Parts(every)
+        self._without_experts = self._parts
+        if any(it.is_expert for it in every):
+            self._without_experts = _Parts([it for it in every if not it.is_expert])
+
+    # ------------------------------------------------------------------ copies
+
+    def needs_copy(self, *, with_experts: bool) -> bool:
+        """Whether there is anything to copy for a use, with tables of experts or without."""
+        return bool(self._to_copy(with_experts=with_experts).every)
+
+    def _to_copy(self, *, with_experts: bool) -> _Parts:
+        return self._parts if with_experts else self._without_experts
+
+    def fetch(
+        self,
+        buffer: StagingBuffer,
+        updated: Iterable[Moment] = (),
+        *,
+        asked: Moment = None,
+        with_experts: bool = True,
+    ) -> None:
+        """Start copying the homes into a buffer that nothing uses, behind updates under way.
+
+        It begins behind what the program has done to the homes so far: behind `asked`, if this
+        stream's last work is marked already.
+
+        From now on a guard sees uses of the weights by the program, and drops the copy: it may be
+        about to change them. During an update the optimizer's own guard does.
+        """
+        self._look_at_homes()
+        self._copied = copied = self._to_copy(with_experts=with_experts)
+        self.hold()  # first: behind an interrupt no copy is without its guard
+        if asked is None or not buffer.used:  # what had a new buffer's memory may be later
+            asked = self._lanes.mark()
+        with Unguarded():
+            copied.versions = list(map(version_counter, copied.tensors))
+            copies = copied.copies_to(buffer)
+        work = partial(self._lanes.copy, Lane.WEIGHTS_IN, copies, self._tensor_class)
+        after = [it for it in buffer.used if it is not asked]
+        after += [asked, *filter(None, updated)]
+        self.arrived = self._lanes.run(Lane.WEIGHTS_IN, work, after)
+        self.buffer, buffer.holder, buffer.used = buffer, self, [self.arrived]
+        self.is_whole = copied is self._parts
+
+    def _look_at_homes(self) -> None:
+        """Leave alone what the program has given memory that is no home, or that is larger."""
+        with Unguarded():
+            if self._parts.are_as_seen():
+                return
+            staying = []
+            addresses = addresses_of(self._parts.tensors)
+            for part, address in zip(self._parts.every, addresses, strict=True):
+                size_bytes = part.tensor.nbytes
+                is_known = (address, size_bytes) == (part.address, part.size_bytes)
+                part.address = address
+                if is_known or (
+                    size_bytes <= part.size_bytes
+                    and is_movable_weight(part.tensor)
+                    and self._memory.is_home(part.tensor)
+                ):
+                    staying.append(part)
+            self._set_parts(staying)
+
+    def leave_held(self) -> bool:
+        """Leave what the program holds at its home, or has by another tensor, as long as it does.
+
+        Returns whether that are others than before. Not while a copy is in use.
+        """
+        if not self._held and not has_alias(self.tensors):
+            return False
+        every = sorted([*self._parts.every, *self._held], key=attrgetter("offset"))
+        held = [it for it in every if has_alias((it.tensor,))]
+        if held == self._held:
+            return False
+        with Unguarded():
+            self._set_parts([it for it in every if it not in held])
+        self._held = held
+        return True
+
+    def give_home(self, tensor: torch.Tensor) -> None:
+        """Give a weight, or another tensor on its copy, the home amid a use: it stays there."""
+        with self._lock, Unguarded(), InferenceMode(False):
+            if not self._is_bound or not self._copied.every:
+                return
+            number = self._number_of(tensor)
+            weight, offset = self._copied.tensors[number], self._copied.offsets[number]
+            home = self._homes.get(offset)
+            if home is not None:
+                self._return(number, home)
+                del self._homes[offset]
+            if tensor is not weight:
+                self._move(tensor, offset, weight if home is None else home)
+
+    def note_alias(self, alias: torch.Tensor) -> None:
+        """Note what ``.data`` has returned: changes by it do not count as those of the weight."""
+        if self._homes:
+            offset = self._copied.offsets[self._number_of(alias)]
+            self._aliases.setdefault(offset, []).append(alias)
+
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        """The number, among what was copied, of the weight whose copy a tensor is on."""
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        return bisect_right(self._copied.offsets, begin) - 1
+
+    def _return(self, number: int, home: torch.Tensor) -> None:
+        """Give a weight its home back, with what the program has written to the copy.
+
+        Not if the program has given the weight other memory.
+        """
+        assert self.buffer is not None
+        copied = self._copied
+        tensor, offset = copied.tensors[number], copied.offsets[number]
+        if addresses_of([tensor]) != [self.buffer.memory.data_ptr() + offset]:
+            return
+        version, aliases = version_counter(tensor), self._aliases.get(offset, ())
+        if version != copied.versions[number] or any(map(version_counter, aliases)):
+            home.copy_(original_data.__get__(tensor))
+            copied.versions[number] = version
+        original_data.__set__(tensor, home)
+        for alias in aliases:
+            self._move(alias, offset, home)
+        self._aliases.pop(offset, None)
+
+    def _move(self, view: torch.Tensor, offset: int, home: torch.Tensor) -> None:
+        """Give a tensor on the copy of a weight the same place in the weight's home."""
+        assert self.buffer is not None
+        if self.buffer.has(view):
+            first = int(view.storage_offset()) * view.itemsize - offset
+            place = _place_in(home, first, view.dtype, view.size(), view.stride())
+            original_data.__set__(view, place)
+
+    def _settle(self) -> None:
+        """The program uses a weight whose copy is under way or waits for its use."""
+        with self._lock:
+            self.drop()
+
+    def hold(self) -> None:
+        """Guard the weights from a copy's start to its use."""
+        self.guard.hold(self._copied.tensors, ())
+
+    def drop(self) -> None:
+        """Forget the copy: its buffer is free. Not while it is in use."""
+        self.guard.release()
+        if self.users or self.buffer is None:
+            return
+        self._unbind()  # an interrupt may have cut short the begin of a use
+        self.buffer.holder = None
+        self.buffer = None
+        self.was_used = self.is_whole = False
+
+    def has_copy(self, *, with_experts: bool) -> bool:
+        """Whether a copy for a use is there or under way. A whole one serves all uses."""
+        return self.buffer is not None and (self.is_whole or not with_experts)
+
+    def has_current_copy(self, *, with_experts: bool) -> bool:
+        """Whether the buffer's contents, once arrived, are those of the homes."""
+        copied = self._copied
+        if not self.has_copy(with_experts=with_experts) or self._have_alias(copied):
+            return False
+        if self.guard.was_used:
+            return False
+        with Unguarded():
+            are_known = list(map(version_counter, copied.tensors)) == copied.versions
+            return are_known and copied.are_at_home()
+
+    def has_alias(self, *, with_experts: bool) -> bool:
+        """Whether another tensor has the memory of a home, by which it may change unseen."""
+        return self._have_alias(self._to_copy(with_experts=with_experts))
+
+    def _have_alias(self, parts: _Parts) -> bool:
+        homes = self._homes
+        if not has_guard():  # what the program changes is not seen
+            return True
+        if not homes:
+            return has_alias(parts.tensors)
+        return has_alias([it.tensor for it in parts.every if it.offset not in homes])
+
+    # ------------------------------------------------------------------ uses
+
+    def begin_use(self, user: object) -> None:
+        """Give the weights the buffer's memory, and let the current stream wait for the copy.
+
+        Without a copy they keep their homes until no use is under way. An error leaves no use.
+        """
+        if self.buffer is not None:
+            self._lanes.wait(self.arrived)
+            if not self.users:
+                self._bind()
+        if self.cache is not None and not self.is_whole:
+            self.cache.serve()
+        self.users.add(user)
+
+    def end_use(self, user: object) -> Moment:
+        """Give the weights their homes back behind the last use, which the buffer waits for.
+
+        Returns the moment after the use; None where no buffer has it. What an interrupt cuts short,
+        another call completes.
+        """
+        ended: Moment = None
+        if self.buffer is not None:
+            if len(self.users) == 1:
+                self._unbind()
+                if self.cache is not None and self.is_whole:
+                    self.cache.serve()  # sees changes from now on, too
+            ended = self._lanes.mark()
+            self.buffer.used.append(ended)
+        self.users.discard(user)
+        return ended
+
+    def _bind(self) -> None:
+        assert self.buffer is not None
+        self.guard.release()
+        if self.cache is not None and self.is_whole:
+            self.cache.release()
+        self.was_used = self._is_bound = True
+        self._stream = self._lanes.stream_key()
+        copied = self._copied
+        with Unguarded(), InferenceMode(False):
+            places = self.buffer.places_of(copied)
+            homes = map(original_data.__get__, copied.tensors)
+            self._homes = dict(zip(copied.offsets, homes, strict=True))
+            exhaust(map(original_data.__set__, copied.tensors, places))
+
+    def _unbind(self) -> None:
+        """Give the weights their homes back, with what the block itself has written to them."""
+        if not self._is_bound:
+            return
+        assert self.buffer is not None
+        copied, homes = self._copied, self._homes
+        tensors = copied.tensors
+        bound = list(map(self.buffer.memory.data_ptr().__add__, copied.offsets))
+        with Unguarded(), InferenceMode(False):
+            if (
+                not self._aliases
+                and list(map(version_counter, tensors)) == copied.versions
+                and addresses_of(tensors) == bound
+            ):
+                exhaust(map(original_data.__set__, tensors, homes.values()))
+            else:
+                for number, offset in enumerate(copied.offsets):
+                    home = homes.get(offset)
+                    if home is not None:  # else the program holds the weight at its home
+                        self._return(number, home)
+        self._homes, self._aliases = {}, {}
+        self._is_bound = False
+
+    def have_views(self) -> bool:
+        """Whether anything but the weights themselves has memory of the buffer."""
+        return self.buffer is not None and self.buffer.has_users(len(self._homes))
+
+    def find(self, view: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """How to find the contents of a view of the buffer again, wherever they are then."""
+        assert self.buffer is not None
+        begin = int(view.storage_offset()) * view.itemsize
+        parts = self._parts
+        part = parts.every[bisect_right(parts.offsets, begin) - 1]
+        offset = begin - part.offset
+        return partial(self._again, part, offset, view.dtype, view.size(), view.stride())
+
+    def _again(
+        self,
+        part: _Part,
+        offset: int,
+        dtype: torch.dtype,
+        size: torch.Size | Sequence[int],
+        stride: Sequence[int],
+    ) -> torch.Tensor:
+        tensor, home = part.tensor, self._homes.get(part.offset)
+        # Another stream has not waited for the copy; the home has the same contents.
+        if home is not None and self._lanes.stream_key() != self._stream:
+            tensor = home
+        with Unguarded():
+            return _place_in(tensor, offset, dtype, size, stride)
+
+
+def _place_in(
+    tensor: torch.Tensor,
+    offset: int,
+    dtype: torch.dtype,
+    size: torch.Size | Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """A view of a tensor's memory, from an offset in bytes on."""
+    first = (tensor.storage_offset() * tensor.itemsize + offset) // dtype.itemsize
+    view = torch.empty(0, dtype=dtype, device=tensor.device)
+    return view.set_(original_storage(tensor), first, size, stride)
