@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from types import NoneType
 from typing import TypeVar
 
@@ -19,12 +18,12 @@ from umem.offloading.store import (
     MIN_BYTES,
     ActivationStatistics,
     ActivationStore,
-    in_backward_or_compiler,
     warn_once,
 )
 from umem.runtime.model_parts import buffers_of, main_chain, members
 from umem.runtime.torch_hooks.backward import nodes_of
-from umem.runtime.torch_hooks.modules import Undo, hook_calls
+from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
+from umem.runtime.torch_hooks.passes import Pass, is_forward_pass
 from umem.torch_compat import tree_leaves
 
 __all__ = ["OffloadContext", "OffloadedBlocks", "offload", "offload_blocks"]
@@ -107,7 +106,7 @@ class _LayerSequence:
 
     def begin_pass(self) -> None:
         """Start a forward pass with the next layer."""
-        if not in_backward_or_compiler():
+        if is_forward_pass():
             self._close()  # hooks of modules are not called after an interrupt
             self._pass = _ForwardPass()
             self._current = None
@@ -120,7 +119,7 @@ class _LayerSequence:
         OffloadError
             If one is running already. The next pass may begin then.
         """
-        if in_backward_or_compiler():
+        if not is_forward_pass():
             return
         if self._is_inside:
             self.leave(failed=True)
@@ -142,7 +141,7 @@ class _LayerSequence:
 
     def leave(self, *, failed: bool) -> None:
         """End the layer's call, which has returned or failed with an exception."""
-        if in_backward_or_compiler():
+        if not is_forward_pass():
             return
         self._close()
         if failed:
@@ -156,7 +155,7 @@ class _LayerSequence:
         OffloadError
             If no layer ran, or one is still running.
         """
-        if in_backward_or_compiler():
+        if not is_forward_pass():
             return output
         layer = self._current
         if layer is None or self._is_inside:
@@ -297,8 +296,8 @@ def offload(
     return OffloadContext(layers, make_store), layers.end
 
 
-class OffloadedBlocks:
-    """A model whose layers are offloaded by hooks, until `remove` is called."""
+class OffloadedBlocks(Listener):
+    """A model whose layers are offloaded in its passes, until `remove` is called."""
 
     def __init__(
         self,
@@ -313,12 +312,10 @@ class OffloadedBlocks:
         self._min_bytes = min_bytes
         self._host_limit_bytes = host_limit_bytes
         self._stores: dict[torch.device, ActivationStore] = {}
-        self._undo: list[Undo] = []
+        self._chain = {str(number): layer for number, layer in enumerate(chain)}
+        self._hearing: Hearing | None = None
         if chain:
-            self._undo += hook_calls(model, self._begin, on_error=self._fail)
-        for layer in chain:
-            enter = partial(self._enter, layer)
-            self._undo += hook_calls(layer, enter, self._leave, self._fail)
+            self._hearing = Hearing(self, Order.ACTIVATIONS, self._fail, model, self._chain)
 
     @property
     def statistics(self) -> dict[torch.device, ActivationStatistics]:
@@ -326,19 +323,19 @@ class OffloadedBlocks:
         return {device: store.statistics for device, store in self._stores.items()}
 
     def remove(self) -> None:
-        """Remove the hooks and give host memory back.
+        """Offload nothing more and give host memory back.
 
         Graphs that are alive keep working, and give their memory back when they go.
         """
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        if self._hearing is not None:
+            self._hearing.close()
+            self._hearing = None
         for store in self._stores.values():
             store.close()
 
     def _fail(self, error: Exception) -> None:
         """An error must not end the forward pass, which goes on with activations on the device."""
-        if not self._undo:
+        if self._hearing is None:
             return
         _LOG.warning(
             "umem: activations of %s are not offloaded any more: %s: %s",
@@ -350,12 +347,15 @@ class OffloadedBlocks:
         self._layers.begin_pass()
         self.remove()
 
-    def _begin(self, *_: object) -> None:
+    def pass_begins(self, *_: object) -> None:
+        """Begin a forward pass, and find the buffers that stay."""
         self._layers.begin_pass()
         for store in self._stores.values():
             store.keep(buffers_of(self._model))
 
-    def _enter(self, layer: nn.Module, *_: object) -> None:
+    def block_begins(self, name: str, *_: object) -> None:
+        """Begin a layer."""
+        layer = self._chain[name]
         device = next(layer.parameters()).device
         store = self._stores.get(device)
         if store is None:
@@ -367,7 +367,8 @@ class OffloadedBlocks:
             store.keep(buffers_of(self._model))
         self._layers.enter(store)
 
-    def _leave(self, output: object, *, failed: bool) -> None:
+    def block_ends(self, _name: str, _now: Pass, output: object, *, failed: bool) -> None:
+        """End a layer: what it has saved leaves."""
         self._layers.leave(failed=failed)
         if not failed:
             self._layers.end(output)

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from umem.core.errors import OffloadError
 from umem.offloading.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
 from umem.runtime.held_memory import is_storage_held
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
+from umem.runtime.torch_hooks.passes import is_forward_pass
 from umem.runtime.torch_hooks.saved_tensors import (
     Hooks,
     Kept,
@@ -31,8 +31,6 @@ from umem.runtime.torch_hooks.saved_tensors import (
 )
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import (
-    current_graph_task_id,
-    function_transform_level,
     push_saved_tensor_hooks,
     saved_tensor_hooks_enabled,
     storage_address,
@@ -44,7 +42,6 @@ __all__ = [
     "MIN_BYTES",
     "ActivationStatistics",
     "ActivationStore",
-    "in_backward_or_compiler",
     "warn_once",
 ]
 
@@ -240,11 +237,7 @@ class _HookStack(threading.local):
     def may_push(self) -> bool:
         """Whether hooks pushed now see what autograd saves, and hide it from no other hooks."""
         self._remove_left()
-        if (
-            in_backward_or_compiler()
-            or not torch.is_grad_enabled()
-            or not saved_tensor_hooks_enabled()
-        ):
+        if not is_forward_pass() or not torch.is_grad_enabled() or not saved_tensor_hooks_enabled():
             return False
         top = saved_tensor_hooks.innermost()
         own = self._pushed[-1] if self._pushed else None
@@ -286,15 +279,6 @@ class _HookStack(threading.local):
             saved_tensor_hooks.pop_if_innermost(hooks, partial(self._left.remove, hooks))
         if self._left and saved_tensor_hooks.innermost() is None:
             self._left.clear()  # an interrupt came before they were installed
-
-
-def in_backward_or_compiler() -> bool:
-    """Whether a call is no forward pass of a training.
-
-    A compiler or a transform of ``torch.func`` traces, or a backward pass runs, as in a
-    checkpoint's second forward pass.
-    """
-    return is_compiling() or current_graph_task_id() != -1 or function_transform_level() is not None
 
 
 class ActivationStore:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import disable, is_compiling
+from torch.compiler import disable
 from torch.optim.optimizer import Optimizer
 
 from umem.capture.live import find_blocks
@@ -21,9 +21,11 @@ from umem.core.errors import PlanError, TraceError
 from umem.runtime.held_memory import before_hold, note_export
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.graphed import graphed_tensors
 from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import Hook
+from umem.runtime.torch_hooks.passes import Pass
 from umem.runtime.torch_hooks.work_starts import before_work
 from umem.streaming.activations.copied_activations import is_compiled
 from umem.streaming.gradients.clipped_gradients import ClippedGradients
@@ -46,9 +48,7 @@ from umem.streaming.weights.streamed_weights import forget_copies
 from umem.torch_compat import (
     InferenceMode,
     before_compiled_code,
-    current_graph_task_id,
     fsdp_modules,
-    function_transform_level,
     is_distributed,
     runs_compiled,
 )
@@ -133,8 +133,8 @@ class StreamedStatus:
     tuning: TuningStatus | None
 
 
-class StreamedTraining:
-    """The hooks on a model and an optimizer that stream its state.
+class StreamedTraining(Listener):
+    """What streams the state of an optimizer, with hooks on it and on its model.
 
     Parameters
     ----------
@@ -241,19 +241,17 @@ class StreamedTraining:
             tuner.attach(model, blocks, tuned, weights)
             self._undo.append(lambda: tuner.detach(tuned))
         self._blocks = blocks
-        self._block_hooks: list[Callable[[], None]] = []
-        """Each removes one; none while no update can be under way in a forward pass."""
-        self._hook_blocks()
-        self._undo.append(self._unhook_blocks)
-        begins, ends = Hook(self._before_model, self._fail), Hook(self._after_model, self._fail)
+        self._hears_blocks = False
+        """Not while no update can be under way in a forward pass."""
+        self._hearing = Hearing(self, Order.STATE, self._fail, model)
+        self._undo.append(self._hearing.close)
+        self._hear_blocks()
         model_loads = Hook(self._model_loads, self._fail)
         loads, loaded = (
             Hook(it, self._fail)
             for it in (self._optimizer_loads, lambda *_: self._step.have_loaded("optimizer"))
         )
         self._undo += [
-            hide(model.register_forward_pre_hook(begins), "first"),
-            hide(model.register_forward_hook(ends)),
             hide(model.register_load_state_dict_pre_hook(model_loads)),
         ]
         self._unhook_optimizer = [
@@ -477,39 +475,43 @@ class StreamedTraining:
             was_under_way |= self._weights.streamed.drop_waiting()
         return was_under_way
 
-    # ------------------------------------------------------------------ hooks
+    # ------------------------------------------------------------------ passes
 
-    def _hook_blocks(self) -> None:
+    def _hear_blocks(self) -> None:
         """Have each block send state home and wait for its update, if they do not yet."""
-        if self._block_hooks:
+        if self._hears_blocks:
             return
+        self._hears_blocks = True
+        found = {}
         for block in self._blocks:
             with contextlib.suppress(TraceError):  # the program has replaced it
-                enter = Hook(functools.partial(self._step.enter, block.name), self._fail)
-                handle = block.module.register_forward_pre_hook(enter)
-                self._block_hooks.append(hide(handle, "first"))
+                found[block.name] = block.module
+        self._hearing.set_blocks(found)
 
-    def _unhook_blocks(self) -> None:
-        while self._block_hooks:
-            self._block_hooks.pop()()
+    def _leave_blocks(self) -> None:
+        self._hears_blocks = False
+        self._hearing.set_blocks({})
 
-    def _before_model(self, _module: nn.Module, _args: object) -> None:
-        if is_compiling():
-            self._step.may_defer = False  # as before a block
-            return
+    def block_begins(self, name: str, now: Pass, _args: object, _kwargs: object) -> None:
+        """Wait for a block's update."""
+        self._step.enter(name, now)
+
+    def pass_begins(self, now: Pass, _args: object, _kwargs: object) -> None:
+        """Wait for updates of what is outside of blocks."""
         if self._rest is not None:
             return
         self._gradients.settle()
-        if _computes_anew():
+        if now.is_training:
             if self._tuner is not None:
                 self._tuner.forward_begins()
             if self._backward is not None:
                 self._backward.forward_begins()
         for outside in self._names.outside:
-            self._step.wait(outside)
+            self._step.wait(outside, now)
 
-    def _after_model(self, _module: nn.Module, _args: object, _result: object) -> None:
-        if is_compiling() or self._rest is not None or not _computes_anew():
+    def pass_ends(self, now: Pass, _output: object, *, failed: bool) -> None:
+        """Fetch state for the step ahead of it."""
+        if failed or self._rest is not None or not now.is_training:
             return
         optimizer = self._optimizer()
         if self._backward is not None and optimizer is not None:
@@ -518,6 +520,8 @@ class StreamedTraining:
             # DDP may give gradients to parameters that this process has not called.
             self._step.join()
         self._step.units.fetch_ahead()
+
+    # ------------------------------------------------------------------ steps
 
     def _step_begins(self) -> Callable[..., Any]:
         """A hook that no compiler looks into, and that knows whether compiled code calls it."""
@@ -576,7 +580,7 @@ class StreamedTraining:
             return None
         may_divide = self._backward is not None or self._step.may_divide(optimizer)
         if may_divide:
-            self._hook_blocks()
+            self._hear_blocks()
         obstacle = self._obstacle(optimizer, arguments, may_divide=may_divide)
         self._is_in_line = bool(obstacle)
         if self._backward is not None:
@@ -591,7 +595,7 @@ class StreamedTraining:
         if not may_divide:
             self._step.pass_whole(optimizer)
             if self._step.may_defer:  # a compiled model would be compiled again
-                self._unhook_blocks()
+                self._leave_blocks()
             return None
         if is_distributed():
             self._is_distributed = True
@@ -761,15 +765,6 @@ def _check(optimizer: Optimizer) -> None:
     reason = refusal(optimizer)
     if reason:
         raise PlanError(f"optimizer state cannot be streamed: {reason}")
-
-
-def _computes_anew() -> bool:
-    """Whether this is a forward pass of a training, and not a checkpoint's second one."""
-    return (
-        torch.is_grad_enabled()
-        and current_graph_task_id() == -1
-        and function_transform_level() is None
-    )
 
 
 def _work_begins(reference: weakref.ref[StreamedTraining]) -> None:

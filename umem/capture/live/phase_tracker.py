@@ -11,16 +11,15 @@ from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
 
-import torch
-
 from umem.capture.live.blocks import NO_BLOCK, Block
 from umem.capture.live.memory_tracker import MemoryTracker
 from umem.capture.live.timing import Window
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward
-from umem.runtime.torch_hooks.modules import HookErrors, hook_calls
+from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
+from umem.runtime.torch_hooks.modules import HookErrors
+from umem.runtime.torch_hooks.passes import Pass
 from umem.torch_compat import (
-    current_graph_task_id,
     hook_gradient,
     next_sequence_number,
     sequence_number,
@@ -103,7 +102,7 @@ _Call = tuple[Block, str, int]
 autograd node when it began. Not a named tuple, which takes several times as long to make."""
 
 
-class PhaseTracker:
+class PhaseTracker(Listener):
     """Reports to a listener when the steps of a training begin and end, and the phases in them.
 
     A step begins with the first call of the model for which gradients are wanted, and ends with the
@@ -114,11 +113,12 @@ class PhaseTracker:
     """
 
     def __init__(
-        self, root: Block, blocks: Iterable[Block], guard: HookErrors, listener: StepListener
+        self, root: Block, blocks: Iterable[Block], errors: HookErrors, listener: StepListener
     ) -> None:
         self._root = root
         self._blocks = tuple(blocks)
-        self._guard = guard
+        self._named = {it.name: it for it in self._blocks}
+        self._errors = errors
         self._listener = listener
         self._reference = weakref.ref(self)
         self._hooks: ExitStack | None = None
@@ -134,10 +134,9 @@ class PhaseTracker:
         if self._hooks is not None:
             return
         with ExitStack() as hooks:
-            for block in (self._root, *self._blocks):
-                enter, leave = partial(self._enter, block), partial(self._leave, block)
-                for undo in hook_calls(block.module, enter, leave, self._fail):
-                    hooks.callback(undo)
+            blocks = {it.name: it.module for it in self._blocks}
+            hearing = Hearing(self, Order.METER, self._fail, self._root.module, blocks)
+            hooks.callback(hearing.close)
             begins = self._unowned(PhaseTracker._backward_begins)
             ends = self._unowned(PhaseTracker._backward_ends)
             undo_backward = weakref.finalize(self, hook_backward(begins, ends))
@@ -174,13 +173,30 @@ class PhaseTracker:
         if step is not None and step.memory is not None:
             step.memory.close()
             step.memory, step.is_broken = None, True
-        self._guard.on_error(error)
+        self._errors.on_error(error)
 
-    def _enter(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model or a block is called."""
-        if self._hooks is None:
-            return  # torch calls hooks that were removed since the call began
-        in_backward = current_graph_task_id() != -1
+    def pass_begins(self, now: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the model's phase."""
+        self._enter(self._root, now, args, kwargs)
+
+    def block_begins(
+        self, name: str, now: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Begin a block's phase."""
+        self._enter(self._named[name], now, args, kwargs)
+
+    def block_ends(self, name: str, now: Pass, output: Any, *, failed: bool) -> None:
+        """End a block's phase."""
+        self._leave(self._named[name], now, output, failed=failed)
+
+    def pass_ends(self, now: Pass, output: Any, *, failed: bool) -> None:
+        """End the model's phase."""
+        self._leave(self._root, now, output, failed=failed)
+
+    def _enter(
+        self, block: Block, now: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        in_backward = now.is_second
         step = self._step
         if step is not None and block.name in step.skipped:
             if not in_backward:
@@ -193,7 +209,7 @@ class PhaseTracker:
         if self._running:
             is_tracked = self._running[-1] is not None
         else:
-            is_tracked = self._begins_tracking(block, in_backward)
+            is_tracked = self._begins_tracking(block, now)
         if not is_tracked:
             self._running.append(None)
             return
@@ -222,11 +238,11 @@ class PhaseTracker:
         self._running.append((block, following, next_node))
         self._listener.block_begins(block, in_backward)
 
-    def _begins_tracking(self, block: Block, in_backward: bool) -> bool:
+    def _begins_tracking(self, block: Block, now: Pass) -> bool:
         """Whether to track a call that is no part of another."""
-        if self._step is None and (in_backward or block is not self._root):
+        if self._step is None and (now.is_second or block is not self._root):
             return False  # such as inside a call of the model that began before the start
-        return in_backward or torch.is_grad_enabled()  # otherwise an evaluation
+        return now.is_second or now.has_gradients  # otherwise an evaluation
 
     def _begin_step(self) -> _Step:
         wanted = self._listener.step_begins()
@@ -247,11 +263,10 @@ class PhaseTracker:
         if self._step is not None:
             self._step.is_broken = True
 
-    def _leave(self, block: Block, output: Any, *, failed: bool) -> None:
-        """The call returns, or an exception goes through it."""
+    def _leave(self, block: Block, now: Pass, output: Any, *, failed: bool) -> None:
         step = self._step
         if step is not None and block.name in step.skipped:
-            if current_graph_task_id() == -1:
+            if not now.is_second:
                 step.is_broken |= failed
                 step.left_at = next_sequence_number()
                 step.skipped_nodes.append(step.left_at)
@@ -264,7 +279,7 @@ class PhaseTracker:
         if step is None or step is not self._step:
             return
         # In the backward pass, an exception is how a checkpoint ends when it has all it needs.
-        if failed and current_graph_task_id() == -1:
+        if failed and not now.is_second:
             step.is_broken = True
         if block is not self._root:
             self._hook_nodes(step, output, first_node, block.backward)
@@ -273,7 +288,7 @@ class PhaseTracker:
             step.memory.end_call(
                 self._memory_name(block),
                 output,
-                is_recomputed=current_graph_task_id() != -1,
+                is_recomputed=now.is_second,
                 is_abandoned=failed and not self._running,
             )
         self._begin_phase(step, following)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, cast
@@ -31,9 +31,10 @@ from umem.core.errors import TraceError
 from umem.runtime.model_parts import optimizer_parameters, plain_tensors
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.state import is_enabled, runtime
+from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.hidden import hide
-from umem.runtime.torch_hooks.modules import HookErrors, hook_calls
-from umem.torch_compat import current_graph_task_id
+from umem.runtime.torch_hooks.modules import HookErrors
+from umem.runtime.torch_hooks.passes import Pass
 from umem.trace import Trace
 
 __all__ = ["StepRecording", "record"]
@@ -41,7 +42,7 @@ __all__ = ["StepRecording", "record"]
 _MAX_METADATA_TEXT = 1000
 
 
-class StepRecording:
+class StepRecording(Listener):
     """A recording of a training run's steps; made by :func:`umem.record`.
 
     As a context manager it records the steps that run inside the block. It removes its hooks as
@@ -222,8 +223,7 @@ class StepRecording:
         uncompiled = self._guard.uncompiled
         before, after = uncompiled(self._before_optimizer), uncompiled(self._after_optimizer)
         with ExitStack() as hooks:
-            for undo in hook_calls(model, self._on_call, on_error=self._guard.on_error):
-                hooks.callback(undo)
+            hooks.callback(Hearing(self, Order.SHAPES, self._guard.on_error, model).close)
             # Ahead of the hook that streams the step, which is part of it.
             hooks.callback(hide(optimizer.register_step_pre_hook(before), "first"))
             hooks.callback(hide(optimizer.register_step_post_hook(after)))
@@ -246,9 +246,9 @@ class StepRecording:
         self._error = self._error or error
         self._stop()
 
-    def _on_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        is_recomputed = current_graph_task_id() != -1  # by a checkpoint
-        if torch.is_grad_enabled() and not is_recomputed:
+    def pass_begins(self, now: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what the call is like."""
+        if now.has_gradients and not now.is_second:
             self._watch.add(args, kwargs, note_storages=self._signature is None)
 
     def _make_memory_tracker(self) -> MemoryTracker:

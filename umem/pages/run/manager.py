@@ -36,9 +36,10 @@ from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintEngine
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import buffers_of, memory_bytes, optimizer_parameters
+from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import HookErrors
-from umem.torch_compat import current_graph_task_id
+from umem.runtime.torch_hooks.passes import Pass
 from umem.trace import Trace, live_bytes
 
 __all__ = ["Manager"]
@@ -61,7 +62,7 @@ _LONGEST_RECORDING = 64
 """Steps after which a recording without enough equal steps is given up."""
 
 
-class Manager:
+class Manager(Listener):
     """Keeps a training within its device budget; made by :func:`umem.manage`.
 
     It is a state machine: :data:`umem.pages.run.states.TRANSITIONS` says which event leads from
@@ -102,11 +103,7 @@ class Manager:
         # Released even if nobody calls close(); not at exit, when the allocator goes too.
         weakref.finalize(self, self._mapped.release).atexit = False
         self._undo = [
-            # First, because FSDP's own hook replaces the optimizer's parameters by gathered ones.
-            hide(
-                model.register_forward_pre_hook(self._guard(self._on_call), with_kwargs=True),
-                "first",
-            ),
+            Hearing(self, Order.STEP, self._fail, model).close,
             # A compiled step calls these two hooks outside of the compiled code.
             hide(optimizer.register_step_pre_hook(self._guard.uncompiled(self._optimizer_begins))),
             hide(optimizer.register_step_post_hook(self._guard.uncompiled(self._optimizer_ends))),
@@ -222,16 +219,12 @@ class Manager:
 
     # ------------------------------------------------------------------ hooks
 
-    def _on_call(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def pass_begins(self, now: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a step with the first pass of a training."""
         if self._state is ManagerState.OFF:
             self._end_recording()  # not in `_fail`, which may run inside the optimizer's hooks
             return
-        if (
-            torch.compiler.is_compiling()
-            or not torch.is_grad_enabled()
-            or current_graph_task_id() != -1  # a checkpoint computes again
-            or self._progress.is_in_step
-        ):
+        if not now.has_gradients or now.is_second or self._progress.is_in_step:
             return
         self._progress.is_in_step = True
         if not self._machine.is_capturing():  # a captured step runs without the plan

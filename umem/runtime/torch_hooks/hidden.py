@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from umem.torch_compat import fx_is_tracing, tracing_state
 
-__all__ = ["are_called", "hidden_in", "hide", "uncalled"]
+__all__ = ["Place", "Undo", "are_called", "hidden_in", "hide", "uncalled"]
 
 Undo = Callable[[], None]
 Place = Literal["first", "in order", "last"]

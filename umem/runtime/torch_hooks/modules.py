@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from umem.runtime.torch_hooks.hidden import Undo, are_called, hide
+from umem.runtime.torch_hooks.hidden import Place, Undo, are_called, hide
 from umem.torch_compat import compiled_call, set_compiled_call
 
 __all__ = ["HookErrors", "Undo", "enter_running_forward", "hook_calls", "hook_running_forward"]
@@ -104,20 +104,23 @@ def hook_calls(
     enter: Callable[[tuple[Any, ...], dict[str, Any]], None],
     leave: Callable[..., None] | None = None,
     on_error: OnError = _raise,
+    *,
+    place: Place = "in order",
 ) -> list[Undo]:
     """Call functions at both ends of every call of one module; each result removes one hook.
 
     `enter` is called with the positional and the keyword arguments of the call; `leave` with its
     result, and with ``failed``: whether an exception has ended it. An exception of either function
-    goes to `on_error`, by default to the module's caller. If the module was compiled in place, the
-    hooks are around the compiled function.
+    goes to `on_error`, by default to the module's caller. `place` is that of `enter` among the
+    module's own hooks. If the module was compiled in place, the hooks are around the compiled
+    function.
     """
     if compiled_call(module) is not None:
         return [_hook_compiled(module, enter, leave, on_error)]
     if module in _forward_hooks:
         return [_hook_forward(module, enter, leave, on_error)]
     before = _Before(enter, on_error)
-    undo = [hide(module.register_forward_pre_hook(before, with_kwargs=True))]
+    undo = [hide(module.register_forward_pre_hook(before, with_kwargs=True), place)]
     if leave is not None:
         after = _After(leave, on_error)
         undo.append(hide(module.register_forward_hook(after, always_call=True)))

@@ -24,10 +24,11 @@ from torch import nn
 
 from umem.capture.live import Block
 from umem.offloading import ActivationStatistics, ActivationStore
-from umem.offloading.store import in_backward_or_compiler
 from umem.runtime.model_parts import buffers_of, tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
-from umem.runtime.torch_hooks.modules import HookErrors, Undo, hook_calls
+from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
+from umem.runtime.torch_hooks.modules import HookErrors
+from umem.runtime.torch_hooks.passes import Pass
 from umem.torch_compat import compiled_call
 
 __all__ = ["CopiedActivations", "is_compiled"]
@@ -86,7 +87,7 @@ class _Pass:
         """Let go of the device's memory. Returns its bytes."""
         return sum(self._store.release(key, ordinals) for key, ordinals in call.parts)
 
-    def watch(self, tensors: Iterable[torch.Tensor], guard: HookErrors) -> None:
+    def watch(self, tensors: Iterable[torch.Tensor], errors: HookErrors) -> None:
         """Fetch what comes next when the backward pass reaches what has made these tensors."""
         last = len(self.calls) - 1
         nodes = nodes_of(tensors)
@@ -95,7 +96,7 @@ class _Pass:
         if not any(call.is_copied for call in self.calls[first:]):
             return
         # The nodes hold this object, and it goes with the graph.
-        reached = guard(partial(self._reached, first, last))
+        reached = errors(partial(self._reached, first, last))
         for node in nodes:
             node.register_prehook(reached)
 
@@ -118,8 +119,8 @@ class _Running(threading.local):
     call: _Call | None = None
 
 
-class CopiedActivations:
-    """Hooks on a model and its blocks that copy activations.
+class CopiedActivations(Listener):
+    """What copies the activations of a model's blocks.
 
     Blocks with compiled modules keep what they save.
 
@@ -147,13 +148,13 @@ class CopiedActivations:
         self._model = weakref.ref(model)
         self._blocks = {it.name: it for it in blocks if not is_compiled(it.module)}
         self._store = store
-        self._guard = HookErrors(on_error)
+        self._errors = HookErrors(on_error)
         self._copied: Mapping[str, str | None] = {}
         self._fetch_ahead = 1
         self._is_measuring = False
         self._with_buffers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """The modules that had some when the plan was set: to search all of them takes long."""
-        self._undo: list[Undo] = []
+        self._hearing: Hearing | None = None
         self._running = _Running()
         self._released_bytes = self._returned_bytes = 0
 
@@ -187,18 +188,15 @@ class CopiedActivations:
         self._is_measuring = is_measuring
         if is_measuring:
             self.saved_bytes = {}
-        self._remove_hooks()
+        self._stop_hearing()
         model = self._model()
         if (self._copied or is_measuring) and model is not None:
             self._store.keep(model.parameters(), permanent=True)
             self._with_buffers = weakref.WeakSet(
                 it for it in model.modules() if buffers_of(it, recurse=False)
             )
-            fail = self._guard.on_error
-            self._undo += hook_calls(model, self._begin, self._end, fail)
-            for name, block in self._blocks.items():
-                enter = partial(self._enter, name)
-                self._undo += hook_calls(block.module, enter, self._leave, fail)
+            blocks = {name: it.module for name, it in self._blocks.items()}
+            self._hearing = Hearing(self, Order.ACTIVATIONS, self._errors.on_error, model, blocks)
 
     def begin_step(self) -> None:
         """Count what is away from now on; nothing is between steps."""
@@ -210,42 +208,42 @@ class CopiedActivations:
         return max(0, self._released_bytes - back_bytes)
 
     def close(self) -> None:
-        """Remove the hooks and give host memory back; graphs that are alive keep working."""
-        self._remove_hooks()
+        """Copy nothing more and give host memory back; graphs that are alive keep working."""
+        self._stop_hearing()
         self._store.close()
 
-    def _remove_hooks(self) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+    def _stop_hearing(self) -> None:
+        if self._hearing is not None:
+            self._hearing.close()
+            self._hearing = None
         self._store.close_groups()
         self._running.forward = self._running.call = None
 
-    # ------------------------------------------------------------------ hooks
+    # ------------------------------------------------------------------ passes
 
-    def _begin(self, args: object, kwargs: object) -> None:
-        """The model is called."""
-        if in_backward_or_compiler():
+    def pass_begins(self, now: Pass, args: object, kwargs: object) -> None:
+        """Begin a forward pass."""
+        if not now.is_forward:
             return
         running = self._running
         self._store.close_groups()  # an interrupt ends a call without the hooks behind it
         running.forward = running.call = None
-        if not torch.is_grad_enabled():
+        if not now.has_gradients:
             return
         buffers = (buffer for it in self._with_buffers for buffer in buffers_of(it, recurse=False))
         self._store.keep([*buffers, *tensors_in((args, kwargs))])
         running.forward = _Pass(self._store, self._fetch_ahead)
         self._store.open_group(running.forward.model_key)
 
-    def _enter(self, name: str, args: object, kwargs: object) -> None:
-        """A block is called."""
+    def block_begins(self, name: str, now: Pass, args: object, kwargs: object) -> None:
+        """Let go of what has to leave before the block, and see what it saves."""
         running = self._running
         forward = running.forward
-        if forward is None or running.call is not None or in_backward_or_compiler():
+        if forward is None or running.call is not None or not now.is_forward:
             return
         if not forward.is_watched:
             # A reentrant checkpoint makes the graph behind its block.
-            forward.watch(tensors_in((args, kwargs)), self._guard)
+            forward.watch(tensors_in((args, kwargs)), self._errors)
         self._release(forward, name)
         before = self._copied.get(name)
         running.call = call = _Call(name, name in self._copied, before, forward.take_between())
@@ -257,11 +255,11 @@ class CopiedActivations:
             if call.has_group:
                 call.parts.append((key, None))
 
-    def _leave(self, output: object, *, failed: bool) -> None:
-        """A block's call ends."""
+    def block_ends(self, _name: str, now: Pass, output: object, *, failed: bool) -> None:
+        """Start the copy of what the block has saved."""
         running = self._running
         forward, call = running.forward, running.call
-        if forward is None or call is None or in_backward_or_compiler():
+        if forward is None or call is None or not now.is_forward:
             return
         running.call = None
         if call.is_open:
@@ -276,20 +274,20 @@ class CopiedActivations:
         forward.calls.append(call)
         # Without gradients, as in a reentrant checkpoint, the output is of no graph, even if a part
         # of the block has made one.
-        forward.watch(tensors_in(output) if torch.is_grad_enabled() else (), self._guard)
+        forward.watch(tensors_in(output) if now.has_gradients else (), self._errors)
 
-    def _end(self, output: object, *, failed: bool) -> None:
-        """The model's call ends."""
+    def pass_ends(self, now: Pass, output: object, *, failed: bool) -> None:
+        """Let go of what is still on the device."""
         running = self._running
         forward = running.forward
-        if forward is None or in_backward_or_compiler():
+        if forward is None or not now.is_forward:
             return
         self._store.close_groups()
         running.forward = running.call = None
         if failed:
             return
         self._release(forward, None)
-        forward.watch(tensors_in(output), self._guard)
+        forward.watch(tensors_in(output), self._errors)
         if self._is_measuring:
             self._end_measuring(forward)
 

@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import PlanError
 from umem.runtime.aliases import has_alias
 from umem.runtime.guard import Guard, are_plain
 from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.gradients.clipped_gradients import ClippedGradients
 from umem.streaming.stage.lanes import Lane, Lanes, Moment
 from umem.streaming.stage.sharded_parameters import (
@@ -486,19 +486,15 @@ class StreamedStep:
 
     # ------------------------------------------------------------------ waiting
 
-    def enter(self, name: str, *_: object) -> None:
-        """Before a block's forward pass: a hook, with the name."""
-        if self.units.pool.leaving and not is_compiling():
+    def enter(self, name: str, now: Pass) -> None:
+        """Send state home and wait for a block's update, before a pass through it."""
+        if self.units.pool.leaving:
             self.units.send_state_home()
-        self.wait(name)
+        self.wait(name, now)
 
-    def wait(self, name: str) -> None:
-        """Wait for the update of a unit, before the forward pass that uses it."""
-        if is_compiling():
-            # Compiled code checks the classes of its parameters before it runs.
-            self.may_defer = False
-            return
-        if current_graph_task_id() == -1:  # a checkpoint's second pass is in the other order
+    def wait(self, name: str, now: Pass) -> None:
+        """Wait for the update of a unit, before a pass that uses it."""
+        if not now.is_second:  # which is in the other order
             self._called.setdefault(name)
         unit = self.units.get(name)
         if unit is not None and unit.pending is not None:

@@ -12,18 +12,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import nn
 
 from umem.capture.live import Block
-from umem.offloading.store import in_backward_or_compiler
-from umem.runtime.model_parts import tensors_in
-from umem.runtime.torch_hooks.backward import nodes_of
-from umem.runtime.torch_hooks.modules import HookErrors, Undo, hook_calls
+from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
+from umem.runtime.torch_hooks.modules import HookErrors
+from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.step.units import StreamedUnits
-from umem.torch_compat import current_graph_task_id
 
 __all__ = ["TemporaryPlan", "TemporarySlots"]
 
@@ -42,8 +38,8 @@ class TemporaryPlan:
     """Backward passes in a step. Slots are made in the last one."""
 
 
-class TemporarySlots:
-    """Hooks on a model and its blocks that make and free the slots.
+class TemporarySlots(Listener):
+    """What makes and frees the slots, in the passes of a model.
 
     Parameters
     ----------
@@ -73,73 +69,61 @@ class TemporarySlots:
         self._blocks = blocks
         self._units = units
         self._may_make = may_make
-        self._guard = HookErrors(on_error)
+        self._errors = HookErrors(on_error)
         self._places = {it.name: place for place, it in enumerate(blocks)}
         self._passes = 0
         """Forward passes since the last step."""
-        self._undo: list[Undo] = []
+        self._hearing: Hearing | None = None
 
     def set_plan(self, plan: TemporaryPlan) -> None:
         """Make and free slots by a plan from now on. Not within a call of the model."""
         self.plan = plan
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        if self._hearing is not None:
+            self._hearing.close()
+            self._hearing = None
         self._units.free_temporary()
         model = self._model()
         if plan.made_in and model is not None:
-            fail = self._guard.on_error
-            self._undo += hook_calls(model, self._begin, self._end, fail)
-            for block in self._blocks:
-                enter, leave = partial(self._enter, block.name), partial(self._leave, block.name)
-                self._undo += hook_calls(block.module, enter, leave, fail)
+            blocks = {it.name: it.module for it in self._blocks}
+            self._hearing = Hearing(self, Order.TEMPORARY, self._errors.on_error, model, blocks)
 
     def step_begins(self) -> None:
         """The optimizer steps: the last slots are made, and batches are counted anew."""
         if None in self.plan.made_in:
-            self._guard(self._make_all)()
+            self._errors(self._make_all)()
         self._passes = 0
 
     def close(self) -> None:
         """Remove the hooks."""
         self.set_plan(TemporaryPlan())
 
-    # ------------------------------------------------------------------ hooks
+    # ------------------------------------------------------------------ passes
 
-    def _begin(self, _args: object, _kwargs: object) -> None:
-        """The model is called."""
-        if torch.is_grad_enabled() and not in_backward_or_compiler():
-            self._passes += 1
-        self._free(lambda name: name is not None and name not in self._places)
+    def pass_begins(self, now: Pass, _args: object, _kwargs: object) -> None:
+        """Count a batch, and free slots that no block is named for."""
+        self._passes += now.is_training
+        self._free(now, lambda name: name is not None and name not in self._places)
 
-    def _enter(self, name: str, _args: object, _kwargs: object) -> None:
-        """A block is called, by the model or by a checkpoint."""
-        if current_graph_task_id() != -1:
-            self._reached(name)
+    def block_begins(self, name: str, now: Pass, _args: object, _kwargs: object) -> None:
+        """Free the slots whose memory the block needs, or make some for a checkpoint's."""
+        if now.is_second:
+            self.block_reached(name)
         else:
-            self._free(lambda before: before == name)
+            self._free(now, lambda before: before == name)
 
-    def _leave(self, name: str, output: object, *, failed: bool) -> None:
-        """A block's call ends."""
-        if failed or not torch.is_grad_enabled() or in_backward_or_compiler():
-            return
-        reached = self._guard(partial(self._reached, name))
-        for node in nodes_of(tensors_in(output)):
-            node.register_prehook(reached)
-
-    def _end(self, _output: object, *, failed: bool) -> None:
-        """The model's call ends."""
+    def pass_ends(self, now: Pass, _output: object, *, failed: bool) -> None:
+        """Free all slots."""
         if not failed:
-            self._free(lambda _: True)
+            self._free(now, lambda _: True)
 
-    def _free(self, is_due: Callable[[str | None], bool]) -> None:
+    def _free(self, now: Pass, is_due: Callable[[str | None], bool]) -> None:
         """Free slots up to the last one that is due."""
         due = [number for number, name in enumerate(self.plan.freed_before) if is_due(name)]
-        if due and not in_backward_or_compiler():
+        if due and now.is_forward:
             self._units.free_temporary(due[-1] + 1)
 
-    def _reached(self, name: str, *_: object) -> None:
-        """The backward pass comes to a block."""
+    def block_reached(self, name: str) -> None:
+        """Make the slots that are due, from what the block behind has saved."""
         if self._is_due():
             place = self._places[name]
             made_in = [self._places.get(it, -1) for it in self.plan.made_in if it is not None]

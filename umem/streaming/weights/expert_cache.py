@@ -26,10 +26,10 @@ from umem.cuda import bindings
 from umem.runtime.aliases import has_alias
 from umem.runtime.cuda_streams import run_on
 from umem.runtime.guard import Guard, are_plain
+from umem.runtime.torch_hooks.passes import running_pass
 from umem.streaming.stage.lanes import Lanes
 from umem.torch_compat import (
     InferenceMode,
-    function_transform_level,
     version_counter,
 )
 
@@ -328,7 +328,7 @@ class CachedExperts(Guard):
         if (
             torch.compiler.is_compiling()
             or self._lanes.is_capturing()
-            or function_transform_level() is not None
+            or running_pass().is_transform
             or self._lanes.stream_key() != self._stream
             or chosen.device != table.device
             or chosen.numel() > cached.experts

@@ -29,11 +29,10 @@ from umem.core.units import format_bytes
 from umem.runtime.held_memory import is_held
 from umem.runtime.model_parts import buffers_of, plain_tensors, tensors_in
 from umem.runtime.torch_hooks.modules import Undo, hook_calls
+from umem.runtime.torch_hooks.passes import running_pass
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.lanes import Copy, Lane, Lanes, Moment
 from umem.torch_compat import (
-    current_graph_task_id,
-    function_transform_level,
     storage_key,
     storage_use_count,
     version_counter,
@@ -213,8 +212,7 @@ class KeptOutputs:
         if (
             self._is_closed
             or torch.is_grad_enabled()
-            or current_graph_task_id() != -1
-            or function_transform_level() is not None
+            or not running_pass().is_forward
             or self._lanes.is_capturing()
         ):
             return

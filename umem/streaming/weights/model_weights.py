@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +24,10 @@ from umem.core.units import format_bytes
 from umem.offloading import ActivationStore
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import buffers_of, weight_classes
+from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.graphed import graphed_tensors
-from umem.runtime.torch_hooks.modules import Undo, hook_calls, hook_running_forward
+from umem.runtime.torch_hooks.modules import hook_running_forward
+from umem.runtime.torch_hooks.passes import Pass, is_forward_pass
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.plan.state_plan import least_slack_bytes
 from umem.streaming.plan.training_plan import WEIGHT_SLOTS
@@ -43,11 +46,7 @@ from umem.streaming.weights.streamed_weights import (
     WeightCounts,
 )
 from umem.streaming.weights.weight_parts import weight_parts
-from umem.torch_compat import (
-    InferenceMode,
-    current_graph_task_id,
-    function_transform_level,
-)
+from umem.torch_compat import InferenceMode
 
 __all__ = ["ModelWeights", "WeightStatus"]
 
@@ -103,8 +102,8 @@ class _Unit:
     experts: Experts
 
 
-class ModelWeights:
-    """Hooks on a model that place its weights before a call.
+class ModelWeights(Listener):
+    """What places a model's weights before its calls.
 
     Parameters
     ----------
@@ -179,13 +178,12 @@ class ModelWeights:
         self._least_bytes: int | None = None
         """None until it is asked for, as every call of several models does."""
         self._managed_run = new_run(model, "call", functools.partial(_late, weakref.ref(self)))
-        self._undo: list[Undo] = []
         self._is_called = False
-        """Between the two hooks on the model's call."""
-        self._hook_model(model)
-        for block in find_blocks(model, None)[:1]:
-            enter = functools.partial(self._enter_first, block)
-            self._undo += hook_calls(block.module, enter, None, self._fail)
+        """Between begin and end of the model's call."""
+        first = {it.name: it.module for it in find_blocks(model, None)[:1]}
+        self._first = [weakref.ref(it) for it in first.values()]
+        """The block by which a pass is known to begin where the model is not called."""
+        self._hearing = Hearing(self, Order.WEIGHTS, self._fail, model, first)
         self._shared.join(self)
 
     def status(self) -> WeightStatus:
@@ -247,10 +245,8 @@ class ModelWeights:
             self.exclude(graphed)
 
     def close(self) -> None:
-        """Remove the hooks; weights stay where they are."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        """Move nothing more; weights stay where they are."""
+        self._hearing.close()
         if self.outputs is not None:
             self.outputs.close()
         self.streamed.close()
@@ -284,41 +280,36 @@ class ModelWeights:
         except Exception as error:
             self._fail(error)
 
-    def _hook_model(self, model: nn.Module) -> None:
-        self._undo += hook_calls(model, self._begin, self._end, self._fail)
-
-    def _begin(self, _args: object, _kwargs: object) -> None:
-        """The model is called."""
+    def pass_begins(self, _now: Pass, _args: object, _kwargs: object) -> None:
+        """Place weights, and move outputs of the call before."""
         self._is_called = True
         self.begin_call()
         if self.outputs is not None:
             self.outputs.begin_call()
 
-    def _end(self, _output: object, failed: bool) -> None:
+    def pass_ends(self, _now: Pass, _output: object, *, failed: bool) -> None:
+        """Look at what the program keeps."""
         self._is_called = False
         if self.outputs is not None:
             self.outputs.end_call(failed=failed)
 
-    def _enter_first(self, first: Block, _args: object, _kwargs: object) -> None:
-        """A pass begins: by a call of the model or, past its hooks, by its ``forward``."""
-        if self._is_called or current_graph_task_id() != -1 or torch.compiler.is_compiling():
+    def block_begins(self, _name: str, now: Pass, args: Any, kwargs: Any) -> None:
+        """The first block is called: by a call of the model or, past its hooks, by its `forward`.
+
+        The hooks go around that function then, and the block is heard no more.
+        """
+        if self._is_called or now.is_second:
             return
-        model = hook_running_forward(first.module)
+        first = self._first[0]()
+        model = None if first is None else hook_running_forward(first)
         if model is not None and model is self._model():
-            for undo in self._undo:
-                undo()
-            self._undo.clear()
-            self._hook_model(model)
-            self._begin((), {})
+            self._hearing.set_blocks({})
+            self._hearing.hook_anew()
+            self.pass_begins(now, (), {})
 
     def begin_call(self) -> None:
         """Look at what calls need before the next one, and place weights anew if they have to."""
-        if (
-            torch.compiler.is_compiling()
-            or current_graph_task_id() != -1
-            or function_transform_level() is not None
-            or self._lanes.is_capturing()
-        ):
+        if not is_forward_pass() or self._lanes.is_capturing():
             return
         self.streamed.begin_call()
         if self.is_driven or not self.may_place or not self._units:

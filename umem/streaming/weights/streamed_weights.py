@@ -30,18 +30,15 @@ from umem.offloading import ActivationStore
 from umem.runtime.guard import Guard
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward, nodes_of
+from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.function_attributes import let_go_of_lent
-from umem.runtime.torch_hooks.modules import HookErrors, Undo, hook_calls
+from umem.runtime.torch_hooks.modules import HookErrors, Undo
+from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.stage.lanes import Lanes, Moment
 from umem.streaming.weights.expert_cache import ExpertUse
 from umem.streaming.weights.experts import Experts
 from umem.streaming.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
-from umem.torch_compat import (
-    InferenceMode,
-    compiled_call,
-    current_graph_task_id,
-    function_transform_level,
-)
+from umem.torch_compat import InferenceMode
 
 __all__ = ["ExtraSlots", "StreamedBlock", "StreamedWeights", "WeightCounts", "forget_copies"]
 
@@ -94,7 +91,9 @@ class ExtraSlots(NamedTuple):
     backward: int
 
 
-class _Pass(IntEnum):
+class _Kind(IntEnum):
+    """What a use of a block's weights is for."""
+
     INFERENCE = 0
     """A forward pass without gradients."""
     FORWARD = 1
@@ -105,10 +104,10 @@ class _Pass(IntEnum):
     @property
     def has_experts(self) -> bool:
         """Whether tables of experts are staged."""
-        return self is not _Pass.FEW_TOKENS
+        return self is not _Kind.FEW_TOKENS
 
 
-_Event = tuple[_Pass, int]
+_Event = tuple[_Kind, int]
 """A block's number in a pass."""
 
 
@@ -132,8 +131,8 @@ class _Running(threading.local):
         self.calls: list[_Call] = []
 
 
-class StreamedWeights:
-    """Hooks on blocks that stage their weights.
+class StreamedWeights(Listener):
+    """What stages the weights of blocks for their calls.
 
     Parameters
     ----------
@@ -163,10 +162,11 @@ class StreamedWeights:
         self._lanes = lanes
         self._memory = memory
         self._store = store
-        self._guard = HookErrors(on_error)
+        self._errors = HookErrors(on_error)
         self._lock = threading.RLock()
         self._staged: list[StagedWeights] = []
         """By number, in forward order."""
+        self._named: dict[str, StagedWeights] = {}
         self._buffers: list[StagingBuffer] = []
         self._slots = 0
         self._extra: dict[_Event, int] = {}
@@ -176,7 +176,7 @@ class StreamedWeights:
         self._few_rows = 0
         """Calls of blocks with at most so many rows are of few tokens. It is the same for all
         blocks: what follows one without experts depends on it too."""
-        self._passes: Counter[_Pass] = Counter()
+        self._passes: Counter[_Kind] = Counter()
         self._successors: dict[_Event, _Event] = {}
         self._expected: dict[tuple[_Event, int], list[_Event]] = {}
         """By a pass and a number of blocks, those with weights to copy that are expected behind it,
@@ -185,11 +185,7 @@ class StreamedWeights:
         self._in_backward: StagedWeights | None = None
         """The block that the backward pass is in."""
         self._running = _Running()
-        self._modules: list[weakref.ref[nn.Module]] = []
-        """The blocks, in forward order."""
-        self._compiled: list[object] = []
-        """What they were compiled to when they were hooked."""
-        self._unhook: list[Undo] = []
+        self._hearing: Hearing | None = None
         self._undo: list[Undo] = []
         _every.add(self)
 
@@ -222,8 +218,8 @@ class StreamedWeights:
     @property
     def few_and_many(self) -> tuple[int, int]:
         """Number of passes of few tokens and of others, since these blocks are streamed."""
-        few = self._passes[_Pass.FEW_TOKENS]
-        return few, self._passes.total() - few - self._passes[_Pass.BACKWARD]
+        few = self._passes[_Kind.FEW_TOKENS]
+        return few, self._passes.total() - few - self._passes[_Kind.BACKWARD]
 
     @property
     def is_in_use(self) -> bool:
@@ -268,6 +264,7 @@ class StreamedWeights:
                 for it in blocks
             ]
             self._numbers = {id(it): number for number, it in enumerate(self._staged)}
+            self._named = {it.name: it for it in self._staged}
             self._few_rows = min(filter(None, (it.experts.few_rows for it in blocks)), default=0)
             self._slots = slots
             self._extra = {
@@ -275,7 +272,7 @@ class StreamedWeights:
                 for number, it in enumerate(self._staged)
                 for found in [(extra or {}).get(it.name)]
                 if found is not None
-                for kind, count in zip((_Pass.FORWARD, _Pass.BACKWARD), found, strict=True)
+                for kind, count in zip((_Kind.FORWARD, _Kind.BACKWARD), found, strict=True)
             }
             self._slot_bytes = max((it.size_bytes for it in self._staged), default=0)
             if not self._slot_bytes:
@@ -284,8 +281,13 @@ class StreamedWeights:
             self._buffers = [it for _ in range(slots) if (it := self._new_buffer()) is not None]
             for staged, block in zip(self._staged, blocks, strict=True):
                 staged.make_cache(block.cached_share)
-            self._modules = [weakref.ref(it.module) for it in blocks]
-            self._hook_blocks()
+            self._hearing = Hearing(
+                self,
+                Order.STAGED_WEIGHTS,
+                self._errors.on_error,
+                None,
+                {it.name: it.module for it in blocks},
+            )
             # What is global holds no strong reference: this object goes with the blocks.
             ends = partial(_backward_ends, weakref.ref(self))
             listener = hook_backward(lambda _: None, ends)
@@ -295,22 +297,6 @@ class StreamedWeights:
             end = weakref.finalize(self, _end, listener, self._lanes, self._buffers, guards)
             end.atexit = False
             self._undo.append(end)
-
-    def _hook_blocks(self) -> None:
-        for undo in self._unhook:
-            undo()
-        self._unhook.clear()
-        for staged, reference in zip(self._staged, self._modules, strict=True):
-            module = reference()
-            if module is not None:
-                enter, leave = partial(self._enter, staged), partial(self._leave, staged)
-                self._unhook += hook_calls(module, enter, leave, self._guard.on_error)
-        self._compiled = self._compiled_calls()
-
-    def _compiled_calls(self) -> list[object]:
-        """Of each block, the function that it was compiled to in place; None if it was not."""
-        modules = (it() for it in self._modules)
-        return [None if it is None else compiled_call(it) for it in modules]
 
     def close(self) -> None:
         """Remove the hooks. Weights stay at home."""
@@ -358,9 +344,11 @@ class StreamedWeights:
             return bool(waiting)
 
     def _clear(self) -> None:
-        for undo in (*self._unhook, *self._undo):
+        if self._hearing is not None:
+            self._hearing.close()
+            self._hearing = None
+        for undo in self._undo:
             undo()
-        self._unhook.clear()
         self._undo.clear()
         self.end_backward()
         for staged in self._staged:
@@ -371,8 +359,7 @@ class StreamedWeights:
                 staged.cache.release()
         for buffer in self._buffers:
             buffer.let_go(self._lanes)
-        self._buffers, self._staged, self._numbers = [], [], {}
-        self._modules, self._compiled = [], []
+        self._buffers, self._staged, self._numbers, self._named = [], [], {}, {}
         self._passes.clear()
         self._successors.clear()
         self._expected.clear()
@@ -383,65 +370,60 @@ class StreamedWeights:
             memory = self._memory.buffer(self._slot_bytes)
         return None if memory is None else StagingBuffer(memory, self._lanes.mark())
 
-    # ------------------------------------------------------------------ hooks
+    # ------------------------------------------------------------------ passes
 
     def begin_call(self) -> None:
         """The model is called: an interrupt may have ended the call before without its hooks."""
         while self._running.calls:
             self._end_call(self._running.calls[-1])
             self._running.calls.pop()
-        if self._compiled_calls() != self._compiled:
-            with self._lock:
-                self._hook_blocks()  # around what the blocks were compiled to since
+        if self._hearing is not None:
+            self._hearing.hook_compiled()
 
-    def _enter(self, staged: StagedWeights, args: object, kwargs: object) -> None:
-        """A block is called."""
+    def block_begins(self, name: str, now: Pass, args: object, kwargs: object) -> None:
+        """Stage the block's weights."""
+        staged = self._named[name]
         call = _Call(self._store.open_groups)
         self._running.calls.append(call)
         if self._lanes.is_capturing():
             # The graph replays with what it was captured with: homes never change their address.
             self.was_captured = True
-        elif function_transform_level() is not None:
+        elif now.is_transform:
             pass  # weights are wrapped there; they are used at home
-        elif current_graph_task_id() != -1:  # a checkpoint's second forward pass
+        elif now.is_second:
             self._enter_backward(staged)
         else:
             if self._in_backward is not None:
                 self.end_backward()
-            call.makes_graph = torch.is_grad_enabled()
+            call.makes_graph = now.has_gradients
             call.used = staged  # an interrupt may come at any time
             if call.makes_graph and staged.has_subclasses:
                 call.inputs = nodes_of(tensors_in((args, kwargs)))
-            is_used = self._use(self._kind_of_call((args, kwargs)), staged, call)
+            is_used = self._use(self._kind_of_call(now, (args, kwargs)), staged, call)
             if is_used and call.makes_graph:
                 # What autograd saves of the weights is found again by name.
                 self._store.open_group(object(), ())
 
-    def _kind_of_call(self, arguments: object) -> _Pass:
-        if torch.is_grad_enabled():
-            return _Pass.FORWARD
+    def _kind_of_call(self, now: Pass, arguments: object) -> _Kind:
+        if now.has_gradients:
+            return _Kind.FORWARD
         if self._few_rows:
             rows = (it.shape[:-1].numel() for it in tensors_in(arguments) if it.is_floating_point())
             if 0 < next(rows, 0) <= self._few_rows:
-                return _Pass.FEW_TOKENS
-        return _Pass.INFERENCE
+                return _Kind.FEW_TOKENS
+        return _Kind.INFERENCE
 
-    def _leave(self, staged: StagedWeights, output: object, *, failed: bool) -> None:
-        """A block's call ends."""
+    def block_ends(self, name: str, _now: Pass, output: object, *, failed: bool) -> None:
+        """End the use of its weights."""
         if not self._running.calls:
             return
-        call = self._running.calls[-1]
-        nodes = nodes_of(tensors_in(output)) if call.makes_graph and not failed else []
+        call, staged = self._running.calls[-1], self._named[name]
         try:
-            if nodes and staged.has_subclasses and staged.have_views():
-                let_go_of_lent(nodes, call.inputs)
+            if call.makes_graph and not failed and staged.has_subclasses and staged.have_views():
+                let_go_of_lent(nodes_of(tensors_in(output)), call.inputs)
         finally:
             self._end_call(call)
             self._running.calls.pop()
-        if nodes:
-            reached = self._guard(partial(self._reach, staged))
-            for node in nodes:
-                node.register_prehook(reached)
 
     def _end_call(self, call: _Call) -> None:
         # Its own group, if it came so far as to open one; and what an interrupt has left of others.
@@ -449,10 +431,10 @@ class StreamedWeights:
         if call.used is not None:
             self._end_use(call.used, call)
 
-    def _reach(self, staged: StagedWeights, _gradients: object) -> None:
-        """The backward pass comes to a block."""
+    def block_reached(self, name: str) -> None:
+        """Stage the block's weights for its backward pass."""
         if not self._lanes.is_capturing():
-            self._enter_backward(staged)
+            self._enter_backward(self._named[name])
 
     def _enter_backward(self, staged: StagedWeights) -> None:
         with self._lock:
@@ -460,12 +442,12 @@ class StreamedWeights:
                 return
             self.end_backward()
             self._in_backward = staged
-            if not self._use(_Pass.BACKWARD, staged, self):
+            if not self._use(_Kind.BACKWARD, staged, self):
                 self._in_backward = None
 
     def backward_ends(self) -> None:
         """A backward pass of the process has ended. Nothing is raised."""
-        self._guard(self.end_backward)()
+        self._errors(self.end_backward)()
 
     def end_backward(self) -> None:
         """The backward pass has left the block that it was in."""
@@ -476,7 +458,7 @@ class StreamedWeights:
 
     # ------------------------------------------------------------------ staging
 
-    def _use(self, kind: _Pass, staged: StagedWeights, user: object) -> bool:
+    def _use(self, kind: _Kind, staged: StagedWeights, user: object) -> bool:
         """Begin a use of a block's weights; returns False for want of a buffer."""
         with self._lock:
             event = kind, self._numbers[id(staged)]
@@ -510,8 +492,8 @@ class StreamedWeights:
         """Note that a pass follows the last one."""
         last, self._last = self._last, event
         # After a token the next token is expected, also if a prompt has come last time.
-        is_prompt = event[0] is _Pass.INFERENCE
-        if last is None or (is_prompt and last[0] is _Pass.FEW_TOKENS):
+        is_prompt = event[0] is _Kind.INFERENCE
+        if last is None or (is_prompt and last[0] is _Kind.FEW_TOKENS):
             return
         if self._successors.get(last) != event:
             self._expected.clear()  # first: an interrupt must not leave what is no more expected
@@ -576,7 +558,7 @@ class StreamedWeights:
             buffer.let_go(self._lanes)
 
     def _fetch(
-        self, staged: StagedWeights, buffer: StagingBuffer, kind: _Pass, asked: Moment = None
+        self, staged: StagedWeights, buffer: StagingBuffer, kind: _Kind, asked: Moment = None
     ) -> None:
         if buffer.holder is not None:
             buffer.holder.drop()
@@ -587,7 +569,7 @@ class StreamedWeights:
             self._expected.clear()  # the program has given all of it other memory
         self._counts.fetched += 1
 
-    def _wanted(self, event: _Event, most: int) -> dict[int, _Pass]:
+    def _wanted(self, event: _Event, most: int) -> dict[int, _Kind]:
         """Blocks in use, and those expected next, with their passes: as many as buffers may be."""
         kind = event[0]
         found = {
@@ -625,11 +607,11 @@ class StreamedWeights:
             return known
         kind, number = event
         last = len(self._staged) - 1
-        if kind is _Pass.BACKWARD:
-            return (kind, number - 1) if number else (_Pass.FORWARD, 0)
+        if kind is _Kind.BACKWARD:
+            return (kind, number - 1) if number else (_Kind.FORWARD, 0)
         if number < last:
             return kind, number + 1
-        return (_Pass.BACKWARD, last) if kind is _Pass.FORWARD else (kind, 0)
+        return (_Kind.BACKWARD, last) if kind is _Kind.FORWARD else (kind, 0)
 
     def _free_buffer(
         self, wanted: Collection[int], *, takes_wanted: bool = False
