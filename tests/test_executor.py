@@ -57,7 +57,7 @@ from umem.trace import check_trace, phase_of_access
 PLANNERS = ("planned", "lookahead", "fault")
 
 OWN_HOOKS = 4
-"""Hooks of a manager outside of recorded and planned steps: two on the model, two on its optimizer."""
+"""Of a manager outside of recorded and planned steps: two on the model, two on its optimizer."""
 
 
 @pytest.fixture(scope="module")
