@@ -179,7 +179,7 @@ def test_gradients_that_are_divided_in_another_way(foreach: bool | None) -> None
     def look(program: Program) -> None:
         if program.training is not None:
             pieces = [piece for unit in program.training.step.units for piece in unit.pieces]
-            wrapped.append(sum(it.state.is_wrapped for it in pieces if it.state is not None))
+            wrapped.append(sum(it.state.is_wrapped for it in pieces))
 
     runs = [
         Program(it, make_model=Sharded, make_optimizer=optimizer, prepare=replicate_gradients)
@@ -200,11 +200,11 @@ def test_state_is_fetched_ahead_and_leaves_behind_the_step() -> None:
     run.backward()
     assert run.training is not None
     pieces = [piece for unit in run.training.step.units for piece in unit.pieces]
-    staged = [it for it in pieces if it.state is not None and it.state.homes]
+    staged = [it for it in pieces if it.state.homes]
     assert [it.fetched is not None for it in staged[:3]] == [True, True, False]
     run.optimizer.step()
     leaving = run.training.step.units.pool.leaving
-    assert [piece for _, piece in leaving.values()] == staged[-2:]
+    assert list(leaving.values()) == staged[-2:]
     assert guard_of(first(run)) is not None
     assert first(run).shape == (WIDTH, WIDTH)
     assert not any(it.is_touched for it in staged)  # a question that needs no value

@@ -178,14 +178,14 @@ def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_leave_behind_
     assert run.training is not None
     run.backward()
     pieces = [piece for unit in run.training.step.units for piece in unit.pieces]
-    staged = [it for it in pieces if it.state is not None and it.state.homes]
+    staged = [it for it in pieces if it.state.homes]
     assert [it.fetched is not None for it in staged[:6]] == [True] * 5 + [False]
     slots = [it.slot for it in staged[:6] if it.slot is not None]
     assert [it.instead_of is not None for it in slots] == [False] * 2 + [True] * 3 + [False]
     run.optimizer.step()
     leaving = run.training.step.units.pool.leaving
     # And those that have the other slots last.
-    assert [piece for _, piece in leaving.values()] == [*staged[2:5], *staged[-2:]]
+    assert list(leaving.values()) == [*staged[2:5], *staged[-2:]]
     seen: list[int] = []
     run.model.register_forward_pre_hook(lambda *_: seen.append(len(leaving)))
     run.model.stem.register_forward_hook(lambda *_: seen.append(len(leaving)))

@@ -175,7 +175,7 @@ class Slot:
         self.free: Moment = made
         """The moment after the last copy out of it."""
         self.holder: Any = None
-        """The unit whose state was fetched last."""
+        """The piece whose state was fetched last."""
 
 
 class KnownValues:

@@ -11,7 +11,7 @@ from umem.streaming.gradients.clipped_gradients import ClippedGradients
 from umem.streaming.stage.lanes import Lane, Lanes, Moment
 from umem.streaming.step.call import ParameterGroups, StepCall, parameters_of
 from umem.streaming.step.operands import StagedOperands
-from umem.streaming.step.unit import StreamedUnit
+from umem.streaming.step.unit import Piece, StreamedUnit
 from umem.streaming.step.units import StreamedUnits
 
 __all__ = ["PieceUpdate", "PieceUpdates", "are_staged", "work_on_dtensors"]
@@ -21,7 +21,7 @@ __all__ = ["PieceUpdate", "PieceUpdates", "are_staged", "work_on_dtensors"]
 class PieceUpdate:
     """An update that is about to be queued."""
 
-    piece: StreamedUnit
+    piece: Piece
     part: ParameterGroups
     """The parameters that are updated."""
     is_last: bool
@@ -51,9 +51,9 @@ class PieceUpdates:
     def __init__(self, units: StreamedUnits, lanes: Lanes, clipped: ClippedGradients) -> None:
         self.last: Moment = None
         """The moment after the update that was queued last."""
-        self.queued: set[StreamedUnit] = set()
+        self.queued: set[Piece] = set()
         """The pieces whose updates were queued in this step, or have run."""
-        self._staying: dict[StreamedUnit, StagedOperands] = {}
+        self._staying: dict[Piece, StagedOperands] = {}
         """By piece, weights that were staged for an update and are not on their way home."""
         self._units = units
         self._lanes = lanes
@@ -61,10 +61,10 @@ class PieceUpdates:
 
     def of(self, unit: StreamedUnit, part: ParameterGroups | None) -> list[PieceUpdate]:
         """What is updated of a unit, one behind the other: `part`, or all that is queued."""
-        if not unit.divided:
-            return [PieceUpdate(unit, unit.queued if part is None else part, is_last=True)]
         pieces = unit.pieces[::-1] if self._units.runs_backward else unit.pieces
-        last = {it.state.divided: it for it in pieces if it.state is not None}
+        if pieces[0].state is unit.state:
+            return [PieceUpdate(pieces[0], unit.queued if part is None else part, is_last=True)]
+        last = {it.state.divided: it for it in pieces}
         updates = []
         for piece in pieces:
             some = piece.queued if part is None else _of_piece(part, piece)
@@ -87,7 +87,7 @@ class PieceUpdates:
         by_slot: dict[int, list[PieceUpdate]] = {}
         for it in updates:
             state, slot = it.piece.state, it.piece.slot
-            if state is not None and slot is not None:
+            if slot is not None:
                 some = parameters_of(it.part)
                 operands = self._units.operands(
                     some, state.span, self._clipped.factors, are_alone=are_alone
@@ -98,7 +98,6 @@ class PieceUpdates:
         for some_updates in by_slot.values():
             largest = max(some_updates, key=lambda it: it.operand_bytes)
             state, slot = largest.piece.state, largest.piece.slot
-            assert state is not None
             assert slot is not None
             # Pieces have about as much beside as much state, and the same slot serves many.
             share = slot.memory.nbytes / max(1, state.size_bytes)
@@ -127,20 +126,17 @@ class PieceUpdates:
         """
         have_weights = False
         for it in updates:
-            self._launch_piece(unit, it, call, ready)
+            self._launch_piece(it, call, ready)
             have_weights |= it.operands is not None and it.operands.has_weights
             unit.updated = it.piece.updated
         if have_weights:
             # Weights are updated when all of them are back.
             unit.updated = self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
-        unit.fetched, self.last = None, unit.updated
+        self.last = unit.updated
 
-    def _launch_piece(
-        self, unit: StreamedUnit, updated: PieceUpdate, call: StepCall, ready: Moment
-    ) -> None:
+    def _launch_piece(self, updated: PieceUpdate, call: StepCall, ready: Moment) -> None:
         piece, operands = updated.piece, updated.operands
         state, slot = piece.state, piece.slot
-        assert state is not None
         state.bind(slot)
         note = functools.partial(self.queued.add, piece)
         update = call.update(state, updated.part, operands, is_last=updated.is_last, note=note)
@@ -150,7 +146,7 @@ class PieceUpdates:
             self.queued.add(piece)
             piece.fetched, piece.updated = None, done
             # Behind the copies of other pieces, too.
-            piece.returned = unit.returned = lanes.run(Lane.COPY_OUT, lambda: None, [done])
+            piece.returned = piece.unit.returned = lanes.run(Lane.COPY_OUT, lambda: None, [done])
             return
         if piece.fetched is None:
             self._units.fetch(piece, ready)
@@ -162,7 +158,7 @@ class PieceUpdates:
         if operands is not None:
             self._staying[piece] = operands
         # Before it runs: behind an error, what the update has changed goes home all the same.
-        self._units.pool.leaving[slot] = unit, piece
+        self._units.pool.leaving[slot] = piece
         slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived], call.tensors)
         self.queued.add(piece)
         if operands is not None:
@@ -182,7 +178,7 @@ class PieceUpdates:
             if piece in self.queued:
                 self._send_weights(piece, operands, after)
 
-    def _send_weights(self, piece: StreamedUnit, operands: StagedOperands, after: Moment) -> None:
+    def _send_weights(self, piece: Piece, operands: StagedOperands, after: Moment) -> None:
         leave = functools.partial(operands.copy_out, self._lanes)
         moment = self._lanes.run(Lane.COPY_OUT, leave, [after])
         del self._staying[piece]  # not before: what an error cuts short is done again
@@ -192,8 +188,7 @@ class PieceUpdates:
 
 def work_on_dtensors(updates: Sequence[PieceUpdate]) -> bool:
     """Whether an update does not take this rank's parts, and so is a use of DTensors."""
-    states = [it.piece.state for it in updates]
-    return any(it is not None and it.is_wrapped for it in states)
+    return any(it.piece.state.is_wrapped for it in updates)
 
 
 def are_staged(parameters: Sequence[Any], updates: Sequence[PieceUpdate]) -> bool:
@@ -207,8 +202,6 @@ def are_staged(parameters: Sequence[Any], updates: Sequence[PieceUpdate]) -> boo
     )
 
 
-def _of_piece(groups: ParameterGroups, piece: StreamedUnit) -> ParameterGroups:
-    state = piece.state
-    assert state is not None
-    owned = ((number, [p for p in some if state.has(p)]) for number, some in groups)
+def _of_piece(groups: ParameterGroups, piece: Piece) -> ParameterGroups:
+    owned = ((number, [p for p in some if piece.state.has(p)]) for number, some in groups)
     return [(number, some) for number, some in owned if some]

@@ -9,7 +9,7 @@ from typing import Protocol
 from umem.streaming.plan.step_timing import FIRST_SLOTS
 from umem.streaming.stage.lanes import Lanes
 from umem.streaming.stage.staged_state import Slot, StateMemory
-from umem.streaming.step.unit import StreamedUnit
+from umem.streaming.step.unit import Piece
 
 __all__ = ["SlotPool", "SlotUser"]
 
@@ -44,8 +44,8 @@ class SlotPool:
         """Those that there are. Another list has taken its place when they were made anew."""
         self.temporary: list[Slot] = []
         """Further ones, each for one piece of a step."""
-        self.leaving: dict[Slot, tuple[StreamedUnit, StreamedUnit]] = {}
-        """Slots with updated state that is not on its way home yet: a unit, and the piece of it."""
+        self.leaving: dict[Slot, Piece] = {}
+        """Slots with updated state that is not on its way home yet."""
         self.is_current = False
         """Whether they are for the users' pieces as they are now."""
         self._memory = memory

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,8 +41,10 @@ from umem.streaming.stage.sharded_parameters import (
     FlatGuard,
     GatheredParameters,
     ShardedStep,
+    ShardedUnit,
     order_gathering,
 )
+from umem.streaming.stage.staged_state import StagedState
 from umem.streaming.step.call import ParameterGroups, StepCall, parameters_of
 from umem.streaming.step.pieces import PieceUpdates, are_staged, work_on_dtensors
 from umem.streaming.step.unit import (
@@ -73,6 +75,31 @@ class StepCounts:
     """Units that something used before their block's forward pass."""
     ahead: int = 0
     """Units that were updated in the backward pass, before ``step()``."""
+
+
+@dataclass(slots=True)
+class _UnitUpdate:
+    """A unit's update that is about to be queued, and who can use what it changes."""
+
+    unit: StreamedUnit
+    state: StagedState
+    part: ParameterGroups | None
+    """The parameters that are updated, by group; None for all that are queued."""
+    parameters: list[Any]
+    """The same, without groups."""
+    gradients: list[Any]
+    """In the same order."""
+    held: list[Any] = field(default_factory=list)
+    """Parameters whose gradients are on the host."""
+    free: list[Any] = field(default_factory=list)
+    """The other gradients."""
+    sharded: ShardedUnit | None = None
+    """What is guarded in the place of DTensors; None without any, or where a use of them would not
+    be seen."""
+    is_plain: bool = False
+    """Whether all are plain tensors, which can be staged."""
+    is_shared: bool = False
+    """Whether something may use them that no guard would see: then the program's stream waits."""
 
 
 class _Changing(AbstractContextManager[None]):
@@ -213,7 +240,7 @@ class StreamedStep:
         """Let the program's stream wait for all that is queued, behind an error amid a step."""
         self._wait_for(Lane.COPY_IN, Lane.UPDATE)
         now = self._lanes.mark()
-        for _, piece in self.units.pool.leaving.values():
+        for piece in self.units.pool.leaving.values():
             piece.updated = now
         self._updates.send_weights(now)
         self._wait_for(Lane.COPY_OUT)
@@ -231,13 +258,12 @@ class StreamedStep:
         for unit in queued:
             part = _with_gradients(_without(unit.queued, left_out))
             for it in self._updates.of(unit, part):
-                state = it.piece.state
-                if it.piece in self._updates.queued or state is None:
+                if it.piece in self._updates.queued:
                     continue
                 for parameter in parameters_of(it.part):
                     if self._clipped.is_held(parameter.grad):
                         self._clipped.use(parameter.grad)
-                call.update(state, it.part, None, is_last=it.is_last)()
+                call.update(it.piece.state, it.part, None, is_last=it.is_last)()
 
     def _find_sharded(self, optimizer: Optimizer, queued: list[StreamedUnit]) -> ShardedStep | None:
         """Find what is on the memory of DTensors; None if no unit has any."""
@@ -346,6 +372,23 @@ class StreamedStep:
         sharded_step: ShardedStep | None,
     ) -> Moment | None:
         """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
+        update = self._find_update(unit, left_out)
+        if update is None:
+            return None
+        if unit.pending is not None:
+            self.settle(unit)  # what the backward pass has updated of it
+        self._find_users(update, sharded_step)
+        ready = self._launch(update, call)
+        waits = update.is_shared or (is_outside(unit.name) and not self.defers_outside)
+        self.waits |= waits
+        if waits or not is_deferred:
+            self._guard_gathering(update)
+            return self._end_of(update)
+        self._guard(update, ready)
+        return None
+
+    def _find_update(self, unit: StreamedUnit, left_out: frozenset[Any]) -> _UnitUpdate | None:
+        """What is updated of a unit, by its gradients; None if nothing is."""
         part: ParameterGroups | None = None
         updated = unit.parameters
         gradients = [gradient for it in updated if (gradient := it.grad) is not None]
@@ -353,66 +396,77 @@ class StreamedStep:
             part = _with_gradients(_without(unit.queued, left_out))
             updated = parameters_of(part)
             gradients = [it.grad for it in updated]
-        if not updated:
-            return None
-        if unit.pending is not None:
-            self.settle(unit)  # what the backward pass has updated of it
-        state = unit.state
-        assert state is not None
-        held, free = [], gradients
+        assert unit.state is not None
+        return _UnitUpdate(unit, unit.state, part, updated, gradients) if updated else None
+
+    def _find_users(self, update: _UnitUpdate, sharded_step: ShardedStep | None) -> None:
+        """Who can use what is updated: the host, FSDP2, or something that no guard sees."""
+        gradients, updated, state = update.gradients, update.parameters, update.state
+        update.free = gradients
         are_free = are_plain(gradients)
         if not are_free:
             is_held = self._clipped.is_held
-            held = [it for it, of in zip(updated, gradients, strict=True) if is_held(of)]
-            free = [it for it in gradients if not is_held(it)]
-            are_free = are_plain(free)
-        is_plain = are_free and are_plain(updated)
-        sharded = None
-        if state.dtensors and sharded_step is not None and not held:
-            sharded = sharded_step.unit(updated)
-        is_shared = state.is_shared or (
-            sharded is None and (not is_plain or has_alias(updated) or has_alias(gradients))
+            update.held = [it for it, of in zip(updated, gradients, strict=True) if is_held(of)]
+            update.free = [it for it in gradients if not is_held(it)]
+            are_free = are_plain(update.free)
+        update.is_plain = are_free and are_plain(updated)
+        if state.dtensors and sharded_step is not None and not update.held:
+            update.sharded = sharded_step.unit(updated)
+        has_unseen = update.sharded is None and (
+            not update.is_plain or has_alias(updated) or has_alias(gradients)
         )
-        pieces = self._updates.of(unit, part)
-        if is_plain:
-            self._updates.stage_operands(pieces, are_alone=sharded is None and not is_shared)
+        update.is_shared = state.is_shared or has_unseen
+
+    def _launch(self, update: _UnitUpdate, call: StepCall) -> Moment:
+        """Queue copies and updates. Returns the moment behind which gradients may be used."""
+        pieces = self._updates.of(update.unit, update.part)
+        if update.is_plain:
+            are_alone = update.sharded is None and not update.is_shared
+            self._updates.stage_operands(pieces, are_alone=are_alone)
         ready = call.ready
-        if held and not are_staged(held, pieces):
-            for it in held:
+        if update.held and not are_staged(update.held, pieces):
+            for it in update.held:
                 self._clipped.use(it.grad)
             for piece in pieces:
                 piece.operands = None
-            held, free, ready = [], gradients, self._lanes.mark()
-        self._updates.launch(unit, call, pieces, ready)
-        if sharded is not None and work_on_dtensors(pieces):
-            sharded, is_shared = None, True
-        guards = self._guards(unit)
-        guards.flats.release()
-        events = self._lanes.events_of(unit.updated)
-        if sharded is not None:  # also for a step that is measured: the gathering tells the order
-            guards.flats.hold(sharded.flats, events)
-        waits = is_shared or (is_outside(unit.name) and not self.defers_outside)
-        self.waits |= waits
-        if waits or not is_deferred:
-            if not state.is_shared:
-                return unit.updated
-            # Behind all copies back, and the last update: a piece without an alias copies nothing.
-            return self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
-        kept = [it.grad for it in held]
+            update.held, update.free, ready = [], update.gradients, self._lanes.mark()
+        self._updates.launch(update.unit, call, pieces, ready)
+        if update.sharded is not None and work_on_dtensors(pieces):
+            update.sharded, update.is_shared = None, True
+        return ready
+
+    def _end_of(self, update: _UnitUpdate) -> Moment:
+        """The moment behind an update that the program's stream waits for."""
+        if not update.state.is_shared:
+            return update.unit.updated
+        # Behind all copies back, and the last update: a piece without an alias copies nothing.
+        return self._lanes.run(Lane.COPY_OUT, lambda: None, [update.unit.updated])
+
+    def _guard_gathering(self, update: _UnitUpdate) -> None:
+        """Guard what FSDP2 gathers, also in a step that is measured: the order is told by it."""
+        flats = self._guards(update.unit).flats
+        flats.release()
+        if update.sharded is not None:
+            flats.hold(update.sharded.flats, self._lanes.events_of(update.unit.updated))
+
+    def _guard(self, update: _UnitUpdate, ready: Moment) -> None:
+        """Have whatever uses the unit wait for its update."""
+        self._guard_gathering(update)
+        unit, sharded = update.unit, update.sharded
+        guards, events = self._guards(unit), self._lanes.events_of(unit.updated)
+        kept = [it.grad for it in update.held]
         if kept:
             self._clipped.update_begins(kept, lambda: self._use_gradient(unit))
         unit.pending = PendingUpdate(ready, (guards.gradients, guards.parameters), kept)
         if sharded is None:
-            guards.gradients.hold(free, events)
-            guards.parameters.hold(updated, events)
-        else:
-            # Gradients of DTensors have memory of a stream of FSDP2's. It may be used anew as soon
-            # as it is given back, after the program's stream: that stream waits for this one before
-            # it reduces gradients. So it may go when the program's stream has waited.
-            guards.gradients.hold([*sharded.gradients, *sharded.dtensor_gradients], events)
-            parts = sharded.parts
-            guards.parameters.hold([*sharded.parameters, *sharded.dtensors, *parts], events)
-        return None
+            guards.gradients.hold(update.free, events)
+            guards.parameters.hold(update.parameters, events)
+            return
+        # Gradients of DTensors have memory of a stream of FSDP2's. It may be used anew as soon as
+        # it is given back, after the program's stream: that stream waits for this one before it
+        # reduces gradients. So it may go when the program's stream has waited.
+        guards.gradients.hold([*sharded.gradients, *sharded.dtensor_gradients], events)
+        guards.parameters.hold([*sharded.parameters, *sharded.dtensors, *sharded.parts], events)
 
     def _gather(self, unit: StreamedUnit) -> None:
         """FSDP2 reads parameters of a unit: on a stream that has not waited for it yet.

@@ -1,4 +1,4 @@
-"""A unit of parameters: its state, its slot, and what is under way on them."""
+"""A unit of parameters, and the pieces that its state is staged in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from umem.streaming.stage.lanes import Moment
 from umem.streaming.stage.staged_state import Slot, StagedState
 from umem.streaming.step.call import ParameterGroups, parameters_of
 
-__all__ = ["PendingUpdate", "StreamedUnit", "UnitGuards"]
+__all__ = ["PendingUpdate", "Piece", "StreamedUnit", "UnitGuards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,41 @@ class PendingUpdate:
     """Gradients that the program has no more, and the update reads."""
 
 
+class Piece:
+    """State that is staged at a time: a unit's, that of some of its parameters, or a span of one.
+
+    Parameters
+    ----------
+    unit
+        The unit.
+    parameters
+        Those that it has state of.
+    state
+        Their state.
+    """
+
+    def __init__(self, unit: StreamedUnit, parameters: Collection[Any], state: StagedState) -> None:
+        self.unit = unit
+        self.state = state
+        self.queued = _groups_of(unit.groups, parameters)
+        """Its parameters, by group."""
+        self.slot: Slot | None = None
+        """Where its state in host memory is staged; None if it has none, or no buffer fits the
+        device."""
+        self.fetched: Moment | None = None
+        """The moment after the copy into the slot, if the slot has the present state."""
+        self.returned: Moment | None = None
+        """The moment after the last copy to the homes."""
+        self.updated: Moment | None = None
+        """The moment after the last update."""
+        self.next_behind: Piece | None = None
+        """The piece that uses the slot next in a backward pass."""
+        self.is_touched = False
+        """Whether something has used a home since the state was laid out."""
+
+
 class StreamedUnit:
-    """Parameters that are updated together, and their state.
+    """Parameters that are updated together: those of a block, or a part of the others.
 
     Parameters
     ----------
@@ -59,24 +92,19 @@ class StreamedUnit:
         """The same, without groups."""
         self.state: StagedState | None = None
         """State of these parameters; None if there are none."""
+        self.pieces: list[Piece] = []
+        """It in the parts that are staged; one for all of it if it is not divided."""
         self.state_guard: Guard | None = None
         """It guards the state from one layout to the next."""
         self.guards: UnitGuards | None = None
         """None until they are needed first."""
-        self.slot: Slot | None = None
-        """Where its state in host memory is staged; None if it has none, or no buffer fits the
-        device."""
-        self.fetched: Moment | None = None
-        """The moment after the copy into the slot, if the slot has the present state."""
         self.returned: Moment | None = None
-        """The moment after the last copy to the homes."""
+        """The moment after the last copy of a piece to the homes."""
         self.updated: Moment | None = None
         """The moment after the last update."""
         self.pending: PendingUpdate | None = None
         self.ahead: list[Any] = []
         """Parameters that were updated in the backward pass, whose ``step()`` is still to come."""
-        self.next_behind: StreamedUnit | None = None
-        """The unit that uses the slot next in a backward pass."""
         self.is_touched = False
         """Whether something has used a home since the state was laid out."""
         self.sizes: tuple[int, ...] = (0,)
@@ -87,19 +115,10 @@ class StreamedUnit:
         """Those of them that stay in host memory, whatever a plan says: something else sees it."""
         self.home_bytes = 0
         """Parameters that were moved to host memory."""
-        self.divided: list[StreamedUnit] = []
-        """A unit for each piece of a streamed one, with a slot and moments of its own: some of the
-        parameters, or a span of a large one."""
-
-    @property
-    def pieces(self) -> list[StreamedUnit]:
-        """What is staged at a time."""
-        return self.divided or [self]
 
     def queue(self, parameters: Collection[Any]) -> None:
         """Set the parameters whose updates are queued, some of the unit's."""
-        every = ((number, [p for p in some if p in parameters]) for number, some in self.groups)
-        self.queued = [(number, some) for number, some in every if some]
+        self.queued = _groups_of(self.groups, parameters)
         self.parameters = parameters_of(self.queued)
 
     def check_not_ahead(self) -> None:
@@ -114,3 +133,8 @@ class StreamedUnit:
                 "any other use in between. After an error in a backward pass, load the state of "
                 "the model and of the optimizer"
             )
+
+
+def _groups_of(groups: ParameterGroups, parameters: Collection[Any]) -> ParameterGroups:
+    every = ((number, [p for p in some if p in parameters]) for number, some in groups)
+    return [(number, some) for number, some in every if some]

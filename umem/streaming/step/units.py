@@ -28,7 +28,7 @@ from umem.streaming.step.call import ParameterGroups, parameters_of
 from umem.streaming.step.known_optimizers import is_elementwise, replaces_state
 from umem.streaming.step.operands import StagedOperands
 from umem.streaming.step.slot_pool import SlotPool
-from umem.streaming.step.unit import StreamedUnit
+from umem.streaming.step.unit import Piece, StreamedUnit
 from umem.torch_compat import InferenceMode
 
 __all__ = ["StreamedUnits"]
@@ -376,13 +376,12 @@ class StreamedUnits:
             for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
                 some = {p: queued[p] for p in piece.parameters if p in queued}
                 if some:
-                    divided = StreamedUnit(unit.name)
-                    divided.groups = unit.groups
-                    divided.queue(some)
-                    divided.state = StagedState(
+                    staged = StagedState(
                         some, self._memory, piece.span, unit.state, on_parts=on_parts
                     )
-                    unit.divided.append(divided)
+                    unit.pieces.append(Piece(unit, some, staged))
+            if not unit.pieces:
+                unit.pieces.append(Piece(unit, queued, unit.state))
             unit.state_guard = Guard(functools.partial(self._touch, unit))
             unit.state_guard.hold(unit.state.guarded)
 
@@ -408,28 +407,27 @@ class StreamedUnits:
         self.send_state_home()
         every = self._pieces()
         self._taken = None  # first: an interrupt leaves them to be taken anew
-        for unit in every:
-            self._drop_fetched(unit)
-            slot = unit.slot
-            for moment in filter(None, (unit.returned, slot and slot.free)):
+        for piece in every:
+            self._drop_fetched(piece)
+            slot = piece.slot
+            for moment in filter(None, (piece.returned, slot and slot.free)):
                 self._lanes.wait(moment)
                 if slot is not None:  # before its memory is used for anything else
                     self._lanes.wait_on_stream_of(slot.made, moment)
-        # Now no copy is left of one whose slot another unit was fetched into before its update.
-        for unit in every:
-            unit.slot = None
-            if unit.state is not None:
-                unit.state.bind(None)
+        # Now no copy is left of one whose slot another piece was fetched into before its update.
+        for piece in every:
+            piece.slot = None
+            piece.state.bind(None)
 
-    def _pieces(self) -> list[StreamedUnit]:
+    def _pieces(self) -> list[Piece]:
         return [piece for unit in self._units.values() for piece in unit.pieces]
 
-    def _staged(self) -> list[StreamedUnit]:
-        return [it for it in self._pieces() if it.state is not None and it.state.homes]
+    def _staged(self) -> list[Piece]:
+        return [piece for piece in self._pieces() if piece.state.homes]
 
     def piece_bytes(self) -> list[int]:
         """Bytes of each piece of state that is staged, in the order of a step."""
-        return [it.state.size_bytes for it in self._staged() if it.state is not None]
+        return [piece.state.size_bytes for piece in self._staged()]
 
     def _take_slots(self) -> None:
         """Give the pieces slots in turn, behind those of optimizers that step before."""
@@ -437,16 +435,15 @@ class StreamedUnits:
         self._first = self.pool.place_of(self)
         staged, count = self._staged(), len(slots)
         taken = {}
-        for number, unit in enumerate(staged if count else ()):
+        for number, piece in enumerate(staged if count else ()):
             is_behind = number >= count + self._temporary
             place = number - self._temporary if is_behind else number
-            taken[id(unit)] = slots[(self._first + place) % count]
-            unit.next_behind = staged[number - count] if number >= count else None
-        for unit in self._pieces():
-            slot = taken.get(id(unit))
-            if unit.state is not None:
-                unit.state.bind(slot)
-            unit.slot = slot  # behind an interrupt no piece has one that its state lacks
+            taken[id(piece)] = slots[(self._first + place) % count]
+            piece.next_behind = staged[number - count] if number >= count else None
+        for piece in self._pieces():
+            slot = taken.get(id(piece))
+            piece.state.bind(slot)
+            piece.slot = slot  # behind an interrupt no piece has one that its state lacks
         self._taken = slots  # not before: an error leaves them to be taken anew
 
     def operands(
@@ -487,19 +484,18 @@ class StreamedUnits:
         self._has_operand_room = slot.operands is not None
         return slot.operands
 
-    def fetch(self, unit: StreamedUnit, after: Moment) -> None:
-        """Copy a unit's state into its slot, after what the program has done with either so far."""
-        state, slot = unit.state, unit.slot
-        assert state is not None
+    def fetch(self, piece: Piece, after: Moment) -> None:
+        """Copy a piece's state into its slot, after what the program has done with either."""
+        state, slot = piece.state, piece.slot
         assert slot is not None
         self.send_state_home(slot)
         if slot.holder is not None:
             slot.holder.fetched = None
-        slot.holder = unit
+        slot.holder = piece
         state.bind(slot)
-        moments = [after, *filter(None, (slot.free, unit.returned))]
+        moments = [after, *filter(None, (slot.free, piece.returned))]
         copy_in = functools.partial(state.copy_in, self._lanes, state.binding)
-        unit.fetched = self._lanes.run(Lane.COPY_IN, copy_in, moments)
+        piece.fetched = self._lanes.run(Lane.COPY_IN, copy_in, moments)
 
     def fetch_ahead(self) -> None:
         """Fill the slots for the next step: the state is not used before it.
@@ -514,9 +510,9 @@ class StreamedUnits:
             if self.runs_backward:
                 streamed.reverse()
             now = self._lanes.mark()
-            for unit in streamed[:count]:
-                if self.may_fetch(unit):
-                    self.fetch(unit, now)
+            for piece in streamed[:count]:
+                if self.may_fetch(piece):
+                    self.fetch(piece, now)
 
     def make_temporary(self, count: int) -> None:
         """Make the first temporary slots, so many in all, and fetch the state that they are for."""
@@ -527,7 +523,6 @@ class StreamedUnits:
                 state, slot = piece.state, piece.slot
                 if slot is None or slot.instead_of is not None or not self.may_fetch(piece):
                     continue
-                assert state is not None
                 self.send_state_home(slot)
                 memory = self._memory.buffer(state.size_bytes)
                 if memory is None:
@@ -550,12 +545,10 @@ class StreamedUnits:
             return
         with self.lock:
             for it in [it for it in leaving if slot is None or it is slot]:
-                unit, piece = leaving[it]
-                state = piece.state
-                assert state is not None
-                leave = functools.partial(state.copy_out, self._lanes, state.binding)
+                piece = leaving[it]
+                leave = functools.partial(piece.state.copy_out, self._lanes, piece.state.binding)
                 it.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated, it.free])
-                piece.returned = unit.returned = it.free
+                piece.returned = piece.unit.returned = it.free
                 del leaving[it]  # not before: what an interrupt cuts short is done again
 
     def write_back(self) -> None:
@@ -591,11 +584,10 @@ class StreamedUnits:
                     self._lanes.wait(moment)
                     self._lanes.wait_on_stream_of(slot.made, moment)
                 piece.fetched, piece.slot = None, slot.instead_of
-                if piece.state is not None:
-                    piece.state.unbind()
+                piece.state.unbind()
                 self.pool.temporary.remove(slot)
 
-    def _with_temporary(self, count: int | None) -> list[StreamedUnit]:
+    def _with_temporary(self, count: int | None) -> list[Piece]:
         """The first of the pieces that may have temporary slots, in the order of a step."""
         if not self._temporary:
             return []
@@ -603,35 +595,32 @@ class StreamedUnits:
         last = self._temporary if count is None else min(count, self._temporary)
         return self._staged()[first : first + last]
 
-    def may_fetch(self, unit: StreamedUnit) -> bool:
-        """Whether a unit's state is to be fetched, and stays as it is until its update."""
-        state = unit.state
+    def may_fetch(self, piece: Piece) -> bool:
+        """Whether a piece's state is to be fetched, and stays as it is until its update."""
         return (
-            state is not None
-            and unit.slot is not None
-            and unit.fetched is None
-            and not unit.is_touched
-            and not state.is_shared
+            piece.slot is not None
+            and piece.fetched is None
+            and not piece.is_touched
+            and not piece.state.is_shared
         )
 
-    def _drop_fetched(self, unit: StreamedUnit) -> None:
-        if unit.fetched is not None:
-            self._lanes.wait(unit.fetched)  # it reads the homes
-            if unit.slot is not None:
-                self._lanes.wait_on_stream_of(unit.slot.made, unit.fetched)
-            unit.fetched = None
+    def _drop_fetched(self, piece: Piece) -> None:
+        if piece.fetched is not None:
+            self._lanes.wait(piece.fetched)  # it reads the homes
+            if piece.slot is not None:
+                self._lanes.wait_on_stream_of(piece.slot.made, piece.fetched)
+            piece.fetched = None
 
     def _drop_state(self, unit: StreamedUnit) -> None:
         for piece in unit.pieces:
             self._drop_fetched(piece)
-            if piece.state is not None:
-                piece.state.unbind()
+            piece.state.unbind()
         if unit.returned is not None:
             self._lanes.wait(unit.returned)
         if unit.state_guard is not None:
             unit.state_guard.release()
         unit.state, unit.state_guard, unit.is_touched = None, None, False
-        unit.divided.clear()
+        unit.pieces = []
 
     def clear(self) -> None:
         """Wait for the last copies, and give the optimizer's tensors free."""
