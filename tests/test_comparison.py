@@ -234,7 +234,7 @@ def test_predictions_of_umem_simulate_are_read(tmp_path: Path, trace: Trace) -> 
         ),
         (
             lambda data: data["results"][0].update(workload=[]),
-            "results[0].workload: [] is not text",
+            "results[0].workload: []: Input should be a valid string",
         ),
         (
             lambda data: data["results"][0].update(bytes={"up": {}}),

@@ -206,7 +206,7 @@ def phase(start_ns: int, end_ns: int) -> dict[str, Any]:
         (set_to("extra", 1), "extra: unknown key"),
         (
             set_to("source", "guess"),
-            "source: 'guess' is not valid. Valid values: driver, driver_only, cupti, nsys, hints",
+            "source: 'guess': Input should be 'driver', 'driver_only', 'cupti', 'nsys', 'hints' or",
         ),
         (set_to("kind", [0, 7]), "kind[1]: 7 is not from 0 to 6"),
         (set_to("kind", [0]), "start_ns: 2 entries; it takes 1"),
@@ -229,7 +229,7 @@ def phase(start_ns: int, end_ns: int) -> dict[str, Any]:
         (set_to("phases", [phase(0, 2**53 + 1)]), "phases[0]: 0 to 9007199254740993 is no time"),
         (set_to("dropped", -1), "dropped: -1: "),
         (set_to("duration_ns", True), "duration_ns: true: "),
-        (set_to("notes", ["x", 5]), "notes[1]: 5 is not text"),
+        (set_to("notes", ["x", 5]), "notes[1]: 5: Input should be a valid string"),
         (set_to("workload", "\ud800"), "Invalid JSON"),
         (set_to("ideal_s", 0), "ideal_s: 0: "),
         (set_to("ideal_s", "1"), "ideal_s: '1': "),

@@ -127,14 +127,18 @@ def test_an_imported_trace_can_be_saved(tmp_path: Path) -> None:
             ["weights"],
             r"tensors\[2\]\.class: \['weights'\]: .* 'frozen_weights'",
         ),
-        (("tensors", 2, "persistent"), 1, r"tensors\[2\]\.persistent: 1 is not true or false"),
+        (
+            ("tensors", 2, "persistent"),
+            1,
+            r"tensors\[2\]\.persistent: 1: Input should be a valid boolean",
+        ),
         (("tensors", 2, "size"), 1, r"tensors\[2\]\.size: unknown key.* id, bytes, class, persis"),
         (("tensors", 2), 5, r"tensors\[2\]: 5 is not .* id, bytes, class, persistent"),
         (("tensors",), {}, "tensors: {}: .* array"),
         (("tensors",), [], r"phases\[1\]\.reads\[0\]: tensor 7 is not among the tensors"),
         (("phases",), [], "phase_names: 0 entries; a trace has from 1"),
         (("phases", 3), [], r"phases\[3\]: \[\] is not .* name, duration_us, reads, writes"),
-        (("phases", 3, "name"), 5, r"phases\[3\]\.name: 5 is not text"),
+        (("phases", 3, "name"), 5, r"phases\[3\]\.name: 5: Input should be a valid string"),
         (("phases", 3, "name"), "\x1b", r"phase_names\[3\]: holds the control character"),
         (
             ("phases", 3, "duration_us"),
@@ -156,7 +160,7 @@ def test_an_imported_trace_can_be_saved(tmp_path: Path) -> None:
         (("published",), [], r"published: \[\]: .* object"),
         (("published", "ideal"), None, "metadata.published_ideal: a NoneType; give text"),
         (("published", "ideal"), True, "metadata.published_ideal: a bool; give text"),
-        (("name",), 5, "name: 5 is not text"),
+        (("name",), 5, "name: 5: Input should be a valid string"),
     ],
 )
 def test_a_bad_document_names_file_and_place(
