@@ -321,7 +321,7 @@ TRACES = [
     ),
 ]
 
-DOCUMENTS = [
+DOCUMENTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("tensors", 2, "id"), 7, r"tensors\[2\]\.id: 7 is also the id of tensors\[0\]"),
     (("tensors", 2, "id"), True, r"tensors\[2\]\.id: true: .* integer"),
     (("tensors", 2, "id"), 2**63, r"tensors\[2\]\.id: 9223372036854775808: .* less than"),
@@ -540,9 +540,9 @@ def cases() -> Iterator[tuple[str, Any, str]]:
     for text, line, column, key, says in POLICIES:
         place = f":{line}:{column}: " + (f"{key}: " if key else "")
         yield "policy", text, re.escape(place) + ".*" + re.escape(says)
-    for text, where, says in PROFILES:
+    for text, place, says in PROFILES:
         extends = "extends: h200-pcie\n" + ("name: x\n" if text.startswith("extends") else "")
-        yield "hardware", extends + text, re.escape(f":{where}: ") + ".*" + re.escape(says)
+        yield "hardware", extends + text, re.escape(f":{place}: ") + ".*" + re.escape(says)
     for figure, value, says in FIGURES:
         text = f"extends: h200-pcie\n{figure}: {{value: {value}, source: x}}\n"
         place = f":2:{len(figure) + 4}: {figure}.value: "

@@ -29,7 +29,7 @@ from umem._version import __version__
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 from umem.io.files import begins_with, read_file, unreadable, write_file
-from umem.io.problems import Problem, did_you_mean, dotted, message_of, shown, visible
+from umem.io.problems import Problem, did_you_mean, dotted, message_of, shown
 
 __all__ = [
     "MAX_VALUES",
@@ -101,8 +101,7 @@ class Checker:
 
         The place may hold a key of a stranger's: what acts on a terminal becomes an escape.
         """
-        parts = (self.place, where, message + self.remedy)
-        raise self.error(visible(": ".join(part for part in parts if part)))
+        raise self.error(str(Problem(self.place, key=where, message=message + self.remedy)))
 
     def refuse_where(
         self, bad: npt.NDArray[np.bool_], key: str, message: Callable[[Any], str]

@@ -134,7 +134,7 @@ def message_of(detail: ErrorDetails, model: Any) -> str:
         case "missing":
             return "missing: add the key"
         case "model_type":
-            keys = _fields(_type_at(model, path))
+            keys = _fields(model, path)
             return f"{value} is not a mapping: write keys below it. Valid keys: {', '.join(keys)}"
         case "tuple_type":
             return f"{value} is not a list: write one in brackets, such as [{value}]"
@@ -142,26 +142,22 @@ def message_of(detail: ErrorDetails, model: Any) -> str:
             words = re.findall("'([^']*)'", detail["ctx"]["expected"])
             return f"{value}: {detail['msg']}{did_you_mean(str(detail['input']), words)}"
         case "extra_forbidden":
-            key, keys = str(path[-1]), _fields(_type_at(model, path[:-1]))
+            key, keys = str(path[-1]), _fields(model, path[:-1])
             # A valid key may be written one level too high or too low.
             levels: list[KeyPath] = [(), *((name,) for name in _fields(model))]
-            found = [dotted((*it, key)) for it in levels if key in _fields(_type_at(model, it))]
+            found = [dotted((*it, key)) for it in levels if key in _fields(model, it)]
             elsewhere = f", did you mean {found[0]!r}?" if len(found) == 1 else "."
             hint = did_you_mean(key, keys) or elsewhere
             return f"unknown key{hint} Valid keys: {', '.join(keys)}"
     return f"{value}: {detail['msg']}"
 
 
-def _fields(model: Any) -> dict[str, Any]:
-    fields = getattr(model, "model_fields", {})
-    return {field.alias or name: field for name, field in fields.items()}
-
-
-def _type_at(model: Any, path: Iterable[str | int]) -> Any:
-    """Type at a path of keys and list items; None below anything but models and lists."""
+def _fields(model: Any, path: KeyPath = ()) -> dict[str, Any]:
+    """Fields of the model at a path below a model, by key; empty for anything else."""
     for part in path:
         if isinstance(part, int):
             model = next(iter(get_args(model)), None)
         else:
             model = getattr(_fields(model).get(part), "annotation", None)
-    return model
+    fields = getattr(model, "model_fields", {})
+    return {field.alias or name: field for name, field in fields.items()}

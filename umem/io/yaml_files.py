@@ -64,8 +64,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any], kind: FileKind) -> 
     or ``.yml`` or holds a ``/``; or a mapping with the keys of such a file. A file that states no
     ``name`` has that of the file.
 
-    Raises InvalidFileError if it cannot be read, or a file that it extends cannot. Raises TypeError
-    if `source` is neither a name, a path nor a mapping.
+    Raises InvalidFileError if a file cannot be read, TypeError for a source of another type.
     """
     if isinstance(source, Mapping):
         return _with_parent(_document(source, Place(f"{kind.noun} mapping")), (), kind)
