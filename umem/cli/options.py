@@ -198,7 +198,7 @@ def check_source(given: WorkloadOptions, files: Mapping[str, Path | None], nothi
         raise UmemError(f"{' and '.join(named)}: give one of them")
     (source,) = named
     if given.model is None and given.params is None:
-        what = source if given.script else "a trace"
+        what = "a trace" if given.script is None else source
         for name in ("mode", "batch", "seq", "accumulate", "checkpoint", "precision"):
             if getattr(given, name) is not None:
                 option = f"--{name}"
