@@ -265,7 +265,7 @@ def test_both_modes_of_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         (["--trace", "{layers}", "--budget", "64MiB"], "uses 128 MiB at once"),
         (["--trace", "{layers}", "--addresses", "mine"], "--addresses: 'mine' is not known"),
         (["--trace", "{layers}", "--plot-format", "pdf"], "--plot-format: 'pdf' is not known"),
-        (["--trace", "{layers}", "--model", "llama-2-7b"], "--trace and --model: give one"),
+        (["--trace", "{layers}", "--model", "llama-2-7b"], "--model and --trace: give one"),
         (["--trace", "{layers}", "--mode", "sft"], "give --mode or --trace"),
         (["--trace", "{layers}", "--no-checkpoint"], "give --checkpoint or --trace"),
         (["--trace", "nowhere.json"], "umem: nowhere.json: "),

@@ -152,8 +152,11 @@ def test_a_known_model_is_recorded(run: Run, files: Path, monkeypatch: pytest.Mo
         (["train.py", "--show", "three.json"], "a script and --show: give one of them"),
         (["--import", "three.json"], "--import writes a trace: give --output FILE, or --show"),
         (["--show", "three.json", "-o", "x.npz"], "--show writes nothing"),
-        (["train.py", "--batch", "2"], "belong to --model"),
-        (["--show", "three.json", "--mode", "sft"], "belong to --model"),
+        (["train.py", "--batch", "2"], "--batch: a script has no such option"),
+        (
+            ["--show", "three.json", "--mode", "sft"],
+            "--mode: a trace has no such option: give --mode or --show",
+        ),
         (["--show", "nowhere.json"], "umem: nowhere.json: "),
         (["--show", "broken.json"], "broken.json:1:2: not valid JSON"),
         (["nowhere.py:make_step"], "nowhere.py"),

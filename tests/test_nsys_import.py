@@ -130,34 +130,6 @@ def test_reading_does_not_change_the_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("statement", "said"),
-    [
-        ("DROP TABLE CUPTI_ACTIVITY_KIND_MEMCPY", "holds nothing of CUDA"),
-        (
-            "ALTER TABLE CUPTI_ACTIVITY_KIND_MEMCPY RENAME bytes TO octets",
-            "table CUPTI_ACTIVITY_KIND_MEMCPY: no column bytes: export it again",
-        ),
-        (
-            "UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET bytes = 'many' WHERE copyKind = 12",
-            "table CUPTI_ACTIVITY_KIND_MEMCPY: row 3 has a value that is not a whole number",
-        ),
-        ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET bytes = -1", "bytes is not from 0"),
-        ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET migrationCause = 1.5", "row 1 has a value"),
-        ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET start = -5", "a time is not from 0"),
-    ],
-)
-def test_invalid_exports_are_refused(statement: str, said: str, tmp_path: Path) -> None:
-    rows: Tables = {"CUPTI_ACTIVITY_KIND_MEMCPY": RUN["CUPTI_ACTIVITY_KIND_MEMCPY"]}
-    path = database(tmp_path / "run.sqlite", rows)
-    with closing(sqlite3.connect(path)) as made, made:
-        made.execute(statement)
-    with pytest.raises(UmemError) as caught:
-        read_nsys(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert said in str(caught.value)
-
-
 def test_a_view_in_place_of_a_table_is_not_followed(tmp_path: Path) -> None:
     """Its query could run for ever."""
     path = tmp_path / "run.sqlite"

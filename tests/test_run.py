@@ -162,7 +162,7 @@ def test_nothing_runs_where_umem_cannot_take_over(
     ("words", "message"),
     [
         (["missing.py"], "there is no script 'missing.py'"),
-        (["--policy", "sfft", "look.py"], "no preset is called 'sfft'"),
+        (["--policy", "sfft", "look.py"], "no policy is called 'sfft'"),
         (["--polcy", "sft", "look.py"], "No such option"),
         ([], "Usage: umem run"),
     ],

@@ -15,9 +15,10 @@ import pytest
 from archives import contents, rewrite
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_files import KEY, small_schedule, small_trace
 
 from umem.core.errors import PlanError
-from umem.core.schedule import HintOp, ResidencyMode, Schedule
+from umem.core.schedule import Schedule
 from umem.hardware import Hardware, Source, load_hardware
 from umem.pages.plan.plan_files import (
     PLAN_COLUMNS,
@@ -33,47 +34,6 @@ from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.trace import Trace
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "trace-format.md"
-KEY = "0123456789abcdef" * 4
-
-
-def small_trace(**changes: Any) -> Trace:
-    """Three tensors in four phases."""
-    trace = Trace(
-        name="small",
-        source="by hand",
-        tensor_names=("w", "x", "y"),
-        tensor_bytes=np.array([4096, 512, 8], np.int64),
-        tensor_class=np.array([0, 4, 5], np.uint8),
-        persistent=np.array([True, False, False]),
-        first_phase=np.array([0, 0, 1], np.int32),
-        last_phase=np.array([3, 2, 1], np.int32),
-        phase_names=("a", "b", "c", "d"),
-        phase_kind=np.zeros(4, np.uint8),
-        phase_precision=np.zeros(4, np.uint8),
-        flops=np.zeros(4),
-        memory_bytes=np.array([4608, 520, 512, 4096], np.int64),
-        duration_s=np.array([1e-3, 2e-3, 3e-3, 4e-3]),
-        access_start=np.array([0, 2, 4, 5, 6], np.int64),
-        access_tensor=np.array([0, 1, 1, 2, 1, 0], np.int32),
-        access_mode=np.array([1, 2, 1, 2, 1, 3], np.uint8),
-        metadata={"batch": 8},
-    )
-    return dataclasses.replace(trace, **changes)
-
-
-def small_schedule(**changes: Any) -> Schedule:
-    schedule = Schedule(
-        planner="planned",
-        residency=np.array(
-            [ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE, ResidencyMode.SYSTEM], np.uint8
-        ),
-        hint_phase=np.array([0, 1, 1, 3], np.int32),
-        hint_op=np.array(
-            [HintOp.PREFETCH, HintOp.EVICT, HintOp.DISCARD, HintOp.COPY_OUT], np.uint8
-        ),
-        hint_tensor=np.array([1, 0, 2, 0], np.int32),
-    )
-    return dataclasses.replace(schedule, **changes)
 
 
 def assert_same(one: Schedule, other: Schedule) -> None:
@@ -109,7 +69,7 @@ def test_a_schedule_comes_back_unchanged(tmp_path: Path, changes: dict[str, Any]
 
 @pytest.mark.slow
 @given(
-    hints=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 2)), max_size=30),
+    hints=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(0, 2)), max_size=30),
     residencies=st.lists(st.integers(0, 4), min_size=3, max_size=3),
     waits=st.booleans(),
 )
@@ -148,8 +108,8 @@ def test_the_same_schedule_gives_the_same_bytes(
     [
         ({"planner": ""}, r"planner: '': .*\{1,64\}"),
         ({"planner": "a\n"}, r"planner: 'a\\n': .*\{1,64\}"),
-        ({"planner": None}, "planner: null is not text"),
-        ({"waits": 1}, "waits: 1 is not true or false"),
+        ({"planner": None}, "planner: null: Input should be a valid string"),
+        ({"waits": 1}, "waits: 1: Input should be a valid boolean"),
         ({"residency": np.array([0, 5, 0], np.uint8)}, r"residency\[1\]: 5 is not from 0 to 4"),
         ({"residency": np.zeros(3, np.int64)}, "residency: of int64; make it uint8"),
         ({"hint_phase": [0, 1, 2, 3]}, "hint_phase: not a column"),
@@ -181,45 +141,6 @@ def saved(folder: Path, **changes: Any) -> Path:
     assert contents(path)["format"] == PLAN_FORMAT
     rewrite(path, lambda content: content.update(changes))
     return path
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": "umem-plan/99"}, r"format: umem-plan/99 is of a newer umem; .* upgrade"),
-        ({"format": "umem-plan/1"}, r"format: umem-plan/1 is of an older umem"),
-        ({"format": "umem-trace/3"}, "format: 'umem-trace/3' is not a plan"),
-        ({"wait": True}, "wait: unknown key, did you mean 'waits'"),
-        ({"key": KEY.upper()}, r"key: '0123.*0-9a-f\]\{64\}"),
-        ({"key": None}, "key: null is not text"),
-        ({"planner": "\x1b[2J"}, r"planner: .*\{1,64\}"),
-        ({"waits": None}, "waits: null is not true or false"),
-        ({"residency": [0, 0]}, "residency: 2 entries; it takes 3: plan again"),
-        ({"residency": [0, 0, 9]}, r"residency\[2\]: 9 is not from 0 to 4: plan again"),
-        ({"hint_phase": [0, 1, 1, 4]}, r"hint_phase\[3\]: 4 is not from 0 to 3: plan again"),
-        ({"hint_phase": [3, 2, 1, 0]}, r"hint_phase\[1\]: 2 follows 3; .*: plan again"),
-        ({"hint_op": [0, 1, 2, 9]}, r"hint_op\[3\]: 9 is not from 0 to 6: plan again"),
-        ({"hint_op": [0, 1, 2]}, "hint_op: 3 entries; it takes 4: plan again"),
-        ({"hint_tensor": [1, 0, 2, 3]}, r"hint_tensor\[3\]: 3 is not from 0 to 2: plan again"),
-        ({"hint_tensor": np.zeros(4)}, "hint_tensor: of float64; it takes int32"),
-    ],
-)
-def test_a_bad_file_names_file_and_place(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    path = saved(tmp_path, **change)
-    with pytest.raises(PlanError, match=message) as info:
-        load_schedule(path, small_trace(), key=KEY)
-    assert str(info.value).startswith(f"{path}: ")
-    assert len(str(info.value)) < 400
-
-
-@pytest.mark.parametrize("key", [*PlanHeader.model_fields, *PLAN_COLUMNS])
-def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
-    path = saved(tmp_path)
-    rewrite(path, lambda content: content.pop(key))
-    with pytest.raises(PlanError, match=rf"plan\.npz: {key}: missing"):
-        load_schedule(path, small_trace(), key=KEY)
 
 
 def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from archives import contents, rewrite
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from small_files import small_trace
 
 from umem.core.errors import TraceError
 from umem.trace import Trace, ranges
@@ -29,31 +29,6 @@ from umem.trace.file import (
 )
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "trace-format.md"
-
-
-def small_trace(**changes: Any) -> Trace:
-    """Weights, an activation and a scratch tensor in three phases."""
-    trace = Trace(
-        name="small",
-        source="by hand",
-        tensor_names=("w", "x", "scratch"),
-        tensor_bytes=np.array([4096, 512, 1], np.int64),
-        tensor_class=np.array([0, 4, 5], np.uint8),
-        persistent=np.array([True, False, False]),
-        first_phase=np.array([0, 0, 1], np.int32),
-        last_phase=np.array([2, 2, 1], np.int32),
-        phase_names=("forward", "backward", "step"),
-        phase_kind=np.array([0, 1, 2], np.uint8),
-        phase_precision=np.array([0, 3, 4], np.uint8),
-        flops=np.array([1e9, 2e9, 0.0]),
-        memory_bytes=np.array([4608, 513, 4096], np.int64),
-        duration_s=np.array([1e-3, 0.1 + 0.2, 5e-324]),
-        access_start=np.array([0, 2, 4, 5], np.int64),
-        access_tensor=np.array([0, 1, 1, 2, 0], np.int32),
-        access_mode=np.array([1, 2, 1, 2, 3], np.uint8),
-        metadata={"batch": 8, "loss": 0.1, "model": "tiny"},
-    )
-    return dataclasses.replace(trace, **changes)
 
 
 def with_entry(key: str, index: int, value: Any) -> Trace:
@@ -315,66 +290,6 @@ def test_the_file_has_the_keys_of_the_format(tmp_path: Path) -> None:
 
 def test_a_file_that_was_packed_anew_is_read(tmp_path: Path) -> None:
     assert_same(small_trace(), load_trace(saved(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": "umem-trace/9"}, "format: umem-trace/9 is of a newer umem"),
-        ({"format": "umem-trace/2"}, "format: umem-trace/2 is of an older umem"),
-        ({"format": "umem-plan/1"}, "format: 'umem-plan/1' is not a trace"),
-        ({"flop": 1}, "flop: unknown key. Valid keys: format, name"),
-        (
-            {"durations_s": np.zeros(3)},
-            "'durations_s': unknown column, did .* 'duration_s'.* Valid columns: tensor_b",
-        ),
-        ({"name": 5}, "name: 5 is not text"),
-        ({"name": "\ud800"}, r"Invalid JSON.* hex escape"),
-        ({"tensor_names": "abc"}, "tensor_names: 'abc': .* valid array"),
-        ({"tensor_names": ["a", "b", 3]}, r"tensor_names\[2\]: 3 is not text"),
-        ({"tensor_bytes": [1, 1]}, "tensor_bytes: 2 entries; it takes 3"),
-        ({"tensor_bytes": np.ones(3)}, "tensor_bytes: of float64; it takes int64"),
-        ({"tensor_class": [0, 1, 9]}, r"tensor_class\[2\]: 9 is not from 0 to 5"),
-        ({"persistent": np.array([2, 0, 0], np.uint8).view(np.bool_)}, "persistent: .* 0 and 1"),
-        ({"first_phase": np.zeros(3, ">i4")}, "first_phase: of >i4; it takes int32"),
-        ({"flops": [1.0, 0.0, INF]}, r"flops\[2\]: inf is not from 0"),
-        ({"access_start": [0, 2, 4, 6]}, r"access_start\[3\]: 6; it is 5"),
-        ({"access_start": [0, 2, 5]}, "access_start: 3 entries; it takes 4"),
-        ({"access_tensor": [0, 1, 1, 99, 0]}, r"access_tensor\[3\]: 99 is not from 0 to 2"),
-        ({"access_mode": [1, 2, 1, 2]}, "access_mode: 4 entries; it takes 5"),
-        ({"metadata": []}, r"metadata: \[\]: .* object"),
-        ({"metadata": {"a": [1]}}, "metadata.a: a list; give text or a number"),
-        ({"metadata": {"\u202e": None}}, r"metadata.\\u202e: a NoneType"),
-    ],
-)
-def test_a_bad_file_names_file_and_place(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    path = saved(tmp_path, **change)
-    with pytest.raises(TraceError, match=message) as info:
-        load_trace(path)
-    assert str(info.value).startswith(f"{path}: ")
-    assert len(str(info.value)) < 600
-
-
-@pytest.mark.parametrize("key", sorted({*TraceHeader.model_fields, *DTYPES} - {"duration_s"}))
-def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
-    path = saved(tmp_path, **{key: None})
-    with pytest.raises(TraceError, match=rf"t\.npz: {key}: missing"):
-        load_trace(path)
-
-
-def test_a_misspelt_column_gets_the_right_one_named(tmp_path: Path) -> None:
-    path = saved(tmp_path, flop=np.zeros(3))
-    with pytest.raises(TraceError, match=r"'flop': unknown column, did you mean 'flops'\?"):
-        load_trace(path)
-
-
-def test_a_file_of_an_older_umem_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "old.json.gz"
-    path.write_text(json.dumps({"format": "umem-trace/2"}))
-    with pytest.raises(TraceError, match=r"umem-trace/2 is of an older umem.*make the file again"):
-        load_trace(path)
 
 
 # --------------------------------------------------------------------------------- in bulk

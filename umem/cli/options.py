@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,13 +44,16 @@ __all__ = [
     "TraceFile",
     "Window",
     "Workload",
+    "WorkloadOptions",
     "budget_bytes",
     "check_plot",
+    "check_source",
     "find_policy",
     "find_workloads",
     "known_name",
     "known_names",
     "recording_progress",
+    "takes_workload",
 ]
 
 DEFAULT_POLICY = "managed"
@@ -139,65 +143,100 @@ Workload = Callable[[Progress], "Trace"]
 """Makes the trace of a training step."""
 
 
-def find_workloads(
-    modes: Sequence[str],
-    *,
-    script: str | None = None,
-    trace: Path | None = None,
-    model: str | None = None,
-    params: str | None = None,
-    mode: str | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-    accumulate: int | None = None,
-    checkpoint: bool | None = None,
-    precision: str | None = None,
-) -> tuple[Workload, ...]:
+@dataclass(frozen=True)
+class WorkloadOptions:
+    """Options that name a training step, in the order of ``--help``; None if not given."""
+
+    script: Script = None
+    model: Model = None
+    params: Params = None
+    mode: Mode = None
+    batch: Batch = None
+    seq: Seq = None
+    accumulate: Accumulate = None
+    checkpoint: Checkpoint = None
+    precision: Precision = None
+    trace: TraceFile = None
+
+
+def takes_workload(*, without: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command :class:`WorkloadOptions` as its first argument.
+
+    A parameter of the command's own replaces the option of its name, and `without` names one that
+    the command lacks. The command gets None in the place of both.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *rest = inspect.signature(command, eval_str=True).parameters.values()
+        own = {parameter.name: parameter for parameter in rest}
+        shared = dict(inspect.signature(WorkloadOptions, eval_str=True).parameters)
+        shared.pop(without, None)
+
+        @wraps(command)
+        def called(**values: Any) -> None:
+            given = {name: values.pop(name) for name in shared if name not in own}
+            command(WorkloadOptions(**given), **values)
+
+        called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [it.replace(kind=it.KEYWORD_ONLY) for it in (shared | own).values()]
+        )
+        return called
+
+    return decorate
+
+
+def check_source(given: WorkloadOptions, files: Mapping[str, Path | None], nothing: str) -> None:
+    """Raise ``UmemError`` unless one source of a workload is given, and what belongs to it.
+
+    `files` are traces by their option; `nothing` is the message without a source.
+    """
+    sources = {"a script": given.script, "--model": given.model, "--params": given.params, **files}
+    named = [name for name, value in sources.items() if value is not None]
+    if not named:
+        raise UmemError(nothing)
+    if len(named) > 1:
+        raise UmemError(f"{' and '.join(named)}: give one of them")
+    (source,) = named
+    if given.model is None and given.params is None:
+        what = "a trace" if given.script is None else source
+        for name in ("mode", "batch", "seq", "accumulate", "checkpoint", "precision"):
+            if getattr(given, name) is not None:
+                option = f"--{name}"
+                raise UmemError(f"{option}: {what} has no such option: give {option} or {source}")
+
+
+def find_workloads(modes: Sequence[str], given: WorkloadOptions) -> tuple[Workload, ...]:
     """Find the workloads that the options name: a script, a trace, or a model in some modes.
 
     `modes` are the values that ``--mode`` may have; the first is its default, and ``both`` stands
-    for LoRA and SFT. The others are the options' values, None if not given. Raises ``UmemError`` if
-    they contradict each other, or a name is unknown.
+    for LoRA and SFT. Raises ``UmemError`` if options contradict each other, or a name is unknown.
     """
-    sources = {"a script": script, "--trace": trace, "--model": model, "--params": params}
-    given = [name for name, value in sources.items() if value is not None]
-    if not given:
-        raise UmemError(
-            "nothing to run: give --model, such as llama-2-7b, --params, such as 7b, --trace FILE, "
-            "or a script and its function, such as train.py:make_step"
-        )
-    if len(given) > 1:
-        raise UmemError(f"{' and '.join(given)}: give one of them")
-    if script is not None or trace is not None:
-        of_models = {
-            "--mode": mode,
-            "--batch": batch,
-            "--seq": seq,
-            "--accumulate": accumulate,
-            "--checkpoint": checkpoint,
-            "--precision": precision,
-        }
-        for option, value in of_models.items():
-            if value is not None:
-                (source,) = given
-                what = "a trace" if script is None else source
-                raise UmemError(f"{option}: {what} has no such option: give {option} or {source}")
-        if trace is not None:
-            return (partial(_load, trace),)
-        return (partial(_record_script, str(script)),)
+    check_source(
+        given,
+        {"--trace": given.trace},
+        "nothing to run: give --model, such as llama-2-7b, --params, such as 7b, --trace FILE, or "
+        "a script and its function, such as train.py:make_step",
+    )
+    if given.trace is not None:
+        return (partial(_load, given.trace),)
+    if given.script is not None:
+        return (partial(_record_script, given.script),)
     # Not at the top: it takes longer than reading a trace.
     from umem.capture.offline import MODELS, MODES, PRECISIONS, llama_of_size, model_trace
     from umem.capture.offline.trace_cache import cache_trace, cached_trace
 
-    chosen = known_name("--mode", modes[0] if mode is None else mode, modes)
-    name = llama_of_size(params)[0] if params else known_name("--model", model or "", MODELS)
+    chosen = known_name("--mode", modes[0] if given.mode is None else given.mode, modes)
+    if given.params:
+        name = llama_of_size(given.params)[0]
+    else:
+        name = known_name("--model", given.model or "", MODELS)
     arguments: dict[str, Any] = {
         "model": name,
-        "batch": batch or BATCH,
-        "seq": seq or SEQ,
-        "accumulate": accumulate or ACCUMULATE,
-        "checkpoint": bool(checkpoint),
-        "precision": known_name("--precision", precision or PRECISIONS[0], PRECISIONS),
+        "batch": given.batch or BATCH,
+        "seq": given.seq or SEQ,
+        "accumulate": given.accumulate or ACCUMULATE,
+        "checkpoint": bool(given.checkpoint),
+        "precision": known_name("--precision", given.precision or PRECISIONS[0], PRECISIONS),
     }
 
     def record(of_mode: str, say: Progress) -> Trace:

@@ -36,17 +36,9 @@ _MOST_ROWS = 32
 
 
 @app.command(no_args_is_help=True)
+@options.takes_workload()
 def plan(
-    script: options.Script = None,
-    model: options.Model = None,
-    params: options.Params = None,
-    mode: options.Mode = None,
-    batch: options.Batch = None,
-    seq: options.Seq = None,
-    accumulate: options.Accumulate = None,
-    checkpoint: options.Checkpoint = None,
-    precision: options.Precision = None,
-    trace: options.TraceFile = None,
+    given: options.WorkloadOptions,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
     policy: options.PolicyName = options.DEFAULT_POLICY,
     planner: Annotated[str, typer.Option(help="fault, lookahead, planned or oracle.")] = "planned",
@@ -91,19 +83,7 @@ def plan(
     options.known_name("--planner", planner, planning.PLANNERS)
     if explain is not None and planner != "planned":
         raise UmemError("--explain: only the planner planned has reasons for each decision")
-    (workload,) = options.find_workloads(
-        options.TRAINING_MODES,
-        script=script,
-        trace=trace,
-        model=model,
-        params=params,
-        mode=mode,
-        batch=batch,
-        seq=seq,
-        accumulate=accumulate,
-        checkpoint=checkpoint,
-        precision=precision,
-    )
+    (workload,) = options.find_workloads(options.TRAINING_MODES, given)
     machine = load_hardware(hardware)
     resolved = options.find_policy(policy, machine, budget)
     if target is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,20 +39,13 @@ app = output.make_app()
 
 
 @app.command(no_args_is_help=True)
+@options.takes_workload()
 def simulate(
-    script: options.Script = None,
-    model: options.Model = None,
-    params: options.Params = None,
+    given: options.WorkloadOptions,
     mode: Annotated[
         str | None,
         typer.Option(help="How the model is trained: lora, sft or both (default: both)."),
     ] = None,
-    batch: options.Batch = None,
-    seq: options.Seq = None,
-    accumulate: options.Accumulate = None,
-    checkpoint: options.Checkpoint = None,
-    precision: options.Precision = None,
-    trace: options.TraceFile = None,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
     policy: options.PolicyName = options.DEFAULT_POLICY,
     planner: Annotated[
@@ -97,19 +91,7 @@ def simulate(
     """
     planners = options.known_names("--planner", planner, PLANNERS)
     options.known_name("--addresses", addresses, ("reused", "own"))
-    workloads = options.find_workloads(
-        _MODES,
-        script=script,
-        trace=trace,
-        model=model,
-        params=params,
-        mode=mode,
-        batch=batch,
-        seq=seq,
-        accumulate=accumulate,
-        checkpoint=checkpoint,
-        precision=precision,
-    )
+    workloads = options.find_workloads(_MODES, replace(given, mode=mode))
     machine = load_hardware(hardware)
     # Before the first trace, which may take long.
     resolved = options.find_policy(policy, machine, budget)

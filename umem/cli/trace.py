@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,21 +25,9 @@ app = output.make_app()
 
 
 @app.command(no_args_is_help=True)
+@options.takes_workload(without="trace")
 def trace(
-    script: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SCRIPT.py:FUNCTION", help="The function of a script that makes the step."
-        ),
-    ] = None,
-    model: options.Model = None,
-    params: options.Params = None,
-    mode: options.Mode = None,
-    batch: options.Batch = None,
-    seq: options.Seq = None,
-    accumulate: options.Accumulate = None,
-    checkpoint: options.Checkpoint = None,
-    precision: options.Precision = None,
+    given: options.WorkloadOptions,
     imported: Annotated[
         Path | None,
         typer.Option(
@@ -63,31 +52,22 @@ def trace(
     FUNCTION takes no arguments and returns a function that runs one step. Nothing is computed:
     tensors have sizes and no data, so that a model larger than this machine can be recorded.
     """
-    _check_sources(script, model, params, imported, shown, target)
-    given = (mode, batch, seq, accumulate, checkpoint, precision)
-    if model is None and params is None and any(value is not None for value in given):
-        raise UmemError(
-            "--mode, --batch, --seq, --accumulate, --checkpoint and --precision belong to --model "
-            "and --params"
-        )
+    options.check_source(
+        given,
+        {"--import": imported, "--show": shown},
+        "nothing to trace: give script.py:function, --model, --params, --import or --show",
+    )
+    if imported is not None and target is None:
+        raise UmemError("--import writes a trace: give --output FILE, or --show to look at it")
+    if shown is not None and target is not None:
+        raise UmemError("--show writes nothing: leave --output out, or give --import")
     machine = load_hardware(hardware)
     if target is not None:
         output.check_can_write("--output", target)
 
     with output.progress() as say:
-        (workload,) = options.find_workloads(
-            options.TRAINING_MODES,
-            script=script,
-            trace=imported or shown,
-            model=model,
-            params=params,
-            mode=mode,
-            batch=batch,
-            seq=seq,
-            accumulate=accumulate,
-            checkpoint=checkpoint,
-            precision=precision,
-        )
+        source = replace(given, trace=imported or shown)
+        (workload,) = options.find_workloads(options.TRAINING_MODES, source)
         made = workload(say)
         say(f"Timing {made.name} on {machine.name}")
         summary = _summarise(made, machine)
@@ -100,34 +80,6 @@ def trace(
     if target is not None:
         typer.echo()
         output.print_written([target])
-
-
-def _check_sources(
-    script: str | None,
-    model: str | None,
-    params: str | None,
-    imported: Path | None,
-    shown: Path | None,
-    target: Path | None,
-) -> None:
-    sources = {
-        "a script": script,
-        "--model": model,
-        "--params": params,
-        "--import": imported,
-        "--show": shown,
-    }
-    given = [name for name, value in sources.items() if value is not None]
-    if not given:
-        raise UmemError(
-            "nothing to trace: give script.py:function, --model, --params, --import or --show"
-        )
-    if len(given) > 1:
-        raise UmemError(f"{' and '.join(given)}: give one of them")
-    if imported is not None and target is None:
-        raise UmemError("--import writes a trace: give --output FILE, or --show to look at it")
-    if shown is not None and target is not None:
-        raise UmemError("--show writes nothing: leave --output out, or give --import")
 
 
 def _summarise(trace: Trace, hardware: Hardware) -> dict[str, Any]:

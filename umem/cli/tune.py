@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from itertools import product, takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,11 +35,9 @@ app = output.make_app()
 
 
 @app.command("tune", no_args_is_help=True)
+@options.takes_workload()
 def tune_training(
-    script: options.Script = None,
-    model: options.Model = None,
-    params: options.Params = None,
-    mode: options.Mode = None,
+    given: options.WorkloadOptions,
     batch: Annotated[
         str | None,
         typer.Option(
@@ -46,7 +45,6 @@ def tune_training(
             help=f"Sequences in a batch; several with commas between (default: {options.BATCH}).",
         ),
     ] = None,
-    seq: options.Seq = None,
     accumulate: Annotated[
         str | None,
         typer.Option(
@@ -58,8 +56,6 @@ def tune_training(
         bool | None,
         typer.Option("--checkpoint/--no-checkpoint", help="Recompute activations (default: both)."),
     ] = None,
-    precision: options.Precision = None,
-    trace: options.TraceFile = None,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
     policy: Annotated[
         str | None,
@@ -110,19 +106,9 @@ def tune_training(
     machine = load_hardware(hardware)
     budgets = tuple(dict.fromkeys(options.budget_bytes(it, machine) for it in _names(budget)))
     sizes = _numbers("--batch", batch), _numbers("--accumulate", accumulate)
-    common = {
-        "script": script,
-        "model": model,
-        "params": params,
-        "mode": mode,
-        "seq": seq,
-        "precision": precision,
-        "trace": trace,
-    }
-    is_model = script is None and trace is None
-    workloads = _workloads(common, is_model, *sizes, checkpoint)
-    given = _given(common, is_model)
-    names = f"{PLAIN},{mode or options.TRAINING_MODES[0]},managed" if policy is None else policy
+    workloads = _workloads(given, *sizes, checkpoint)
+    mode = given.mode or options.TRAINING_MODES[0]
+    names = f"{PLAIN},{mode},managed" if policy is None else policy
     bases = tuple(dict.fromkeys(map(_base, _names(names))))
     for name in bases:
         if name != PLAIN:
@@ -147,7 +133,7 @@ def tune_training(
 
     stopped = "interrupted" if is_interrupted() else "limit" if count < len(tried) else None
     rows = [
-        _row(number, point, [*given, "--hardware", hardware], target)
+        _row(number, point, [*_words(given), "--hardware", hardware], target)
         for number, point in enumerate(front(points, tolerance), 1)
     ]
     data: dict[str, Any] = {
@@ -198,13 +184,13 @@ def _base(name: str) -> str:
 
 
 def _workloads(
-    common: Mapping[str, Any],
-    is_model: bool,
+    given: options.WorkloadOptions,
     batches: Sequence[int | None],
     accumulates: Sequence[int | None],
     checkpoint: bool | None,
 ) -> list[TunedWorkload]:
     """The training in each of its forms; a trace and a script have one."""
+    is_model = given.script is None and given.trace is None
     tries_both = is_model and checkpoint is None
     found = []
     for batch, accumulate, recomputes in product(
@@ -212,10 +198,7 @@ def _workloads(
     ):
         (made,) = options.find_workloads(
             options.TRAINING_MODES,
-            **common,
-            batch=batch,
-            accumulate=accumulate,
-            checkpoint=recomputes,
+            replace(given, batch=batch, accumulate=accumulate, checkpoint=recomputes),
         )
         form: dict[str, int | bool] = {}
         if is_model:
@@ -228,12 +211,12 @@ def _workloads(
     return found
 
 
-def _given(common: Mapping[str, Any], is_model: bool) -> list[str]:
+def _words(given: options.WorkloadOptions) -> list[str]:
     """The words of ``umem simulate`` that all points have in common."""
-    values = dict(common)
+    values = asdict(given)
     script = values.pop("script")
-    if is_model:
-        values["mode"] = values["mode"] or options.TRAINING_MODES[0]
+    if script is None and given.trace is None:
+        values["mode"] = given.mode or options.TRAINING_MODES[0]
     options_given = ((f"--{name}", str(it)) for name, it in values.items() if it is not None)
     return [*([] if script is None else [script]), *(word for it in options_given for word in it)]
 

@@ -19,8 +19,8 @@ from pydantic import (
 
 from umem.core.errors import HardwareError
 from umem.hardware.model import FIGURES, PRECISIONS, Hardware, Source, quantity_of
-from umem.io.problems import Conflict, InvalidFileError, KeyPath, raise_conflicts, validate
-from umem.io.yaml_files import FileKind, read, shipped_names
+from umem.io.problems import InvalidFileError, KeyPath, raise_conflicts, shown
+from umem.io.yaml_files import FileKind, read, shipped, validate
 
 __all__ = ["hardware_names", "load_profile"]
 
@@ -51,6 +51,17 @@ class _Figure(BaseModel, Generic[_Value], extra="forbid", defer_build=True):
     assumption: _Reason | None = None
     source: _Reason | None = Field(default=None, validate_default=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_figure(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            example = cls.model_fields["value"].metadata[-1].example
+            raise ValueError(
+                f"{shown(data)} is not a figure with its source: write {{value: {example}, source: "
+                "...}, or assumption in place of source"
+            )
+        return data
+
     @field_validator("source")
     @classmethod
     def _has_one_source(cls, source: str | None, info: ValidationInfo) -> str | None:
@@ -69,12 +80,6 @@ class _Figure(BaseModel, Generic[_Value], extra="forbid", defer_build=True):
     def as_source(self) -> Source:
         """Where the value comes from."""
         return Source(self.source or self.assumption or "", assumption=self.source is None)
-
-    @classmethod
-    def how_to_write(cls) -> str:
-        """The form of a figure, for messages."""
-        example = cls.model_fields["value"].metadata[-1].example
-        return f"write {{value: {example}, source: ...}}, or assumption in place of source"
 
 
 class _Profile(BaseModel, extra="forbid", defer_build=True):
@@ -99,7 +104,7 @@ class _Profile(BaseModel, extra="forbid", defer_build=True):
             least = getattr(self, low).value
             if least > getattr(self, high).value:
                 message = f"less than {low}: give at least {quantity_of(low).format(least)}"
-                conflicts.append(Conflict((high, "value"), message))
+                conflicts.append(((high, "value"), message))
         raise_conflicts(conflicts)
         return self
 
@@ -127,19 +132,10 @@ _PROFILE = create_model("_HardwareProfile", __base__=_Profile, **_MODELS)
 
 def _is_figure(path: KeyPath) -> bool:
     # A figure comes with its own source: that of the inherited figure would contradict it.
-    return len(path) == (2 if path[0] == "flops_per_s" else 1)
+    return len(path) == (2 if path[:1] == ("flops_per_s",) else 1)
 
 
-_KIND = FileKind(
-    noun="hardware profile",
-    shipped="hardware profile",
-    plural="hardware profiles",
-    folder="hardware",
-    example="h200-pcie",
-    instead_of_aliases="put common figures in a file to `extends`",
-    error=HardwareError,
-    replaces=_is_figure,
-)
+_KIND = FileKind("hardware profile", "hardware", HardwareError, replaces=_is_figure)
 
 
 def load_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> Hardware:
@@ -168,4 +164,4 @@ def load_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> Hardware
 
 def hardware_names() -> tuple[str, ...]:
     """Names of umem's own hardware profiles, sorted; ``HardwareError`` if they are missing."""
-    return shipped_names(_KIND)
+    return tuple(shipped(_KIND))

@@ -29,7 +29,7 @@ from umem._version import __version__
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 from umem.io.files import begins_with, read_file, unreadable, write_file
-from umem.io.problems import did_you_mean, first_problem, shown, visible
+from umem.io.problems import Problem, did_you_mean, dotted, message_of, shown
 
 __all__ = [
     "MAX_VALUES",
@@ -101,8 +101,7 @@ class Checker:
 
         The place may hold a key of a stranger's: what acts on a terminal becomes an escape.
         """
-        parts = (self.place, where, message + self.remedy)
-        raise self.error(visible(": ".join(part for part in parts if part)))
+        raise self.error(str(Problem(self.place, key=where, message=message + self.remedy)))
 
     def refuse_where(
         self, bad: npt.NDArray[np.bool_], key: str, message: Callable[[Any], str]
@@ -136,7 +135,10 @@ class Checker:
         try:
             return model.model_validate_json(text)
         except ValidationError as problem:
-            raise self.error(str(first_problem(problem, self.place, model)) + self.remedy) from None
+            detail = problem.errors(include_url=False)[0]
+            key, message = dotted(detail["loc"]), message_of(detail, model)
+            said = Problem(self.place, key=key, message=message + self.remedy)
+            raise self.error(str(said)) from None
 
 
 def _check_format(said: object, noun: str, readable: Sequence[str], check: Checker) -> None:
@@ -269,10 +271,8 @@ def is_archive(path: str | os.PathLike[str]) -> bool:
 def _content(path: str | os.PathLike[str], check: Checker) -> bytes:
     try:
         return read_file(path, MAX_FILE_BYTES)
-    except OSError as problem:
+    except (OSError, ValueError) as problem:
         raise check.error(f"{check.place}: {unreadable(problem)}") from problem
-    except ValueError as problem:
-        raise check.error(f"{check.place}: {problem}") from problem
 
 
 def _members(archive: zipfile.ZipFile, check: Checker) -> dict[str, zipfile.ZipInfo]:

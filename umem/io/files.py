@@ -103,8 +103,10 @@ def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
     return bytes(content)
 
 
-def unreadable(problem: OSError) -> str:
-    """Say why a file cannot be read, and what to do."""
+def unreadable(problem: OSError | ValueError) -> str:
+    """Say why :func:`read_file` cannot read a file, and what to do."""
+    if isinstance(problem, ValueError):
+        return str(problem)
     reason = (problem.strerror or str(problem)).lower()
     remedy = (
         "allow it, or choose another file" if problem.errno == errno.EACCES else "check the path"

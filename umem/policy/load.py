@@ -7,27 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from umem.core.errors import PolicyError
-from umem.io.problems import InvalidFileError, KeyPath, Problem, validate
-from umem.io.yaml_files import FileKind, read, shipped_names
-from umem.policy.models import EXTENDS_FOLLOWED, Policy
+from umem.io.problems import InvalidFileError, Problem
+from umem.io.yaml_files import FileKind, read, shipped, validate
+from umem.policy.models import EXTENDS_FOLLOWED, ClassRules, Policy
 
 __all__ = ["find_problems", "load_policy", "preset_names"]
 
-_KIND = FileKind(
-    noun="policy",
-    shipped="preset",
-    plural="preset policies",
-    folder="",
-    example="sft",
-    instead_of_aliases="put common keys of classes under `defaults`, and common keys of files in a "
-    "file to `extends`",
-    error=PolicyError,
-)
+_KIND = FileKind("policy", folder="", error=PolicyError)
 
 
 def preset_names() -> tuple[str, ...]:
     """Names of the preset policies, sorted; ``PolicyError`` if they are missing."""
-    return shipped_names(_KIND)
+    return tuple(shipped(_KIND))
 
 
 def load_policy(source: str | os.PathLike[str] | Policy | Mapping[str, Any]) -> Policy:
@@ -82,14 +73,9 @@ def find_problems(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[P
 
 def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> Policy:
     document = read(source, _KIND)
-
-    def written_at(path: KeyPath, involved: tuple[str, ...]) -> list[KeyPath]:
-        # A class's rule includes the keys of `defaults`, which are to blame where the class itself
-        # says nothing.
-        if path[:1] != ("classes",) or len(path) < 3:
-            return [path]
-        keys = (path[2], *involved)
-        own = any((*path[:2], key) in document.entries for key in keys)
-        return [path, ("defaults", path[2])] if own else [("defaults", *path[2:])]
-
-    return validate(Policy, document, written_at, context=EXTENDS_FOLLOWED)
+    # A class's rule includes the keys of `defaults`, which are to blame for what is wrong in them.
+    for path, place in list(document.places.items()):
+        if path[:1] == ("defaults",):
+            for name in ClassRules.model_fields:
+                document.places.setdefault(("classes", name, *path[1:]), place)
+    return validate(Policy, document, context=EXTENDS_FOLLOWED)

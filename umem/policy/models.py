@@ -19,7 +19,7 @@ from pydantic import (
 
 from umem.core.classes import TensorClass
 from umem.core.units import NUMBER_PATTERN, parse_bytes, parse_percent
-from umem.io.problems import Conflict, raise_conflicts, shown
+from umem.io.problems import Conflicts, raise_conflicts, shown
 from umem.io.yaml_files import stated_keys
 
 __all__ = [
@@ -103,72 +103,68 @@ Fraction = Annotated[float, Field(strict=True, ge=0.0, le=1.0)]
 # Combinations of a rule's keys that cannot work, with the remedy for each.
 
 
-def _rule_conflicts(rule: ClassRule) -> list[Conflict]:
+def _rule_conflicts(rule: ClassRule) -> Conflicts:
     if rule.mechanism == "stream" and rule.kind not in ("pinned", "device"):
         message = (
             f"mechanism stream with kind {rule.kind}: streamed tensors have their home in "
             "page-locked host memory; set kind: pinned for optimizer_state, kind: device for "
             "weights, or mechanism: auto"
         )
-        return [Conflict(("mechanism",), message, ("kind",))]
+        return [(("mechanism",), message)]
     if rule.kind == "auto":
         return _conflicts_of_auto(rule)
     if rule.kind in ("device", "pinned"):
         return _conflicts_of_fixed_memory(rule)
     mechanism, eviction = rule.mechanism, rule.eviction
-    # The condition; the key to change; the other keys involved; the error; the remedy.
+    # The condition; the key to change; the error; the remedy.
     table = [
         (
             mechanism == "map" and rule.placement != "host",
-            ("mechanism", "placement"),
+            "mechanism",
             f"mechanism map with placement {rule.placement}: mapped pages live on the host",
             "set placement: host, or mechanism: migrate",
         ),
         (
             mechanism == "map" and rule.placement == "host" and not rule.accessed_by_device,
-            ("mechanism", "accessed_by_device"),
+            "mechanism",
             "mechanism map with accessed_by_device false: the device would fault on every page",
             "set accessed_by_device: true, or mechanism: fault",
         ),
         (
             mechanism == "duplicate" and not rule.read_mostly,
-            ("mechanism", "read_mostly"),
+            "mechanism",
             "mechanism duplicate without read_mostly: pages would move and leave no copy behind",
             "set read_mostly: true, or mechanism: migrate",
         ),
         (
             mechanism in ("migrate", "map", "copy") and rule.read_mostly,
-            ("mechanism", "read_mostly"),
+            "mechanism",
             f"mechanism {mechanism} with read_mostly: a read duplicates such pages",
             "set mechanism: duplicate, or read_mostly: false",
         ),
         (
             mechanism == "copy" and rule.placement == "host",
-            ("mechanism", "placement"),
+            "mechanism",
             "mechanism copy with placement host: there is nothing on the device to copy out",
             "set placement: device, or mechanism: map",
         ),
         (
             mechanism == "fault" and rule.accessed_by_device,
-            ("mechanism", "accessed_by_device", "placement"),
+            "mechanism",
             "mechanism fault with accessed_by_device true: mapped pages do not fault",
             "set mechanism: map, or accessed_by_device: false",
         ),
         (
             mechanism in ("map", "keep") and eviction in ("lru", "first"),
-            ("eviction", "mechanism"),
+            "eviction",
             f"eviction {eviction} with mechanism {mechanism}: the class stays where it is",
             "set eviction: auto, or mechanism: migrate",
         ),
     ]
-    return [
-        Conflict(keys[:1], f"{wrong}; {remedy}", keys[1:])
-        for holds, keys, wrong, remedy in table
-        if holds
-    ]
+    return [((key,), f"{wrong}; {remedy}") for holds, key, wrong, remedy in table if holds]
 
 
-def _conflicts_of_auto(rule: ClassRule) -> list[Conflict]:
+def _conflicts_of_auto(rule: ClassRule) -> Conflicts:
     """Keys that only a stated kind of memory can have."""
     undecided: dict[str, Any] = {
         "placement": "device",
@@ -185,11 +181,11 @@ def _conflicts_of_auto(rule: ClassRule) -> list[Conflict]:
             said = f"{key} {shown(getattr(rule, key))} with kind auto".replace("'", "")
             remedy = shown(value).replace("'", "")
             message = f"{said}: the machine decides; set {key}: {remedy}, or kind: managed"
-            conflicts.append(Conflict((key,), message, ("kind",)))
+            conflicts.append(((key,), message))
     return conflicts
 
 
-def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
+def _conflicts_of_fixed_memory(rule: ClassRule) -> Conflicts:
     """Conflicts of plain device memory and of pinned memory, whose pages never move."""
     pinned = rule.kind == "pinned"
     place = "host" if pinned else "device"
@@ -216,7 +212,7 @@ def _conflicts_of_fixed_memory(rule: ClassRule) -> list[Conflict]:
         if not possible:
             said = f"{key} {shown(getattr(rule, key))} with kind {rule.kind}".replace("'", "")
             message = f"{said}: {reason}; set {key}: {remedy}, or kind: managed"
-            conflicts.append(Conflict((key,), message, ("kind",)))
+            conflicts.append(((key,), message))
     return conflicts
 
 
@@ -326,7 +322,7 @@ class ClassRules(_Record):
                     "mechanism stream stages what is used block by block, so it is for weights, "
                     f"frozen_weights and optimizer_state, and not for {name}; set mechanism: auto"
                 )
-            conflicts.append(Conflict((name, "mechanism"), message))
+            conflicts.append(((name, "mechanism"), message))
         raise_conflicts(conflicts)
         return self
 
@@ -350,14 +346,14 @@ class ClassRules(_Record):
                 )
             else:
                 continue
-            conflicts.append(Conflict((name, "fraction"), message))
+            conflicts.append(((name, "fraction"), message))
         if self.weights.fraction != self.frozen_weights.fraction and not conflicts:
             message = (
                 f"fraction {self.weights.fraction:g} of weights and "
                 f"{self.frozen_weights.fraction:g} of frozen_weights: they leave the device "
                 "together; give both the same fraction"
             )
-            conflicts.append(Conflict(("weights", "fraction"), message))
+            conflicts.append((("weights", "fraction"), message))
         raise_conflicts(conflicts)
         return self
 
@@ -365,7 +361,7 @@ class ClassRules(_Record):
     def _copies_only_what_a_pass_makes_off_plain_device_memory(self) -> ClassRules:
         raise_conflicts(
             [
-                Conflict(
+                (
                     (name, "mechanism"),
                     "mechanism copy with kind device copies what the passes make, so it is for "
                     f"activations and gradients and not for {name}; set mechanism: keep",
@@ -381,7 +377,7 @@ class ClassRules(_Record):
     def _discards_only_what_dies(self) -> ClassRules:
         raise_conflicts(
             [
-                Conflict(
+                (
                     (name, "mechanism"),
                     f"discard drops dead contents, and {name.replace('_', ' ')} live through the "
                     f"whole run: give {name} mechanism: auto",

@@ -1,0 +1,144 @@
+"""Small contents of files, for tests that save, change and read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from recordings import records_of
+
+from umem.core.classes import TensorClass
+from umem.core.report import HintReport, HintUse, MigrationReport, Traffic
+from umem.core.schedule import HintOp, ResidencyMode, Schedule
+from umem.telemetry import Recording
+from umem.telemetry.records import Residency, Shares
+from umem.trace import Trace
+
+__all__ = [
+    "KEY",
+    "exchange",
+    "predicted",
+    "small_recording",
+    "small_schedule",
+    "small_trace",
+]
+
+KEY = "0123456789abcdef" * 4
+MIB = 1 << 20
+WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE
+
+
+def small_trace(**changes: Any) -> Trace:
+    """Weights, an activation and a scratch tensor in three phases."""
+    trace = Trace(
+        name="small",
+        source="by hand",
+        tensor_names=("w", "x", "scratch"),
+        tensor_bytes=np.array([4096, 512, 1], np.int64),
+        tensor_class=np.array([0, 4, 5], np.uint8),
+        persistent=np.array([True, False, False]),
+        first_phase=np.array([0, 0, 1], np.int32),
+        last_phase=np.array([2, 2, 1], np.int32),
+        phase_names=("forward", "backward", "step"),
+        phase_kind=np.array([0, 1, 2], np.uint8),
+        phase_precision=np.array([0, 3, 4], np.uint8),
+        flops=np.array([1e9, 2e9, 0.0]),
+        memory_bytes=np.array([4608, 513, 4096], np.int64),
+        duration_s=np.array([1e-3, 0.1 + 0.2, 5e-324]),
+        access_start=np.array([0, 2, 4, 5], np.int64),
+        access_tensor=np.array([0, 1, 1, 2, 0], np.int32),
+        access_mode=np.array([1, 2, 1, 2, 3], np.uint8),
+        metadata={"batch": 8, "loss": 0.1, "model": "tiny"},
+    )
+    return dataclasses.replace(trace, **changes)
+
+
+def exchange(**changes: Any) -> dict[str, Any]:
+    """A document: weights 7, activations 3, gradients -1, and a tensor 100 that nothing uses."""
+    document: dict[str, Any] = {
+        "format": "umem-trace/1",
+        "name": "tiny",
+        "source": "by hand",
+        "published": {"unit": "ms per iteration", "ideal": 3.5, "runs": 2},
+        "tensors": [
+            {"id": 7, "bytes": 1000, "class": "weights", "persistent": True},
+            {"id": 100, "bytes": 5, "class": "other", "persistent": False},
+            {"id": 3, "bytes": 200, "class": "activations", "persistent": False},
+            {"id": -1, "bytes": 30, "class": "gradients", "persistent": False},
+            {"id": 8, "bytes": 4, "class": "optimizer_state", "persistent": True},
+        ],
+        "phases": [
+            {"name": "start", "duration_us": 0, "reads": [], "writes": []},
+            {"name": "forward", "duration_us": 1500.5, "reads": [7], "writes": [3]},
+            {"name": "backward", "duration_us": 2000, "reads": [3, 7], "writes": [-1]},
+            {"name": "step", "duration_us": 1, "reads": [-1, 7], "writes": [7]},
+        ],
+    }
+    return document | changes
+
+
+def small_schedule(**changes: Any) -> Schedule:
+    schedule = Schedule(
+        planner="planned",
+        residency=np.array(
+            [ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE, ResidencyMode.SYSTEM], np.uint8
+        ),
+        hint_phase=np.array([0, 1, 1, 2], np.int32),
+        hint_op=np.array(
+            [HintOp.PREFETCH, HintOp.EVICT, HintOp.DISCARD, HintOp.COPY_OUT], np.uint8
+        ),
+        hint_tensor=np.array([1, 0, 2, 0], np.int32),
+    )
+    return dataclasses.replace(schedule, **changes)
+
+
+def small_recording() -> Recording:
+    return Recording(
+        workload="small",
+        hardware="H200",
+        policy="sft",
+        source="cupti",
+        duration_ns=1000,
+        records=records_of([(0, 10, 20, 4096, 64, 0, 2, 0, 0), (3, 15, 15, 4096, 0, 1, 0, 1, 0)]),
+        tensor_class=np.array([0, -1], np.int8),
+        tensor=np.array([0, -1], np.int32),
+        tensor_names=("weight",),
+        step_start_ns=np.array([0, 500]),
+        step_end_ns=np.array([500, 1000]),
+        phases=(),
+        dropped=0,
+        notes=(),
+        ideal_s=1e-7,
+        hints=(None, HintReport((HintUse("evict", TensorClass.WEIGHTS, *[1] * 12),), *[0] * 3)),
+        residency=Residency(np.array([5]), np.arange(6, dtype=np.int64).reshape(1, 6)),
+        shares=Shares(np.array([0]), np.array([4]), np.array([3], np.int8), np.array([-1])),
+    )
+
+
+def predicted(**changes: Any) -> MigrationReport:
+    made = MigrationReport(
+        workload="layers",
+        hardware="h200-pcie",
+        policy="sft",
+        planner="planned",
+        step_s=0.16,
+        traffic=(
+            Traffic("to_device", "hint", WEIGHTS, 64 * MIB, 0.01, 1),
+            Traffic("to_device", "mapped", STATE, 512 * MIB, 0.01, 1),
+            Traffic("to_host", "hint", STATE, 8 * MIB, 0.01, 4),
+            Traffic("to_host", "copy", TensorClass.ACTIVATIONS, 512 * MIB, 0.01, 1),
+        ),
+        memory_ops_s=0.02,
+        memory_ops_bytes=4 * MIB,
+        memory_ops_count=5,
+        fault_pages=0,
+        ideal_s=0.14,
+        lower_bound_s=0.15,
+        fault_batches=0,
+        hint_count=2,
+        hints_late=0,
+        hints_wasted=0,
+        stall_s={},
+    )
+    return dataclasses.replace(made, **changes)

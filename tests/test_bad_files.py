@@ -1,0 +1,580 @@
+"""Files that a reader refuses: each error names the file, the place in it and the remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from archives import rewrite
+from nsys_exports import RUN, database
+from small_files import (
+    KEY,
+    exchange,
+    predicted,
+    small_recording,
+    small_schedule,
+    small_trace,
+)
+
+from umem.core.errors import HardwareError, PlanError, PolicyError, TraceError, UmemError
+from umem.hardware import load_hardware
+from umem.planning.plan_files import PLAN_COLUMNS, PlanHeader, load_schedule, save_schedule
+from umem.planning.prediction import report_row
+from umem.policy import load_policy
+from umem.telemetry import read_nsys, read_recording, save_recording
+from umem.telemetry.comparison import read_predictions
+from umem.trace.check import DTYPES
+from umem.trace.file import TraceHeader, load_trace, save_trace
+
+GONE = object()
+INF, NAN = float("inf"), float("nan")
+
+
+class Reader(NamedTuple):
+    """A reader, and how a file for it is written with something wrong."""
+
+    file: str
+    write: Callable[[Path, Any], object]
+    read: Callable[[Path], object]
+    error: type[UmemError]
+
+
+def put(where: tuple[Any, ...], value: Any) -> Callable[[Any], None]:
+    """Change the value at a path of keys; GONE removes it."""
+
+    def change(content: Any) -> None:
+        *outer, last = where
+        for step in outer:
+            content = content[step]
+        if value is GONE:
+            del content[last]
+        else:
+            content[last] = value
+
+    return change
+
+
+def apply(change: Any, content: Any) -> Any:
+    """Call a change; keys that are given instead are put over the content's."""
+    if callable(change):
+        change(content)
+    else:
+        content.update(change)
+    return content
+
+
+def archive(save: Callable[[Path], None]) -> Callable[[Path, Any], None]:
+    def write(path: Path, change: Any) -> None:
+        save(path)
+        rewrite(path, lambda content: apply(change, content))
+
+    return write
+
+
+def document(make: Callable[[], dict[str, Any]]) -> Callable[[Path, Any], None]:
+    """Write JSON, with numbers beyond the finite ones in place of NaN, which JSON lacks."""
+
+    def write(path: Path, change: Any) -> None:
+        path.write_text(json.dumps(apply(change, make())).replace("NaN", "1e999"))
+
+    return write
+
+
+def text(path: Path, content: str) -> None:
+    path.write_text(content, encoding="utf-8")
+
+
+def export(path: Path, statement: str) -> None:
+    """An export with one table, changed by a statement of SQL."""
+    database(path, {"CUPTI_ACTIVITY_KIND_MEMCPY": RUN["CUPTI_ACTIVITY_KIND_MEMCPY"]})
+    with closing(sqlite3.connect(path)) as made, made:
+        made.execute(statement)
+
+
+READERS = {
+    "policy": Reader("mine.yaml", text, load_policy, PolicyError),
+    "hardware": Reader("mine.yaml", text, load_hardware, HardwareError),
+    "trace": Reader(
+        "t.npz", archive(lambda path: save_trace(small_trace(), path)), load_trace, TraceError
+    ),
+    "document": Reader("doc.json", document(exchange), load_trace, TraceError),
+    "plan": Reader(
+        "plan.npz",
+        archive(lambda path: save_schedule(small_schedule(), path, key=KEY)),
+        lambda path: load_schedule(path, small_trace(), key=KEY),
+        PlanError,
+    ),
+    "recording": Reader(
+        "run.npz",
+        archive(lambda path: save_recording(small_recording(), path)),
+        read_recording,
+        UmemError,
+    ),
+    "predictions": Reader(
+        "predicted.json",
+        document(lambda: {"results": [report_row(predicted())]}),
+        read_predictions,
+        UmemError,
+    ),
+    "export": Reader("run.sqlite", export, read_nsys, UmemError),
+}
+
+POLICIES = [
+    # unknown keys, with the nearest one
+    ("nam: x\n", 1, 1, "nam", "unknown key, did you mean 'name'? Valid keys: name, "),
+    ("classes:\n  weigths: {}\n", 2, 3, "classes.weigths", "did you mean 'weights'?"),
+    ("classes:\n  other: {knd: device}\n", 2, 11, "classes.other.knd", "'kind'?"),
+    ("limits:\n  managed: 1GiB\n", 2, 3, "limits.managed", "'managed_bytes'?"),
+    ("defaults: {read-mostly: true}\n", 1, 12, "defaults.read-mostly", "'read_mostly'?"),
+    ("managed_bytes: 1GiB\n", 1, 1, "managed_bytes", "did you mean 'limits.managed_bytes'?"),
+    ("min_bytes: 1MiB\n", 1, 1, "min_bytes", "did you mean 'defaults.min_bytes'?"),
+    ("activations: {}\n", 1, 1, "activations", "did you mean 'classes.activations'?"),
+    ("classes:\n  share: [numba]\n", 2, 3, "classes.share", "did you mean 'share'?"),
+    ("zzz: 1\n", 1, 1, "zzz", "unknown key. Valid keys: name, description, extends"),
+    ("<<: {name: x}\n", 1, 1, "<<", "unknown key."),
+    # bad values
+    ("defaults:\n  kind: manged\n", 2, 3, "defaults.kind", "did you mean 'managed'?"),
+    ("defaults: {kind: 5}\n", 1, 12, "defaults.kind", "should be 'auto', 'managed', 'device'"),
+    ("defaults: {placement: gpu}", 1, 12, "defaults.placement", "'device', 'host' or 'any'"),
+    ("classes: {other: {eviction: LRU}}", 1, 19, "classes.other.eviction", "mean 'lru'?"),
+    ("share: [cuppy]\n", 1, 1, "share[0]", "'numba' or 'cupy', did you mean 'cupy'?"),
+    ("share: cupy\n", 1, 1, "share", "not a list: write one in brackets, such as ['cupy']"),
+    ("share: [cupy, cupy]\n", 1, 1, "share", "named twice"),
+    (
+        "defaults: {read_mostly: yes}\n",
+        1,
+        12,
+        "defaults.read_mostly",
+        "'yes': Input should be a valid boolean",
+    ),
+    (
+        "defaults: {read_mostly: 1}\n",
+        1,
+        12,
+        "defaults.read_mostly",
+        "1: Input should be a valid boolean",
+    ),
+    ("name: 5\n", 1, 1, "name", "5: Input should be a valid string"),
+    ("extends: [sft]\n", 1, 1, "extends", "['sft']: Input should be a valid string"),
+    ("extends: sfft\n", 1, 1, "extends", "did you mean 'sft'? Known: inference, lora"),
+    ("extends: no.yaml\n", 1, 1, "extends", "there is no file"),
+    ("limits: 5\n", 1, 1, "limits", "Valid keys: managed_bytes, system_headroom_bytes"),
+    ("classes: [weights]\n", 1, 1, "classes", "Valid keys: weights, frozen_weights"),
+    ("defaults:\nname: x\n", 1, 1, "defaults", "null is not a mapping"),
+    ("classes:\n  other:\n", 2, 3, "classes.other", "Valid keys: kind, placement"),
+    # sizes
+    ("defaults: {min_bytes: 16G}\n", 1, 12, "defaults.min_bytes", "16GiB or 16GB"),
+    ("defaults: {min_bytes: 1:30}\n", 1, 12, "defaults.min_bytes", "'1:30' is not a size"),
+    ("defaults: {min_bytes: 1.5}\n", 1, 12, "defaults.min_bytes", "1.5 is not a size"),
+    ("device_budget: 120%\n", 1, 1, "device_budget", "at most 100"),
+    ("device_budget: 0\n", 1, 1, "device_budget", "for no budget, give null"),
+    ("device_budget: true\n", 1, 1, "device_budget", "is not a size"),
+    ("limits: {managed_bytes: 0}\n", 1, 10, "limits.managed_bytes", "give null"),
+    (f"device_budget: {'1' * 6000}\n", 1, 1, "device_budget", "is not a size"),
+    # YAML
+    ("a: 1\nb: 2\na: 3\n", 3, 1, "a", "duplicate key: it is also on line 1"),
+    ("limits:\n  x: 1\n  x: 1\n", 3, 3, "limits.x", "duplicate key"),
+    ("limits:\n\tx: 1\n", 2, 1, "", "indent with spaces"),
+    ("- sft\n", 1, 1, "", "not a mapping: write keys and values"),
+    ("sft\n", 1, 1, "", "not a mapping: write keys and values"),
+    ("", 1, 1, "", "the file is empty"),
+    ("# nothing but a comment\n", 1, 1, "", "the file is empty"),
+    ("name: a: b\n", 1, 8, "", "not valid YAML"),
+    ("name: 'x\n", 2, 1, "", "unexpected end of stream"),
+    ("a: &x [1]\nb: *x\n", 2, 4, "", "neither aliases nor tags are supported"),
+    ("a: &x [*x]\n", 1, 8, "", "neither aliases nor tags are supported"),
+    ("a: 1\n---\nb: 1\n", 2, 1, "", "found another document"),
+    ("!!python/object:os.system {}\n", 1, 1, "", "neither aliases nor tags are supported"),
+    ("name: !!binary aGk=\n", 1, 7, "", "neither aliases nor tags"),
+    ("name: !!int abc\n", 1, 7, "", "neither aliases nor tags"),
+    ("1: x\n", 1, 1, "1", "the key 1 is not text"),
+    ("? [a]\n: b\n", 1, 3, "['a']", "the key ['a'] is not text"),
+    ("name: x\ndescription: \x01\n", 2, 14, "", "a control character"),
+    ("? " * 40, 1, 80, "None", "the key null is not text"),
+]
+"""Text, line and column of the problem, its key, and what is said of it."""
+
+PROFILES = [
+    ("nam: x\n", "2:1: nam", "unknown key, did you mean 'name'? Valid keys: name, "),
+    ("value: 5\n", "2:1: value", "unknown key. Valid keys: name, "),
+    ("bf16: {}\n", "2:1: bf16", "did you mean 'flops_per_s.bf16'?"),
+    ("to_device: {}\n", "2:1: to_device", "did you mean 'to_device_bytes_per_s'?"),
+    ("call_s: {vlue: 1 us, source: x}\n", "2:10: call_s.vlue", "did you mean 'value'?"),
+    ("call_s: {vlue: 1 us, source: x}\n", "2:1: call_s.value", "missing: add the key"),
+    ("flops_per_s: {bf61: {}}\n", "2:15: flops_per_s.bf61", "did you mean 'bf16'?"),
+    (
+        "flops_per_s: {fp8: 5}\n",
+        "2:15: flops_per_s.fp8",
+        "5 is not a figure with its source: write",
+    ),
+    (
+        "flops_per_s: 5\n",
+        "2:1: flops_per_s",
+        "5 is not a mapping: write keys below it. Valid keys: fp32, tf32, fp16",
+    ),
+    (
+        "call_s: 45 us\n",
+        "2:1: call_s",
+        "is not a figure with its source: write {value: 45 us, source",
+    ),
+    ("call_s:\n", "2:1: call_s", "null is not a figure with its source"),
+    ("call_s: {value: 45 us}\n", "2:1: call_s.source", "neither source nor assumption"),
+    (
+        "call_s: {value: 45 us, source: a, assumption: b}\n",
+        "2:24: call_s.source",
+        "both source and assumption: keep the one that holds",
+    ),
+    ("call_s: {value: 1 us, source: ''}\n", "2:23: call_s.source", "empty: say where"),
+    (
+        "call_s: {value: 1 us, source: 5}\n",
+        "2:23: call_s.source",
+        "5: Input should be a valid string",
+    ),
+    (f"description: {'x' * 3000}\n", "2:1: description", "longer than 2000 characters"),
+    ("name: [x]\n", "2:1: name", "Input should be a valid string"),
+    ("extends: h200\n", "3:1: extends", "duplicate key"),
+    (
+        "flops_per_s: {fp8: {value: 5 TFLOPS, source: x}}\n",
+        "2:21: flops_per_s.fp8.value",
+        "did you mean 'TFLOP/s'?",
+    ),
+]
+"""Text below an ``extends``, the place of the problem with its key, and what is said of it."""
+
+FIGURES = [
+    ("call_s", "45", "45 is not a number and a unit: give one such as '45 us'"),
+    ("call_s", "-45 us", "not a number and a unit"),
+    ("call_s", "45 μs", "an unknown unit"),
+    ("call_s", "45 US", "did you mean 'us'?"),
+    ("call_s", "2 s", "give 0 s to 1 s"),
+    ("call_s", ".inf", "not a number and a unit"),
+    ("call_s", "nan s", "not a number and a unit"),
+    ("call_s", "1e3 us", "not a number and a unit"),
+    ("call_s", f"{'9' * 500} us", "not a number and a unit"),
+    ("link_bytes_per_s", "51 GB", "unknown unit 'GB', did you mean 'GB/s'?"),
+    ("link_bytes_per_s", "0 GB/s", "give 1 MB/s to 1000 TB/s"),
+    ("copy_slowdown_s_per_byte", "5 ms", "unknown unit 'ms': give one such as '5 ms/GiB'"),
+    ("device_bytes", "40G", "'40G' could mean 40GiB or 40GB"),
+    ("device_bytes", "0", "give 1 MiB to"),
+    ("block_bytes", "3 MiB", "not a power of two"),
+    ("ats", "yes", "'yes': Input should be a valid boolean"),
+    ("faults_per_batch", "1.5", "1.5 is not a whole number from 1 to 65535"),
+    ("faults_per_batch", "true", "true is not a whole number"),
+    ("speculation_threshold", "0.51", "not a percentage"),
+    ("fault_eviction", "seriel", "'serial' or 'overlapped', did you mean 'serial'?"),
+    ("block_bytes", "32 KiB", "less than page_bytes: give at least 64 KiB"),
+    ("link_bytes_per_s", "40 GB/s", "less than to_device_bytes_per_s: give at least 51 GB/s"),
+]
+"""Figure, its value in a profile, and what is said of it."""
+
+PROFILE_TEXTS = [
+    (
+        "",
+        "the file is empty: write keys and values, such as",
+    ),
+    (
+        "a: &x 1\nb: *x\n",
+        "neither aliases nor tags are supported",
+    ),
+    ("a: 1\n---\nb: 1\n", "found another document"),
+    ("[" * 1000, "nested too deeply"),
+    ("extends: mine.yaml\n", "a cycle"),
+]
+
+TRACES = [
+    ({"format": "umem-trace/9"}, "format: umem-trace/9 is of a newer umem"),
+    ({"format": "umem-trace/2"}, "format: umem-trace/2 is of an older umem"),
+    ({"format": "umem-plan/1"}, "format: 'umem-plan/1' is not a trace"),
+    ({"flop": 1}, "flop: unknown key. Valid keys: format, name"),
+    (
+        {"durations_s": np.zeros(3)},
+        "'durations_s': unknown column, did .* 'duration_s'.* Valid columns: tensor_b",
+    ),
+    ({"name": 5}, "name: 5: Input should be a valid string"),
+    ({"name": "\ud800"}, r"Invalid JSON.* hex escape"),
+    ({"tensor_names": "abc"}, "tensor_names: 'abc': .* valid array"),
+    ({"tensor_names": ["a", "b", 3]}, r"tensor_names\[2\]: 3: Input should be a valid string"),
+    ({"tensor_bytes": [1, 1]}, "tensor_bytes: 2 entries; it takes 3"),
+    ({"tensor_bytes": np.ones(3)}, "tensor_bytes: of float64; it takes int64"),
+    ({"tensor_class": [0, 1, 9]}, r"tensor_class\[2\]: 9 is not from 0 to 5"),
+    ({"persistent": np.array([2, 0, 0], np.uint8).view(np.bool_)}, "persistent: .* 0 and 1"),
+    ({"first_phase": np.zeros(3, ">i4")}, "first_phase: of >i4; it takes int32"),
+    ({"flops": [1.0, 0.0, INF]}, r"flops\[2\]: inf is not from 0"),
+    ({"access_start": [0, 2, 4, 6]}, r"access_start\[3\]: 6; it is 5"),
+    ({"access_start": [0, 2, 5]}, "access_start: 3 entries; it takes 4"),
+    ({"access_tensor": [0, 1, 1, 99, 0]}, r"access_tensor\[3\]: 99 is not from 0 to 2"),
+    ({"access_mode": [1, 2, 1, 2]}, "access_mode: 4 entries; it takes 5"),
+    ({"metadata": []}, r"metadata: \[\]: .* object"),
+    ({"metadata": {"a": [1]}}, "metadata.a: a list; give text or a number"),
+    ({"metadata": {"\u202e": None}}, r"metadata.\\u202e: a NoneType"),
+    ({"flop": np.zeros(3)}, r"'flop': unknown column, did you mean 'flops'\?"),
+    *(
+        (put((key,), GONE), f"{key}: missing")
+        for key in sorted({*TraceHeader.model_fields, *DTYPES} - {"duration_s"})
+    ),
+]
+
+DOCUMENTS: list[tuple[tuple[Any, ...], Any, str]] = [
+    (("tensors", 2, "id"), 7, r"tensors\[2\]\.id: 7 is also the id of tensors\[0\]"),
+    (("tensors", 2, "id"), True, r"tensors\[2\]\.id: true: .* integer"),
+    (("tensors", 2, "id"), 2**63, r"tensors\[2\]\.id: 9223372036854775808: .* less than"),
+    (("tensors", 2, "bytes"), 0, r"tensors\[2\]\.bytes: 0: .* greater than or equal to 1"),
+    (
+        ("tensors", 2, "bytes"),
+        2**50 + 1,
+        r"tensors\[2\]\.bytes: \d+: .* equal to 1125899906842624",
+    ),
+    (("tensors", 2, "bytes"), 1.5, r"tensors\[2\]\.bytes: 1.5: .* integer"),
+    (("tensors", 2, "bytes"), True, r"tensors\[2\]\.bytes: true: .* integer"),
+    (("tensors", 2, "class"), "weight", r"tensors\[2\]\.class: 'weight': .* 'frozen_weights'"),
+    (
+        ("tensors", 2, "class"),
+        ["weights"],
+        r"tensors\[2\]\.class: \['weights'\]: .* 'frozen_weights'",
+    ),
+    (
+        ("tensors", 2, "persistent"),
+        1,
+        r"tensors\[2\]\.persistent: 1: Input should be a valid boolean",
+    ),
+    (("tensors", 2, "size"), 1, r"tensors\[2\]\.size: unknown key.* id, bytes, class, persis"),
+    (("tensors", 2), 5, r"tensors\[2\]: 5 is not .* id, bytes, class, persistent"),
+    (("tensors",), {}, "tensors: {}: .* array"),
+    (("tensors",), [], r"phases\[1\]\.reads\[0\]: tensor 7 is not among the tensors"),
+    (("phases",), [], "phase_names: 0 entries; a trace has from 1"),
+    (("phases", 3), [], r"phases\[3\]: \[\] is not .* name, duration_us, reads, writes"),
+    (("phases", 3, "name"), 5, r"phases\[3\]\.name: 5: Input should be a valid string"),
+    (("phases", 3, "name"), "\x1b", r"phase_names\[3\]: holds the control character"),
+    (
+        ("phases", 3, "duration_us"),
+        -1,
+        r"phases\[3\]\.duration_us: -1: .* greater than or equal to 0",
+    ),
+    (
+        ("phases", 3, "duration_us"),
+        2e12,
+        r"phases\[3\]\.duration_us: 2\S+: .* equal to 1000000000000",
+    ),
+    (("phases", 3, "duration_us"), 10**400, r"phases\[3\]\.duration_us: 1\S+: .* number"),
+    (("phases", 3, "duration_us"), None, r"phases\[3\]\.duration_us: null: .* number"),
+    (("phases", 3, "duration_us"), True, r"phases\[3\]\.duration_us: true: .* number"),
+    (("phases", 3, "reads", 0), 99, r"phases\[3\]\.reads\[0\]: tensor 99 is not among the"),
+    (("phases", 2, "reads", 1), 7.0, r"phases\[2\]\.reads\[1\]: 7.0: .* integer"),
+    (("phases", 2, "writes"), 7, r"phases\[2\]\.writes: 7: .* array"),
+    (("phases", 2, "write"), [], r"phases\[2\]\.write: unknown key"),
+    (("published",), [], r"published: \[\]: .* object"),
+    (("published", "ideal"), None, "metadata.published_ideal: a NoneType; give text"),
+    (("published", "ideal"), True, "metadata.published_ideal: a bool; give text"),
+    (("name",), 5, "name: 5: Input should be a valid string"),
+    (("phases", 1, "duration_us"), NAN, r"phases\[1\]\.duration_us: inf: .* finite"),
+    (("published", "ideal"), NAN, "metadata.published_ideal: inf; give a finite number"),
+    (("format",), "umem-trace/2", "format: umem-trace/2 is of an older umem.*make the file again"),
+    (
+        (),
+        {
+            "tensors": [{"id": 1, "bytes": 1, "class": "other", "persistent": False}],
+            "phases": [{"name": "p", "duration_us": 1, "reads": [], "writes": []}],
+        },
+        "tensor_names: 0 entries; a trace has from 1",
+    ),
+]
+"""Place in a document, what is put there, and what is said of it."""
+
+PLANS = [
+    ({"format": "umem-plan/99"}, r"format: umem-plan/99 is of a newer umem; .* upgrade"),
+    ({"format": "umem-plan/1"}, r"format: umem-plan/1 is of an older umem"),
+    ({"format": "umem-trace/3"}, "format: 'umem-trace/3' is not a plan"),
+    ({"wait": True}, "wait: unknown key, did you mean 'waits'"),
+    ({"key": KEY.upper()}, r"key: '0123.*0-9a-f\]\{64\}"),
+    ({"key": None}, "key: null: Input should be a valid string"),
+    ({"planner": "\x1b[2J"}, r"planner: .*\{1,64\}"),
+    ({"waits": None}, "waits: null: Input should be a valid boolean"),
+    ({"residency": [0, 0]}, "residency: 2 entries; it takes 3: plan again"),
+    ({"residency": [0, 0, 9]}, r"residency\[2\]: 9 is not from 0 to 4: plan again"),
+    ({"hint_phase": [0, 1, 1, 4]}, r"hint_phase\[3\]: 4 is not from 0 to 2: plan again"),
+    ({"hint_phase": [2, 1, 1, 0]}, r"hint_phase\[1\]: 1 follows 2; .*: plan again"),
+    ({"hint_op": [0, 1, 2, 9]}, r"hint_op\[3\]: 9 is not from 0 to 6: plan again"),
+    ({"hint_op": [0, 1, 2]}, "hint_op: 3 entries; it takes 4: plan again"),
+    ({"hint_tensor": [1, 0, 2, 3]}, r"hint_tensor\[3\]: 3 is not from 0 to 2: plan again"),
+    ({"hint_tensor": np.zeros(4)}, "hint_tensor: of float64; it takes int32"),
+    *((put((key,), GONE), f"{key}: missing") for key in (*PlanHeader.model_fields, *PLAN_COLUMNS)),
+]
+
+COPY = {
+    "direction": "to_host",
+    "cause": "copy",
+    "tensor_class": "weights",
+    "bytes": 5,
+    "seconds": 1e-3,
+    "count": 1,
+}
+
+RECORDINGS = [
+    ({"format": "umem-profile/9"}, "is of a newer umem"),
+    ({"format": "umem-profile/2"}, "is of an older umem"),
+    ({"format": "umem-plan/1"}, "is not a profile of umem"),
+    (put(("cause",), GONE), "cause: missing"),
+    ({"extra": 1}, "extra: unknown key"),
+    (
+        {"source": "guess"},
+        "source: 'guess': Input should be 'driver', 'driver_only', 'cupti', 'nsys', 'hints' or",
+    ),
+    ({"kind": [0, 7]}, "kind[1]: 7 is not from 0 to 6"),
+    ({"kind": [0]}, "start_ns: 2 entries; it takes 1"),
+    ({"cause": [2, 9]}, "cause[1]: 9 is not from 0 to 5"),
+    ({"start_ns": [-1, 3]}, "start_ns[0]: -1 is not from 0"),
+    ({"start_ns": [16, 15]}, "start_ns[1]: 15 is before the one in front"),
+    ({"start_ns": [0, 2**53 + 1]}, "start_ns[1]: 9007199254740993 is not from 0"),
+    ({"end_ns": [9, 30]}, "end_ns[0]: 9 is not from 0 to 4398046511103 after its start"),
+    ({"end_ns": [2**50, 30]}, "end_ns[0]: 1125899906842624 is not"),
+    ({"end_ns": [-(2**63), 30]}, "end_ns[0]: -9223372036854775808 is not from 0"),
+    ({"bytes": [64, 2**62]}, "bytes[1]"),
+    ({"bytes": np.array([64, 1.5])}, "bytes: of float64; it takes int64"),
+    ({"tensor": [1, -1]}, "tensor[0]: 1 is not from -1 to 0"),
+    ({"tensor_class": [0, 6]}, "tensor_class[1]: 6 is not from -1 to 5"),
+    ({"step_start_ns": [0, 400]}, "step_start_ns[1]: 400 is before the last end"),
+    ({"step_end_ns": [500, 499]}, "step_end_ns[1]: 499 is before its start"),
+    ({"step_end_ns": [500]}, "step_end_ns: 1 entries; it takes 2"),
+    ({"phases": [{"name": "x"}]}, "phases[0].start_ns: missing"),
+    ({"phases": [{"name": "x", "start_ns": 5, "end_ns": 4}]}, "phases[0]: 5 to 4 is no time"),
+    (
+        {"phases": [{"name": "x", "start_ns": 0, "end_ns": 2**53 + 1}]},
+        "phases[0]: 0 to 9007199254740993 is no time",
+    ),
+    ({"dropped": -1}, "dropped: -1: "),
+    ({"duration_ns": True}, "duration_ns: true: "),
+    ({"notes": ["x", 5]}, "notes[1]: 5: Input should be a valid string"),
+    ({"workload": "\ud800"}, "Invalid JSON"),
+    ({"ideal_s": 0}, "ideal_s: 0: "),
+    ({"ideal_s": "1"}, "ideal_s: '1': "),
+    ({"hints": [None]}, "hints: 1 entries for 2 steps"),
+    ({"hints": [None, {"refused": 1}]}, "hints[1].uses: missing"),
+    (put(("hints", 1, "refused"), -1), "hints[1]: -1 is not from 0"),
+    (put(("hints", 1, "refused"), 1.5), "hints[1].refused: 1.5: "),
+    (put(("hints", 1, "uses", 0, "op"), "guess"), "hints[1].uses: 'guess' is none of"),
+    (
+        put(("hints", 1, "uses", 0, "tensor_class"), "weight"),
+        "hints[1].uses[0].tensor_class: 'weight': ",
+    ),
+    (put(("hints", 1, "uses", 0, "late"), -1), "hints[1]: -1 is not from 0"),
+    (put(("hints", 1, "uses", 0, "late_s"), 1e300), "hints[1]: 1e+300 is not from 0"),
+    ({"copies": [[]]}, "copies: 1 entries for 2 steps"),
+    ({"copies": [[], [COPY | {"bytes": -1}]]}, "copies[1]: -1 is not from 0"),
+    ({"copies": [[], [COPY | {"count": 2**60}]]}, f"copies[1]: {2**60} is not from 0"),
+    ({"copies": [[COPY | {"seconds": 1e300}], []]}, "copies[0]: 1e+300 is not from 0"),
+    ({"residency_ns": [-5]}, "residency_ns[0]: -5 is not from 0"),
+    ({"residency_ns": []}, "resident_bytes: 6 entries; it takes 0"),
+    ({"resident_bytes": [0] * 5 + [-1]}, "resident_bytes[5]: -1 is not from 0"),
+    (put(("share_tensor_class",), GONE), "share_tensor_class: missing"),
+    ({"share_bytes": [4, 4]}, "share_bytes: 2 entries; it takes 1"),
+    ({"share_record": [2]}, "share_record[0]: 2 is not from 0 to 1"),
+    ({"share_record": [1]}, "share_record[0]: 1 is a record of no transfer"),
+    ({"share_bytes": [0]}, "share_bytes[0]: 0 is not from 1"),
+    ({"share_bytes": [65]}, "share_bytes[0]: 65 is more than its transfer has"),
+    ({"share_tensor_class": [6]}, "share_tensor_class[0]: 6 is not from -1 to 5"),
+    ({"share_tensor": [1]}, "share_tensor[0]: 1 is not from -1 to 0"),
+    ({"residency_ns": [5, 4], "resident_bytes": [0] * 12}, "residency_ns[1]: 4 is before"),
+    (
+        {
+            "share_record": [1, 0],
+            "share_bytes": [1, 1],
+            "share_tensor_class": [0, 0],
+            "share_tensor": [0, 0],
+        },
+        "share_record[1]: 0 is before the one in front",
+    ),
+]
+
+PREDICTIONS = [
+    (
+        put(("results",), GONE),
+        "results: missing: add the key: give the output of `umem simulate --json`",
+    ),
+    ({"results": []}, "results: []: "),
+    ({"results": 5}, "results: 5: "),
+    ({"results": [5]}, "results[0]: 5 is not a mapping"),
+    (put(("results", 0, "step_s"), GONE), "results[0].step_s: missing"),
+    (
+        put(("results", 0, "exposed_stall_s"), None),
+        "results[0].exposed_stall_s: null: ",
+    ),
+    (
+        put(("results", 0, "workload"), []),
+        "results[0].workload: []: Input should be a valid string",
+    ),
+    (
+        put(("results", 0, "bytes"), {"up": {}}),
+        "results[0].bytes.up",
+    ),
+    (
+        put(("results", 0, "bytes"), {"to_host": {"hint": {"weights": -1}}}),
+        "results[0].bytes.to_host.hint.weights: -1: ",
+    ),
+]
+
+EXPORTS = [
+    ("DROP TABLE CUPTI_ACTIVITY_KIND_MEMCPY", "holds nothing of CUDA"),
+    (
+        "ALTER TABLE CUPTI_ACTIVITY_KIND_MEMCPY RENAME bytes TO octets",
+        "table CUPTI_ACTIVITY_KIND_MEMCPY: no column bytes: export it again",
+    ),
+    (
+        "UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET bytes = 'many' WHERE copyKind = 12",
+        "table CUPTI_ACTIVITY_KIND_MEMCPY: row 3 has a value that is not a whole number",
+    ),
+    ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET bytes = -1", "bytes is not from 0"),
+    ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET migrationCause = 1.5", "row 1 has a value"),
+    ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET start = -5", "a time is not from 0"),
+]
+
+
+def cases() -> Iterator[tuple[str, Any, str]]:
+    """Reader, what is wrong, and a pattern of the error behind the file's path."""
+    for text, line, column, key, says in POLICIES:
+        place = f":{line}:{column}: " + (f"{key}: " if key else "")
+        yield "policy", text, re.escape(place) + ".*" + re.escape(says)
+    for text, place, says in PROFILES:
+        extends = "extends: h200-pcie\n" + ("name: x\n" if text.startswith("extends") else "")
+        yield "hardware", extends + text, re.escape(f":{place}: ") + ".*" + re.escape(says)
+    for figure, value, says in FIGURES:
+        text = f"extends: h200-pcie\n{figure}: {{value: {value}, source: x}}\n"
+        place = f":2:{len(figure) + 4}: {figure}.value: "
+        yield "hardware", text, place + ".*" + re.escape(says)
+    for text, says in PROFILE_TEXTS:
+        yield "hardware", text, ".*" + re.escape(says)
+    for where, value, says in DOCUMENTS:
+        yield "document", put(where, value) if where else value, f": {says}"
+    for change, says in TRACES:
+        yield "trace", change, f": .*{says}"
+    for change, says in PLANS:
+        yield "plan", change, f": .*{says}"
+    for reader, several in (
+        ("recording", RECORDINGS),
+        ("predictions", PREDICTIONS),
+        ("export", EXPORTS),
+    ):
+        for change, says in several:
+            yield reader, change, ": .*" + re.escape(says)
+
+
+@pytest.mark.parametrize(("reader", "change", "says"), list(cases()))
+def test_a_bad_file_is_refused_with_its_place(
+    reader: str, change: Any, says: str, tmp_path: Path
+) -> None:
+    file, write, read, error = READERS[reader]
+    path = tmp_path / file
+    write(path, change)
+    with pytest.raises(error) as caught:
+        read(path)
+    lines = str(caught.value).splitlines()
+    found = [line for line in lines if re.match(re.escape(str(path)) + says, line)]
+    assert len(found) == 1, lines
+    assert all(line.startswith(f"{path}:") and line.isprintable() for line in lines)
+    assert all(len(line) < len(str(path)) + 900 for line in lines)
