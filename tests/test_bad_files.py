@@ -25,9 +25,9 @@ from small_files import (
 
 from umem.core.errors import HardwareError, PlanError, PolicyError, TraceError, UmemError
 from umem.hardware import load_hardware
-from umem.planning.plan_files import PLAN_COLUMNS, PlanHeader, load_schedule, save_schedule
-from umem.planning.prediction import report_row
+from umem.pages.plan.plan_files import PLAN_COLUMNS, PlanHeader, load_schedule, save_schedule
 from umem.policy import load_policy
+from umem.predict.prediction import report_row
 from umem.telemetry import read_nsys, read_recording, save_recording
 from umem.telemetry.comparison import read_predictions
 from umem.trace.check import DTYPES
