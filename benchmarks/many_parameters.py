@@ -90,11 +90,11 @@ class Homes(StateMemory):
         if on_device and self.is_home(tensor):
             tensor.data = tensor.clone()
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor:
+    def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor:
         """Any memory."""
         return torch.empty_like(tensor)
 
-    device_like = home_like
+    new_on_device = new_home
 
     def block_bytes(self, size_bytes: int) -> int:
         """Bytes of a tensor and what is left behind it."""

@@ -422,7 +422,7 @@ def streamed(tuning: TuningStatus | None, *, is_settled: bool = True) -> Streame
 
 def test_streamed_state_is_waited_for_and_has_a_plan() -> None:
     measured, planned = (streamed(tuned(it)) for it in (TuningState.MEASURING, TuningState.PLANNED))
-    again, full = streamed(tuned(TuningState.PLANNED, 2)), streamed(tuned(TuningState.OVERFULL))
+    again, full = streamed(tuned(TuningState.PLANNED, 2)), streamed(tuned(TuningState.NO_PLAN_FITS))
     assert not is_settled(streamed(tuned(TuningState.MEASURING), is_settled=False))
     assert is_settled(planned)
     assert has_followed(planned, planned)
@@ -431,7 +431,7 @@ def test_streamed_state_is_waited_for_and_has_a_plan() -> None:
     assert not has_followed(streamed(None), streamed(None))
     assert predicted_step_s(planned) == 0.5
     assert status_notes(planned) == ()
-    assert "overfull" in status_notes(full)[0]
+    assert "no plan fits" in status_notes(full)[0]
     spilled = streamed(tuned(TuningState.PLANNED, spilled_bytes=6 * MIB))
     assert "6 MiB" in status_notes(spilled)[0]
     assert why_off(full) == ""

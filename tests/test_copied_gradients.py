@@ -253,7 +253,7 @@ def test_gradients_are_back_on_the_device_when_the_step_begins(batches: int) -> 
 
 def test_gradients_without_room_on_the_device_stay_on_the_host() -> None:
     program = begin(LAST, returning={"head": "layers.1"})
-    program.memory.device_like = lambda *_: None
+    program.memory.new_on_device = lambda *_: None
     program.backward()
     assert "head.weight" in homes(program)
 
@@ -283,7 +283,7 @@ def test_an_error_ends_the_copies_only(caplog: pytest.LogCaptureFixture) -> None
     def fail(*_: object) -> Any:
         raise MemoryError("no page-locked memory")
 
-    program.memory.home_like = fail
+    program.memory.new_home = fail
     program.backward()
     assert "no page-locked memory" in caplog.text
     assert homes(program) == []

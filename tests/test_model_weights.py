@@ -62,14 +62,14 @@ class DeviceMemory(HostStateMemory):
     def is_home(self, tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() not in self._addresses
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
-        home = super().home_like(tensor, tensor_class)
+    def new_home(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
+        home = super().new_home(tensor, tensor_class)
         if home is not None:
             self._addresses.discard(home.data_ptr())  # another weight may have had it
         return home
 
-    def device_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
-        new = super().device_like(tensor, tensor_class)
+    def new_on_device(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
+        new = super().new_on_device(tensor, tensor_class)
         if new is not None:
             self._addresses.add(new.data_ptr())
         return new
@@ -91,13 +91,13 @@ class CountedMemory(DeviceMemory):
         self.home_bytes.append(home_bytes + more_at_home)
         self.device_bytes_seen.append(on_device(self._model, self) + more_on_device)
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
+    def new_home(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
         self._count(more_at_home=tensor.nbytes, more_on_device=0)
-        return super().home_like(tensor, tensor_class)
+        return super().new_home(tensor, tensor_class)
 
-    def device_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
+    def new_on_device(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
         self._count(more_at_home=0, more_on_device=tensor.nbytes)
-        return super().device_like(tensor, tensor_class)
+        return super().new_on_device(tensor, tensor_class)
 
 
 class FailingLanes(LazyLanes):

@@ -210,7 +210,7 @@ def test_state_is_streamed_beside_a_model_without_memory(
     counts, tuning = status.counts, status.tuning
     assert tuning is not None
     assert (tuning.plans, counts.in_line, counts.ahead) == (1, 0, 0)
-    assert (tuning.state == TuningState.OVERFULL) == (more_bytes < 0)
+    assert (tuning.state == TuningState.NO_PLAN_FITS) == (more_bytes < 0)
     assert status.state_bytes == STATE
     assert len(units) == len(run.masters)
     if more_bytes == ROOM_FOR_ALL:

@@ -207,8 +207,8 @@ class CountedDevice(CountedMemory):
         is_weight = any(it.data_ptr() == tensor.data_ptr() for it in self._weights)
         return not is_weight and super().is_home(tensor)
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
-        home = super().home_like(tensor, tensor_class)
+    def new_home(self, tensor: torch.Tensor, tensor_class: Any) -> torch.Tensor | None:
+        home = super().new_home(tensor, tensor_class)
         if home is not None:
             self._away.add(home.data_ptr())
         return home

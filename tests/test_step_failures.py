@@ -54,8 +54,8 @@ class TestMemoryOfAGpu:
     ) -> None:
         large = torch.empty(1).expand(TOO_MUCH)
         for _ in range(2):
-            assert memory.home_like(large, TensorClass.GRADIENTS) is None
-            assert memory.device_like(large, TensorClass.GRADIENTS) is None
+            assert memory.new_home(large, TensorClass.GRADIENTS) is None
+            assert memory.new_on_device(large, TensorClass.GRADIENTS) is None
         assert len(caplog.records) == 1
 
     def test_refused_memory_without_a_tensor_is_none(

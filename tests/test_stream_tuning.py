@@ -332,7 +332,7 @@ def test_a_share_of_weights_and_state_stays_where_all_would_fit(share: float) ->
 def test_a_budget_for_nothing_streams_all_weights(caplog: pytest.LogCaptureFixture) -> None:
     run = Training(Machine(-BASE), streams_weights=True)
     assert run.run(6) == Training().run(6)
-    assert run.tuner.status().state == TuningState.OVERFULL
+    assert run.tuner.status().state == TuningState.NO_PLAN_FITS
     assert run.weights is not None
     assert run.weights.status().streamed_bytes == LAYERS * LAYER_WEIGHTS
     assert "raise device_budget" in caplog.text
@@ -498,7 +498,7 @@ def test_steps_rest_where_all_fits_until_something_changes(monkeypatch: pytest.M
 def test_a_training_that_rests_keeps_no_state_of_an_optimizer_that_is_gone() -> None:
     run = Training(Machine())
     run.run(10)
-    assert run.tuner.rests
+    assert run.tuner.is_idle
     first = weakref.ref(next(iter(run.optimizer.state.values()))["exp_avg"])
     training = run.training
     del run.optimizer
@@ -614,7 +614,7 @@ def test_a_budget_that_is_too_small_copies_all(caplog: pytest.LogCaptureFixture)
     assert run.run(8) == Training().run(8)
     status = run.training.status().tuning
     assert status is not None
-    assert status.state == TuningState.OVERFULL
+    assert status.state == TuningState.NO_PLAN_FITS
     assert status.copied_blocks == LAYERS - 1
     assert len([it for it in caplog.messages if "activations and gradients are copied" in it]) == 1
 
@@ -628,7 +628,7 @@ def test_a_budget_that_is_too_small_in_the_backward_pass_names_the_other_way(
     assert run.run(8) == Training(clips=False).run(8)
     status = run.training.status().tuning
     assert status is not None
-    assert status.state == TuningState.OVERFULL
+    assert status.state == TuningState.NO_PLAN_FITS
     (said,) = (it for it in caplog.messages if "activations and gradients are copied" in it)
     assert "Without step_in_backward" in said
 
@@ -657,11 +657,11 @@ def test_gradients_are_copied_where_activations_alone_leave_too_little_room(
         found = training.run(8, batches=2)
         return training.training.status().tuning, found
 
-    assert run(BASE)[0].state == TuningState.OVERFULL
+    assert run(BASE)[0].state == TuningState.NO_PLAN_FITS
     (needed,) = (int(it) for it in re.findall(r"\((\d+) bytes\)", caplog.text))
     assert run(needed)[0].state == TuningState.PLANNED
     layer_bytes = LAYER_STATE // 2
-    assert run(needed - layer_bytes)[0].state == TuningState.OVERFULL
+    assert run(needed - layer_bytes)[0].state == TuningState.NO_PLAN_FITS
     status, found = run(needed - layer_bytes, copies_gradients=True)
     assert status.state == TuningState.PLANNED
     assert status.copied_gradients_bytes == layer_bytes

@@ -334,7 +334,7 @@ def test_transforms_do_not_end_measurements(monkeypatch: pytest.MonkeyPatch) -> 
     streamed = Program(lambda model: LazyLanes(model, 0.5), tuner=tuner)
     found = streamed.run(gradient_of_a_function, steps=5)
     assert bits(found) == bits(Program(None).run(gradient_of_a_function, steps=5))
-    assert tuner.status().state == TuningState.OVERFULL
+    assert tuner.status().state == TuningState.NO_PLAN_FITS
     assert tuner.status().activations.tensors_out > 0
 
 

@@ -317,7 +317,7 @@ class HostStateMemory(StateMemory):
         """Bytes of state on the device."""
         return sum(self._on_device.values())
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+    def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Memory that is NaN as any floating point number, before its use and behind it."""
         if self.refuses():
             return None
@@ -328,7 +328,7 @@ class HostStateMemory(StateMemory):
         self._homes[home.data_ptr()] = memory
         return home
 
-    def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+    def new_on_device(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Memory that is NaN, where the device has room for buffers."""
         if self._has_no_room():
             return None
@@ -342,7 +342,7 @@ class HostStateMemory(StateMemory):
         return self.refuses() or is_full
 
     def was_sent_home(self, tensor: torch.Tensor) -> bool:
-        """Whether it has memory of :meth:`home_like`."""
+        """Whether it has memory of :meth:`new_home`."""
         return tensor.data_ptr() in self._homes
 
     def block_bytes(self, size_bytes: int) -> int:

@@ -330,10 +330,10 @@ def _print_one(
         f"{answer.largest_stock_batch or 'none'} with stock"
     )
     if answer.umem.host_bytes is not None:
-        verdict = "enough" if answer.umem.host_bytes <= answer.host_limit_bytes else "too little"
+        is_short = answer.umem.host_bytes > answer.host_limit_bytes
         console.print(
-            f"host memory: {format_bytes(answer.umem.host_bytes)} of "
-            f"{format_bytes(answer.host_limit_bytes)} needed: {verdict}"
+            f"host memory: needs {format_bytes(answer.umem.host_bytes)}; "
+            f"{'only ' if is_short else ''}{format_bytes(answer.host_limit_bytes)} available"
         )
     console.print(_advice(question, answer, budget, target), soft_wrap=True)
     console.print(_basis(question, f"the roofline of {answer.hardware}"), style="dim")
@@ -363,7 +363,9 @@ def _basis(question: _Question, rooflines: str) -> str:
     """What an answer rests on."""
     words = f"Predicted by {rooflines} and umem's planner, not measured."
     if question.mode != "inference":
-        words += "\nCPU offload, assumed: state comes and gradients leave once a step, unhidden."
+        words += (
+            "\nCPU offload, assumed: state and gradients are copied once a step, without overlap."
+        )
     return words
 
 

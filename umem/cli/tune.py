@@ -97,7 +97,7 @@ def tune_training(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Find the ways to run a training that no other way outdoes, by prediction.
+    """List the Pareto-optimal ways to run a training, by prediction.
 
     Tries policies, budgets, checkpointing, batches, and where the optimizer's step runs. Shows what
     is best in tokens per second, device memory and host memory. Ctrl-C ends the search and shows

@@ -221,7 +221,7 @@ class StreamedTraining(Listener):
         """Number of the layout, and whether the model holds all parameters in it."""
         self._sharded: tuple[int, list[weakref.ref[nn.Module]]] | None = None
         """Number of the layout, and the modules of FSDP2 in it."""
-        self._rest: _Rest | None = None
+        self._idle: _Idle | None = None
         """While all is on the device, and a step has nothing to do but to look whether it is."""
         self._whole_steps: Counter[str] = Counter()
         """Steps that ran on state in host memory, by reason."""
@@ -290,7 +290,7 @@ class StreamedTraining(Listener):
         if self._backward is not None or model is None or optimizer is None:
             return
         _check(optimizer)
-        self._rest = None
+        self._idle = None
         if self._weights is not None:
             # Updates would change what a backward pass still reads from a buffer.
             self._weights.exclude(optimizer_parameters(optimizer))
@@ -350,7 +350,7 @@ class StreamedTraining(Listener):
     def join(self) -> None:
         """Let the current stream wait until all have their values in their own memory."""
         self._step.join()
-        self._step.units.write_back()
+        self._step.units.write_back_and_wait()
         self._gradients.join()
 
     def memory_is_held(self) -> None:
@@ -398,7 +398,7 @@ class StreamedTraining(Listener):
         self._remove_hooks_of_optimizer()
 
     def _release(self) -> None:
-        self._rest = None  # which has the optimizer's state
+        self._idle = None  # which has the optimizer's state
         self._gradients.close()
         self._step.forget()
         for undo in self._undo:
@@ -498,7 +498,7 @@ class StreamedTraining(Listener):
 
     def pass_begins(self, now: Pass, _args: object, _kwargs: object) -> None:
         """Wait for updates of what is outside of blocks."""
-        if self._rest is not None:
+        if self._idle is not None:
             return
         self._gradients.settle()
         if now.is_training:
@@ -511,7 +511,7 @@ class StreamedTraining(Listener):
 
     def pass_ends(self, now: Pass, _output: object, *, failed: bool) -> None:
         """Fetch state for the step ahead of it."""
-        if failed or self._rest is not None or not now.is_training:
+        if failed or self._idle is not None or not now.is_training:
             return
         optimizer = self._optimizer()
         if self._backward is not None and optimizer is not None:
@@ -538,10 +538,10 @@ class StreamedTraining(Listener):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.is_closed:
             return None
-        if self._rest is not None:
-            if self._rest.holds(optimizer) and self._tuner is not None and self._tuner.rests:
+        if self._idle is not None:
+            if self._idle.holds(optimizer) and self._tuner is not None and self._tuner.is_idle:
                 return None
-            self._rest = None
+            self._idle = None
         named = _named_arguments(args, kwargs)
         may_call = named.keys() == {"closure"} and self._streams_state and self._backward is None
         if not may_call or self._is_step_compiled:
@@ -578,10 +578,10 @@ class StreamedTraining(Listener):
             self._tuner.step_begins(id(next(optimizer_parameters(optimizer), None)))
         if not self._streams_state:
             return None
-        may_divide = self._backward is not None or self._step.may_divide(optimizer)
-        if may_divide:
+        can_split = self._backward is not None or self._step.can_split(optimizer)
+        if can_split:
             self._hear_blocks()
-        obstacle = self._obstacle(optimizer, arguments, may_divide=may_divide)
+        obstacle = self._obstacle(optimizer, arguments, can_split=can_split)
         self._is_in_line = bool(obstacle)
         if self._backward is not None:
             self._backward.step_begins(optimizer, obstacle)
@@ -592,8 +592,8 @@ class StreamedTraining(Listener):
             self._step.counts.in_line += 1
             self._note_whole_step(obstacle)
             return None
-        if not may_divide:
-            self._step.pass_whole(optimizer)
+        if not can_split:
+            self._step.leave_to_optimizer(optimizer)
             if self._step.may_defer:  # a compiled model would be compiled again
                 self._leave_blocks()
             return None
@@ -641,11 +641,11 @@ class StreamedTraining(Listener):
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self.is_closed:
             return
-        if self._rest is not None and self._tuner is not None:
+        if self._idle is not None and self._tuner is not None:
             self._step.counts.resident += self._streams_state
             self._count_step()
-            if not self._tuner.look():
-                self._rest = None
+            if not self._tuner.still_idle():
+                self._idle = None
             return
         if not self._is_in_line:
             self._step.find_state(optimizer)
@@ -654,14 +654,14 @@ class StreamedTraining(Listener):
         if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
             self._tuner.move_into_backward(self._tuned)
         self._count_step()
-        if self._may_rest():
-            self._rest = _Rest.of(optimizer)
+        if self._may_be_idle():
+            self._idle = _Idle.of(optimizer)
 
-    def _may_rest(self) -> bool:
+    def _may_be_idle(self) -> bool:
         """Whether no later step has anything to do until something changes."""
         return (
             self._tuner is not None
-            and self._tuner.rests
+            and self._tuner.is_idle
             and self._backward is None
             and not self._step.units.queued
             and (self._weights is None or not self._weights.away_bytes)
@@ -685,7 +685,7 @@ class StreamedTraining(Listener):
         model = self._model()
         if model is None:
             return 0
-        return self._step.units.send_home(set(map(id, model.parameters())))
+        return self._step.units.move_to_host(set(map(id, model.parameters())))
 
     def _gradient_failed(self, error: Exception) -> None:
         """An error must not end the training, which goes on with gradients where they are."""
@@ -706,7 +706,7 @@ class StreamedTraining(Listener):
         self._temporary.close()
 
     def _obstacle(
-        self, optimizer: Optimizer, arguments: Mapping[str, Any], *, may_divide: bool
+        self, optimizer: Optimizer, arguments: Mapping[str, Any], *, can_split: bool
     ) -> str:
         """Why the optimizer has to run the step itself; empty if it does not."""
         if arguments:
@@ -716,7 +716,7 @@ class StreamedTraining(Listener):
         if self._lanes.is_capturing():
             return "step() is captured into a CUDA graph"
         # One that runs as a whole anyway needs no look at all gradients.
-        return whole_step_reason(optimizer) if may_divide else ""
+        return whole_step_reason(optimizer) if can_split else ""
 
     def _note_whole_step(self, reason: str) -> None:
         """Warn once of steps that use state where it is, if some of it is in host memory."""
@@ -736,7 +736,7 @@ def _named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[s
 
 
 @dataclass(frozen=True, slots=True)
-class _Rest:
+class _Idle:
     """What an optimizer had when its steps began to have nothing to do."""
 
     state: object = field(repr=False)
@@ -744,7 +744,7 @@ class _Rest:
     parameters: int
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> _Rest:
+    def of(cls, optimizer: Optimizer) -> _Idle:
         return cls(optimizer.state, len(optimizer.state), _parameter_count(optimizer))
 
     def holds(self, optimizer: Optimizer) -> bool:

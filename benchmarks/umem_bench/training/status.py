@@ -74,7 +74,7 @@ def status_notes(status: Status) -> tuple[str, ...]:
     notes: list[str] = []
     if isinstance(status, StreamedStatus):
         tuning = status.tuning
-        if tuning is not None and str(tuning.state) in ("overfull", "off"):
+        if tuning is not None and str(tuning.state) in ("no plan fits", "off"):
             notes.append(f"umem's plan for streamed state is {tuning.state}")
         if tuning is not None and tuning.spilled_bytes:
             notes.append(f"{format_bytes(tuning.spilled_bytes)} beyond the budget is on the host")

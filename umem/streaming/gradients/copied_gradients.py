@@ -260,7 +260,7 @@ class CopiedGradients:
         leaving = [it for it in every if self._can_move(it) and not self._memory.is_home(it)]
         homes = []
         for it in leaving:
-            home = self._memory.home_like(it, TensorClass.GRADIENTS)
+            home = self._memory.new_home(it, TensorClass.GRADIENTS)
             if home is None:
                 self.set_plan(())  # the host has no more, and to ask again takes time
                 return
@@ -287,7 +287,7 @@ class CopiedGradients:
             if not self._can_move(gradient):
                 continue
             if self._memory.is_home(gradient):
-                copy = self._memory.device_like(gradient, TensorClass.GRADIENTS)
+                copy = self._memory.new_on_device(gradient, TensorClass.GRADIENTS)
                 if copy is None:
                     break
                 found.append(_Gradient(gradient, version_counter(gradient), copy))

@@ -71,14 +71,14 @@ class CudaStateMemory(StateMemory):
         """Copy to new memory, which the tensor then has."""
         if self.is_home(tensor) != on_device:
             return
-        make = self.device_like if on_device else self.home_like
+        make = self.new_on_device if on_device else self.new_home
         moved = make(tensor, TensorClass.OPTIMIZER_STATE)
         if moved is not None:
             with Unguarded(), InferenceMode(torch.is_inference_mode_enabled()):
                 torch.set_grad_enabled(False)
                 tensor.data = moved.copy_(tensor)
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+    def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Page-locked memory, which the allocator gives to optimizer state."""
         new = self._like(tensor, _PAGE_LOCKED, tensor_class)
         if new is None and not self._has_warned:
@@ -89,7 +89,7 @@ class CudaStateMemory(StateMemory):
             )
         return new
 
-    def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+    def new_on_device(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Plain device memory, unless it is refused, or the budget had it put on the host."""
         new = self._like(tensor, TensorClass.OTHER, tensor_class)
         return None if new is None or self.is_home(new) else new

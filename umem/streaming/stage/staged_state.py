@@ -72,10 +72,10 @@ class StateMemory(Protocol):
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Move a tensor's memory to the device or to the host, if it is not there, and has room."""
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+    def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """New host memory for a tensor's contents, counted as of a class; None if there is none."""
 
-    def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+    def new_on_device(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """New memory on the device, counted as of a class; None where it has no room."""
 
     def block_bytes(self, size_bytes: int) -> int:

@@ -165,7 +165,7 @@ class PieceUpdates:
             self._send_weights(piece, operands, done)
         piece.fetched, piece.updated = None, done
         if state.is_shared:
-            self._units.send_state_home(slot)
+            self._units.write_back(slot)
 
     def begin(self) -> None:
         """Begin a step."""

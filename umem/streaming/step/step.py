@@ -319,13 +319,13 @@ class StreamedStep:
         """Units that the backward pass has updated, whose ``step()`` is still to come."""
         return [unit for unit in self.units if unit.ahead]
 
-    def may_divide(self, optimizer: Optimizer) -> bool:
+    def can_split(self, optimizer: Optimizer) -> bool:
         """Whether the next step may be queued in parts. It is not if all state is on the device."""
         with self.lock:
             return bool(self.units.queued) or not self.units.knows(optimizer)
 
-    def pass_whole(self, optimizer: Optimizer) -> None:
-        """Leave a step to the optimizer for which :meth:`may_divide` is false.
+    def leave_to_optimizer(self, optimizer: Optimizer) -> None:
+        """Leave a step to the optimizer for which :meth:`can_split` is false.
 
         No unit has state that is streamed. So no update is under way, and none was made ahead.
         """
@@ -543,7 +543,7 @@ class StreamedStep:
     def enter(self, name: str, now: Pass) -> None:
         """Send state home and wait for a block's update, before a pass through it."""
         if self.units.pool.leaving:
-            self.units.send_state_home()
+            self.units.write_back()
         self.wait(name, now)
 
     def wait(self, name: str, now: Pass) -> None:

@@ -153,7 +153,7 @@ class StreamedUnits:
         """The optimizer's parameters by unit, in the order of the forward pass."""
         return {name: parameters_of(unit.groups) for name, unit in self._units.items()}
 
-    def send_home(self, held: Collection[int]) -> int:
+    def move_to_host(self, held: Collection[int]) -> int:
         """Move parameters to host memory, but those of these ``id``; returns their bytes.
 
         Updates of streamed units stage them beside the state. No update is under way.
@@ -170,7 +170,7 @@ class StreamedUnits:
                         continue
                     with Unguarded(), InferenceMode(False):
                         data = parameter.data
-                        home = self._memory.home_like(data, TensorClass.WEIGHTS)
+                        home = self._memory.new_home(data, TensorClass.WEIGHTS)
                         if home is None:
                             return moved_bytes  # the host has no more
                         parameter.data = home.copy_(data)
@@ -179,7 +179,7 @@ class StreamedUnits:
         return moved_bytes
 
     def home_bytes(self) -> dict[str, int]:
-        """Bytes of parameters that :meth:`send_home` has moved, by unit."""
+        """Bytes of parameters that :meth:`move_to_host` has moved, by unit."""
         return {name: unit.home_bytes for name, unit in self._units.items()}
 
     @property
@@ -393,7 +393,7 @@ class StreamedUnits:
                 note_export([*unit.state.homes, *unit.state.others])  # replays use these addresses
             for piece in unit.pieces:
                 if piece.slot is not None:
-                    self.send_state_home(piece.slot)
+                    self.write_back(piece.slot)
                 self._drop_fetched(piece)
                 piece.is_touched = True
             if unit.returned is not None:
@@ -404,7 +404,7 @@ class StreamedUnits:
 
     def leave_slots(self) -> None:
         """Wait for all copies from and to slots, and use state at home until slots are taken."""
-        self.send_state_home()
+        self.write_back()
         every = self._pieces()
         self._taken = None  # first: an interrupt leaves them to be taken anew
         for piece in every:
@@ -488,7 +488,7 @@ class StreamedUnits:
         """Copy a piece's state into its slot, after what the program has done with either."""
         state, slot = piece.state, piece.slot
         assert slot is not None
-        self.send_state_home(slot)
+        self.write_back(slot)
         if slot.holder is not None:
             slot.holder.fetched = None
         slot.holder = piece
@@ -523,7 +523,7 @@ class StreamedUnits:
                 state, slot = piece.state, piece.slot
                 if slot is None or slot.instead_of is not None or not self.may_fetch(piece):
                     continue
-                self.send_state_home(slot)
+                self.write_back(slot)
                 memory = self._memory.buffer(state.size_bytes)
                 if memory is None:
                     self._makes_temporary = False  # to ask again costs page-locked memory
@@ -533,7 +533,7 @@ class StreamedUnits:
                 self.pool.temporary.append(piece.slot)
                 self.fetch(piece, now)
 
-    def send_state_home(self, slot: Slot | None = None) -> None:
+    def write_back(self, slot: Slot | None = None) -> None:
         """Copy updated state from a slot to its home, before anything needs either; None for all.
 
         That of all slots leaves at the first block of the next forward pass, and not in the step. A
@@ -551,13 +551,13 @@ class StreamedUnits:
                 piece.returned = piece.unit.returned = it.free
                 del leaving[it]  # not before: what an interrupt cuts short is done again
 
-    def write_back(self) -> None:
+    def write_back_and_wait(self) -> None:
         """Let the current stream wait until all state is at home, where the program may change it.
 
         Copies that were fetched ahead are dropped.
         """
         with self.lock:
-            self.send_state_home()
+            self.write_back()
             for unit in self:
                 for piece in unit.pieces:
                     self._drop_fetched(piece)
@@ -579,7 +579,7 @@ class StreamedUnits:
                 slot = piece.slot
                 if slot is None or slot.instead_of is None:
                     continue
-                self.send_state_home(slot)
+                self.write_back(slot)
                 for moment in filter(None, (piece.fetched, slot.free)):
                     self._lanes.wait(moment)
                     self._lanes.wait_on_stream_of(slot.made, moment)
@@ -624,7 +624,7 @@ class StreamedUnits:
 
     def clear(self) -> None:
         """Wait for the last copies, and give the optimizer's tensors free."""
-        self.send_state_home()
+        self.write_back()
         for unit in self._units.values():
             for piece in unit.pieces:
                 self._drop_fetched(piece)  # and with it what was fetched into its slot before

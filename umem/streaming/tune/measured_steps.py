@@ -29,9 +29,9 @@ class Occasion(StrEnum):
 
     BEGIN = "begin"
     """A training begins, or moves its updates into the backward pass."""
-    SLOW = "slow"
+    HOST_MEMORY_USED = "host memory used"
     """When steps were measured last, some of their tensors were in host memory."""
-    SHORT = "short"
+    MEMORY_RAN_OUT = "memory ran out"
     """Memory has run short under the plan."""
 
 

@@ -88,7 +88,7 @@ class TunedOptimizer:
     """None where they stay."""
     join: Callable[[], None]
     """Lets the program's stream wait for all updates."""
-    send_home: Callable[[], int]
+    move_to_host: Callable[[], int]
     """Moves parameters that no module holds to host memory, and returns their bytes."""
     waits: Callable[[], bool]
     """Whether the program's stream waits for updates within ``step()``."""
@@ -142,9 +142,9 @@ class TunedOptimizers:
         for it in self._all:
             it.join()
 
-    def send_home(self) -> int:
+    def move_to_host(self) -> int:
         """Move parameters that no module holds to host memory, and return their bytes."""
-        return sum(it.send_home() for it in self._all)
+        return sum(it.move_to_host() for it in self._all)
 
     @property
     def in_backward(self) -> bool:

@@ -18,7 +18,7 @@ class TuningState(StrEnum):
     """Steps run as they are, or under the plan so far, and are measured."""
     PLANNED = "planned"
     """Steps run under a plan."""
-    OVERFULL = "overfull"
+    NO_PLAN_FITS = "no plan fits"
     """The budget is too small for a plan: all state is streamed, and all activations and gradients
     are copied."""
     OFF = "off"

@@ -313,10 +313,10 @@ class StreamTuner:
         )
 
     @property
-    def rests(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether a step under the plan has nothing to do: all is on the device, and stays there.
 
-        Steps may then leave out all calls but :meth:`look`.
+        Steps may then leave out all calls but :meth:`still_idle`.
         """
         plan = self._optimizer_plan
         return (
@@ -329,8 +329,8 @@ class StreamTuner:
             and self._changes == self._shared.changes
         )
 
-    def look(self) -> bool:
-        """Look at the memory after a step that :attr:`rests`: whether the next one may rest too."""
+    def still_idle(self) -> bool:
+        """Whether the step behind an idle one may be idle too, by the memory that it has used."""
         if self._room.spilled_bytes() <= self._spilled_bytes:
             return True
         self._room.take_peak_bytes()  # the next step's is to be known
@@ -489,7 +489,7 @@ class StreamTuner:
             return
         assert self._tracker is not None
         self._tracker.stop()
-        is_short = measured.occasion == Occasion.SHORT and not measured.has_grown
+        is_short = measured.occasion == Occasion.MEMORY_RAN_OUT and not measured.has_grown
         # What is used in host memory is slow: under a plan that has room for it, measure again.
         self._measures_again = measured.is_slow and measured.occasion == Occasion.BEGIN
         self._make_plan(with_more_slack=is_short)
@@ -525,7 +525,7 @@ class StreamTuner:
             return
         if whole is None:
             self._warn(error)
-            self._state = TuningState.OVERFULL
+            self._state = TuningState.NO_PLAN_FITS
             self.plan, self._units = None, units
             named = everything_leaves(units, figures.batches)
             weight_plan, extra = None, None
@@ -553,7 +553,7 @@ class StreamTuner:
     def _send_parameters_home(self) -> bool:
         """Make room by the parameters that no module holds, such as float32 copies of weights."""
         self._optimizers.join()
-        moved_bytes = self._optimizers.send_home()
+        moved_bytes = self._optimizers.move_to_host()
         if moved_bytes:
             self._room.find_homes()
             self._room.trim()
@@ -683,7 +683,7 @@ class StreamTuner:
             return
         if self._measures_again:
             self._measures_again = False
-            self._measure(Occasion.SLOW, 1)
+            self._measure(Occasion.HOST_MEMORY_USED, 1)
             return
         if self._has_other_part() or (
             self._plans < _MOST_PLANS and self._optimizers.state_sizes() != self._sizes
@@ -709,4 +709,4 @@ class StreamTuner:
             peak_bytes -= self.plan.temporary_bytes()
         self._shortages += 1
         self._lacking_bytes = spilled_bytes - self._spilled_bytes
-        self._measure(Occasion.SHORT, _MEASURED_STEPS, peak_bytes)
+        self._measure(Occasion.MEMORY_RAN_OUT, _MEASURED_STEPS, peak_bytes)

@@ -64,7 +64,7 @@ _MARGIN_SHARE, _LEAST_MARGIN_BYTES = 16, 64 << 20
 _PATIENCE_CALLS = 32
 """Calls that need much less before weights come back; twice as many each time."""
 
-_MOST_FEW, _LEAST_FEW = 16, 4
+_DECODE_CALLS_PER_PREFILL_ON, _DECODE_CALLS_PER_PREFILL_OFF = 16, 4
 """Calls of few tokens for each other one with which experts are cached, and are not any more."""
 
 
@@ -331,7 +331,8 @@ class ModelWeights(Listener):
         few, many = self.streamed.few_and_many
         before = self._caches_experts
         if few + many >= _PATIENCE_CALLS and any(it.experts.tables for it in self._units):
-            self._caches_experts = few >= (_LEAST_FEW if before else _MOST_FEW) * many
+            on, off = _DECODE_CALLS_PER_PREFILL_ON, _DECODE_CALLS_PER_PREFILL_OFF
+            self._caches_experts = few >= (off if before else on) * many
         return self._caches_experts != before
 
     def _measure(self) -> int | None:
@@ -559,9 +560,9 @@ class ModelWeights(Listener):
         with Unguarded(), InferenceMode(False):
             data = tensor.data
             if to_home:
-                new = self._memory.home_like(data, kind)
+                new = self._memory.new_home(data, kind)
             else:
-                new = self._memory.device_like(data, kind)
+                new = self._memory.new_on_device(data, kind)
             if new is None:
                 return False
             tensor.data = new.copy_(data, non_blocking=True)

@@ -44,10 +44,10 @@ class WeightMemory(Protocol):
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in host memory."""
 
-    def home_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+    def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """New host memory for a tensor's contents, counted as of a class; None if there is none."""
 
-    def device_like(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
+    def new_on_device(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """New memory on the device, counted as of a class; None where it has no room."""
 
     def buffer(self, size_bytes: int) -> torch.Tensor | None:
