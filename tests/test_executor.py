@@ -56,8 +56,8 @@ from umem.trace import check_trace, phase_of_access
 
 PLANNERS = ("planned", "lookahead", "fault")
 
-OWN_HOOKS = 4
-"""Of a manager outside of recorded and planned steps: two on the model, two on its optimizer."""
+OWN_HOOKS = 3
+"""Hooks of a manager outside of recorded and planned steps."""
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,7 @@ def ask(pid: int) -> dict[str, Any]:
                 raise UmemError(f"process {pid} could not gather its figures: {figures['error']}")
             return figures
     if not Path(f"/proc/{pid}").exists():
-        raise UnsupportedError(f"process {pid}: no such process")
+        raise UnsupportedError(f"no process {pid} is running")
     raise UnsupportedError(
         f"process {pid} is not under umem, or is another user's: start it with `umem run`, or look "
         "as the user who did"

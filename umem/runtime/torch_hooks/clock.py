@@ -143,7 +143,10 @@ class Hearing:
 class _Entry:
     """A listener, as modules know it."""
 
-    __slots__ = ("__weakref__", "hears_backward", "is_on", "listener", "on_error", "order")
+    __slots__ = (
+        *("__weakref__", "hears_backward", "hears_block_ends", "hears_pass_ends"),
+        *("is_on", "listener", "on_error", "order"),
+    )
 
     def __init__(
         self, listener: Listener, order: Order, on_error: Callable[[Exception], None]
@@ -151,7 +154,10 @@ class _Entry:
         self.listener = listener
         self.order = order
         self.on_error = on_error
-        self.hears_backward = type(listener).block_reached is not Listener.block_reached
+        kind = type(listener)
+        self.hears_backward = kind.block_reached is not Listener.block_reached
+        self.hears_pass_ends = kind.pass_ends is not Listener.pass_ends
+        self.hears_block_ends = self.hears_backward or kind.block_ends is not Listener.block_ends
         self.is_on = True
         """Not any more for one that another listener has closed in the same moment."""
 
@@ -160,6 +166,11 @@ class _Heard(NamedTuple):
     entry: _Entry
     name: str | None
     """The name of the block; None where the module is the model."""
+
+    @property
+    def hears_ends(self) -> bool:
+        entry = self.entry
+        return entry.hears_pass_ends if self.name is None else entry.hears_block_ends
 
 
 class _Calls:
@@ -171,6 +182,8 @@ class _Calls:
         """In their order. Replaced by a new one, never changed."""
         self._compiled: object = None
         """What the module was compiled to in place when it was hooked."""
+        self._hears_ends = False
+        """Whether there is a hook behind the call, too."""
         self._undo: list[Undo] = []
 
     @classmethod
@@ -186,16 +199,19 @@ class _Calls:
 
     def add(self, entry: _Entry, name: str | None) -> None:
         heard = (*self._heard, _Heard(entry, name))
-        self._heard = tuple(sorted(heard, key=lambda it: it.entry.order))
-        if not self._undo:
-            self._hook()
+        self._hear(sorted(heard, key=lambda it: it.entry.order))
 
     def remove(self, entry: _Entry | None, *, is_block: bool) -> None:
-        self._heard = tuple(
+        self._hear(
             it for it in self._heard if it.entry is not entry or (it.name is not None) != is_block
         )
-        if not self._heard:
-            self._unhook()
+
+    def _hear(self, heard: Iterable[_Heard]) -> None:
+        self._heard = tuple(heard)
+        hears_ends = any(it.hears_ends for it in self._heard)
+        if not self._undo or not self._heard or hears_ends != self._hears_ends:
+            self._hears_ends = hears_ends
+            self.hook_anew()
 
     def hook_anew(self) -> None:
         self._unhook()
@@ -207,9 +223,10 @@ class _Calls:
 
     def _hook(self) -> None:
         module = self._module()
-        if module is not None:
+        if module is not None and self._heard:
+            ends = self._ends if self._hears_ends else None
             # Ahead of the program's own hooks, which may use parameters.
-            self._undo = hook_calls(module, self._begins, self._ends, place="first")
+            self._undo = hook_calls(module, self._begins, ends, place="first")
             self._compiled = compiled_call(module)
 
     def _unhook(self) -> None:

@@ -616,6 +616,7 @@ class StreamedStep:
             self.join()
             self.units.clear()
             self.units.pool.leave(self.units, is_over=True)
+            self._updates.begin()  # which forgets the pieces of the last step
 
 
 def _without(groups: ParameterGroups, left_out: frozenset[Any]) -> ParameterGroups:

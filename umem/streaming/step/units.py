@@ -615,6 +615,8 @@ class StreamedUnits:
         for piece in unit.pieces:
             self._drop_fetched(piece)
             piece.state.unbind()
+            if piece.slot is not None and piece.slot.holder is piece:
+                piece.slot.holder = None  # which would keep the state
         if unit.returned is not None:
             self._lanes.wait(unit.returned)
         if unit.state_guard is not None:
