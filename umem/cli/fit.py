@@ -363,9 +363,7 @@ def _basis(question: _Question, rooflines: str) -> str:
     """What an answer rests on."""
     words = f"Predicted by {rooflines} and umem's planner, not measured."
     if question.mode != "inference":
-        words += (
-            "\nCPU offload, assumed: state and gradients are copied once a step, without overlap."
-        )
+        words += "\nCPU offload, assumed: state and gradients copied once a step, without overlap."
     return words
 
 
