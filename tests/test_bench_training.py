@@ -61,7 +61,7 @@ from umem.core.report import HintReport, HintUse, MeasuredReport, Traffic
 from umem.policy import class_rule
 from umem.streaming import StreamedStatus
 from umem.streaming.step.step import StepCounts
-from umem.streaming.tune.status import TuningState, TuningStatus
+from umem.streaming.tune.states import TuningState, TuningStatus
 from umem.trace import check_trace
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from umem.runtime.model_parts import main_chain
 from umem.streaming.step import unit_names
 from umem.streaming.step.unit_names import UnitNames
 from umem.streaming.training import StreamedTraining
-from umem.streaming.tune.status import TuningState
+from umem.streaming.tune.states import TuningState
 
 WIDTH, LAYERS, STEPS = 64, 4, 9
 

@@ -35,7 +35,7 @@ from umem.streaming.stage.shared_budget import SharedBudget
 from umem.streaming.step.slot_pool import SlotPool
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import tuner
-from umem.streaming.tune.status import TuningState
+from umem.streaming.tune.states import TuningState
 from umem.streaming.tune.tuner import StreamTuner
 from umem.streaming.weights.model_weights import ModelWeights
 

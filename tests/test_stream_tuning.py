@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ from umem.streaming.stage.memory import CudaRoom
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import tuner
 from umem.streaming.tune.measure import StepFigures, StepMeter
-from umem.streaming.tune.status import TuningState
+from umem.streaming.tune.states import TRANSITIONS, TuningEvent, TuningState
 from umem.streaming.tune.tuner import StreamTuner
 from umem.streaming.weights.model_weights import ModelWeights
 
@@ -872,3 +873,21 @@ def test_an_error_of_a_measurement_does_not_reach_the_training(
     assert status is not None
     assert status.state == TuningState.OFF
     assert len([it for it in caplog.messages if "no figures" in it]) == 1
+
+
+def test_the_table_of_states_leads_everywhere_and_always_out() -> None:
+    assert {state for state, _ in TRANSITIONS} == set(TuningState)
+    assert set(TRANSITIONS.values()) == set(TuningState)
+    assert {event for _, event in TRANSITIONS} == set(TuningEvent)
+    for state in TuningState:
+        assert TRANSITIONS[state, TuningEvent.ENDED] is TuningState.OFF
+    # One that has ended measures nothing until it begins anew.
+    out_of_off = {event for state, event in TRANSITIONS if state is TuningState.OFF}
+    assert out_of_off == {TuningEvent.BEGINS, TuningEvent.ENDED}
+
+
+def test_the_page_of_the_tuner_has_its_states() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "streaming.md").read_text(encoding="utf-8")
+    rows = page[page.index("| state | event | state then |") :].split("\n\n")[0]
+    for state in TuningState:
+        assert f"`{state}`" in rows

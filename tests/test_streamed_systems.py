@@ -35,7 +35,7 @@ from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.hidden import hidden_in
 from umem.streaming.tune import tuner as tuner_module
-from umem.streaming.tune.status import TuningState
+from umem.streaming.tune.states import TuningState
 from umem.streaming.tune.tuner import StreamTuner
 
 transformers: Any = pytest.importorskip("transformers")

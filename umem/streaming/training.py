@@ -41,7 +41,7 @@ from umem.streaming.step.temporary_slots import TemporarySlots
 from umem.streaming.step.unit_names import UnitNames
 from umem.streaming.step.units import StreamedUnits
 from umem.streaming.tune.optimizers import TunedOptimizer
-from umem.streaming.tune.status import TuningStatus
+from umem.streaming.tune.states import TuningStatus
 from umem.streaming.tune.tuner import StreamTuner
 from umem.streaming.weights.model_weights import ModelWeights
 from umem.streaming.weights.streamed_weights import forget_copies

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 
 from umem.capture.live import NO_BLOCK
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.step.unit_names import is_outside
 from umem.streaming.tune.measure import BlockFigures, StepFigures
+from umem.streaming.tune.states import TuningEvent
 
-__all__ = ["MeasuredSteps", "Occasion"]
+__all__ = ["MeasuredSteps"]
 
 _AS_LARGE = 0.97
 """A step is as large as another one from this part of its memory on."""
@@ -24,17 +24,6 @@ _LONGEST_SEARCH = 16
 """Steps to measure in the search for one as large as that in which memory ran short."""
 
 
-class Occasion(StrEnum):
-    """Why steps are measured."""
-
-    BEGIN = "begin"
-    """A training begins, or moves its updates into the backward pass."""
-    HOST_MEMORY_USED = "host memory used"
-    """When steps were measured last, some of their tensors were in host memory."""
-    MEMORY_RAN_OUT = "memory ran out"
-    """Memory has run short under the plan."""
-
-
 class MeasuredSteps:
     """Figures that hold for all steps that were measured, round by round."""
 
@@ -43,7 +32,8 @@ class MeasuredSteps:
         """Of all rounds; None before the first step."""
         self.saved_bytes: dict[str, int] = {}
         """The most that each block has saved for its backward pass."""
-        self.occasion = Occasion.BEGIN
+        self.occasion = TuningEvent.BEGINS
+        """Why steps are measured."""
         self.has_grown = False
         """Whether a step of the present round has needed more memory than all before."""
         self.is_slow = False
@@ -55,7 +45,7 @@ class MeasuredSteps:
         self._spilled_bytes = 0
 
     def begin(
-        self, occasion: Occasion, steps: int, *, peak_bytes: int = 0, spilled_bytes: int = 0
+        self, occasion: TuningEvent, steps: int, *, peak_bytes: int = 0, spilled_bytes: int = 0
     ) -> None:
         """Begin a round.
 

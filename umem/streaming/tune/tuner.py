@@ -22,14 +22,19 @@ from umem.streaming.plan.weight_plan import plan_weights
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
 from umem.streaming.tune.measure import StepFigures, StepMeter
-from umem.streaming.tune.measured_steps import MeasuredSteps, Occasion
+from umem.streaming.tune.measured_steps import MeasuredSteps
 from umem.streaming.tune.named_plan import FEWEST_SLOTS, by_names, everything_leaves
 from umem.streaming.tune.optimizers import (
     OptimizerPlan,
     TunedOptimizer,
     TunedOptimizers,
 )
-from umem.streaming.tune.status import TuningState, TuningStatus
+from umem.streaming.tune.states import (
+    TRANSITIONS,
+    TuningEvent,
+    TuningState,
+    TuningStatus,
+)
 from umem.streaming.weights.model_weights import ModelWeights
 from umem.torch_compat import current_graph_task_id
 
@@ -187,7 +192,7 @@ class StreamTuner:
             self.away_bytes,
         )
         self._tracker = PhaseTracker(root, blocks, HookErrors(self._fail), self._meter)
-        self._measure(Occasion.BEGIN, _MEASURED_STEPS)
+        self._measure(TuningEvent.BEGINS, _MEASURED_STEPS)
 
     def detach(self, optimizer: TunedOptimizer) -> None:
         """Go on without an optimizer; close behind the last one."""
@@ -276,7 +281,7 @@ class StreamTuner:
         self._plans = self._shortages = self._later_bytes = 0
         self._slack = 1
         self._has_given_up = False
-        self._measure(Occasion.BEGIN, _MEASURED_STEPS)
+        self._measure(TuningEvent.CHANGED, _MEASURED_STEPS)
 
     def expect_backward(self, optimizer: TunedOptimizer) -> None:
         """Make no plan until :meth:`move_into_backward`, whose plan needs less memory."""
@@ -294,9 +299,9 @@ class StreamTuner:
         self._plans = self._shortages = 0
         try:
             if self._state == TuningState.MEASURING:
-                self._measured.begin(Occasion.BEGIN, _MEASURED_STEPS)
+                self._measured.begin(TuningEvent.MOVED_INTO_BACKWARD, _MEASURED_STEPS)
             else:
-                self._measure(Occasion.BEGIN, _MEASURED_STEPS)
+                self._measure(TuningEvent.MOVED_INTO_BACKWARD, _MEASURED_STEPS)
         except Exception as error:
             self._fail(error)
 
@@ -369,7 +374,7 @@ class StreamTuner:
 
     def close(self) -> None:
         """Remove all hooks."""
-        self._state = TuningState.OFF
+        self._enter(TuningEvent.ENDED)
         self._shared.leave(self)
         if self._weights is not None:
             self._shared.join(self._weights)
@@ -388,7 +393,7 @@ class StreamTuner:
             str(error),
             exc_info=_LOG.isEnabledFor(logging.DEBUG),
         )
-        self._state = TuningState.OFF
+        self._enter(TuningEvent.ENDED)
         self._copied = {}
         if self._tracker is not None:
             self._tracker.stop()
@@ -397,15 +402,16 @@ class StreamTuner:
 
     # ------------------------------------------------------------------ measuring
 
-    def _measure(self, occasion: Occasion, steps: int, peak_bytes: int = 0) -> None:
+    def _enter(self, event: TuningEvent) -> None:
+        self._state = TRANSITIONS[self._state, event]
+
+    def _measure(self, event: TuningEvent, steps: int, peak_bytes: int = 0) -> None:
         """Measure the next steps, or search for one with as many live bytes."""
         assert self._tracker is not None
         # A deferred update would take memory and time of the next forward pass.
         self._optimizers.join()
-        self._state = TuningState.MEASURING
-        self._measured.begin(
-            occasion, steps, peak_bytes=peak_bytes, spilled_bytes=self._spilled_bytes
-        )
+        self._enter(event)
+        self._measured.begin(event, steps, peak_bytes=peak_bytes, spilled_bytes=self._spilled_bytes)
         # Before the tracker's hooks: the stream waits for copies outside of the blocks' times.
         self._set_activations()
         if self._activations is not None:
@@ -489,9 +495,10 @@ class StreamTuner:
             return
         assert self._tracker is not None
         self._tracker.stop()
-        is_short = measured.occasion == Occasion.MEMORY_RAN_OUT and not measured.has_grown
+        is_short = measured.occasion is TuningEvent.MEMORY_RAN_OUT and not measured.has_grown
         # What is used in host memory is slow: under a plan that has room for it, measure again.
-        self._measures_again = measured.is_slow and measured.occasion == Occasion.BEGIN
+        again = (TuningEvent.HOST_MEMORY_USED, TuningEvent.MEMORY_RAN_OUT)
+        self._measures_again = measured.is_slow and measured.occasion not in again
         self._make_plan(with_more_slack=is_short)
 
     # ------------------------------------------------------------------ planning
@@ -525,14 +532,14 @@ class StreamTuner:
             return
         if whole is None:
             self._warn(error)
-            self._state = TuningState.NO_PLAN_FITS
+            self._enter(TuningEvent.NO_PLAN_FITS)
             self.plan, self._units = None, units
             named = everything_leaves(units, figures.batches)
             weight_plan, extra = None, None
             if self._weights is not None:
                 weight_plan = plan_weights(list(self._weights.units.values()), 0, WEIGHT_SLOTS)
         else:
-            self._state = TuningState.PLANNED
+            self._enter(TuningEvent.PLAN_FITS)
             self.plan, self._units = whole.stream, whole.units
             named = by_names(whole.stream, whole.units, figures.batches)
             weight_plan, extra = whole.weights, whole.extra
@@ -683,7 +690,7 @@ class StreamTuner:
             return
         if self._measures_again:
             self._measures_again = False
-            self._measure(Occasion.HOST_MEMORY_USED, 1)
+            self._measure(TuningEvent.HOST_MEMORY_USED, 1)
             return
         if self._has_other_part() or (
             self._plans < _MOST_PLANS and self._optimizers.state_sizes() != self._sizes
@@ -709,4 +716,4 @@ class StreamTuner:
             peak_bytes -= self.plan.temporary_bytes()
         self._shortages += 1
         self._lacking_bytes = spilled_bytes - self._spilled_bytes
-        self._measure(Occasion.MEMORY_RAN_OUT, _MEASURED_STEPS, peak_bytes)
+        self._measure(TuningEvent.MEMORY_RAN_OUT, _MEASURED_STEPS, peak_bytes)

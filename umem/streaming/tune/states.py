@@ -1,0 +1,95 @@
+"""What a tuner does, what leads from one state to another, and what its plan keeps where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from umem.offloading import ActivationStatistics
+from umem.streaming.plan.state_plan import StreamPlan
+
+__all__ = ["TRANSITIONS", "TuningEvent", "TuningState", "TuningStatus"]
+
+
+class TuningState(StrEnum):
+    """What a tuner does."""
+
+    MEASURING = "measuring"
+    """Steps run as they are, or under the plan so far, and are measured."""
+    PLANNED = "planned"
+    """Steps run under a plan."""
+    NO_PLAN_FITS = "no plan fits"
+    """The budget is too small for a plan: all state is streamed, and all activations and gradients
+    are copied."""
+    OFF = "off"
+    """Not begun; or an error has ended measurements, and the last plan stays."""
+
+
+class TuningEvent(StrEnum):
+    """What changes the state of a tuner."""
+
+    BEGINS = "begins"
+    """It has its first optimizer."""
+    CHANGED = "changed"
+    """Optimizers of the model, or trainings and models on the device, have come or gone; or
+    parameters that no module holds have moved to the host, because no plan fits with them."""
+    MOVED_INTO_BACKWARD = "moved into backward"
+    """Parameters are updated in the backward pass from now on."""
+    HOST_MEMORY_USED = "host memory used"
+    """Tensors were in host memory in the steps that the first plan is made from."""
+    MEMORY_RAN_OUT = "memory ran out"
+    """Under the plan, the budget has put more into host memory."""
+    PLAN_FITS = "plan fits"
+    """A plan was made, of steps that were measured or, for other sizes or shares, of the same."""
+    NO_PLAN_FITS = "no plan fits"
+    """None was found."""
+    ENDED = "ended"
+    """It was closed, or a measurement has failed."""
+
+
+_MEASURED = (TuningState.PLANNED, TuningState.NO_PLAN_FITS)
+_ACTIVE = (TuningState.MEASURING, *_MEASURED)
+
+TRANSITIONS: Mapping[tuple[TuningState, TuningEvent], TuningState] = MappingProxyType({
+    (TuningState.OFF, TuningEvent.BEGINS): TuningState.MEASURING,
+    **{(it, TuningEvent.CHANGED): TuningState.MEASURING for it in _ACTIVE},
+    **{(it, TuningEvent.MOVED_INTO_BACKWARD): TuningState.MEASURING for it in _ACTIVE},
+    **{(it, TuningEvent.HOST_MEMORY_USED): TuningState.MEASURING for it in _MEASURED},
+    **{(it, TuningEvent.MEMORY_RAN_OUT): TuningState.MEASURING for it in _MEASURED},
+    **{(it, TuningEvent.PLAN_FITS): TuningState.PLANNED for it in _ACTIVE},
+    **{(it, TuningEvent.NO_PLAN_FITS): TuningState.NO_PLAN_FITS for it in _ACTIVE},
+    **{(it, TuningEvent.ENDED): TuningState.OFF for it in TuningState},
+})  # fmt: skip
+"""The state after each event. No other event comes in a state."""
+
+
+@dataclass(frozen=True)
+class TuningStatus:
+    """A tuner's state, and its plan."""
+
+    state: TuningState
+    budget_bytes: int
+    share_bytes: int | None
+    """What the plan may keep on the device of state, slots, and weights that are streamed; None
+    where no other training or model is on it."""
+    plan: StreamPlan | None
+    """The plan in force; None before the first one."""
+    plans: int
+    """Number of plans so far."""
+    resident_bytes: int
+    """Optimizer state that the plan keeps on the device."""
+    copied_bytes: int
+    """Activations that the plan copies out in each forward pass."""
+    copied_blocks: int
+    copied_gradients_bytes: int
+    """Gradients that the plan copies out in each step."""
+    returning_gradients_bytes: int
+    """Of these, what comes back to the device before the step."""
+    predicted_s: float | None
+    """A step under the plan, by prediction."""
+    spilled_bytes: int
+    """Host memory that is held because of the budget, beside weights that were made there."""
+    activations: ActivationStatistics
+    """Copies of activations so far."""
