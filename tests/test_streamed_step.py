@@ -212,6 +212,27 @@ def test_slots_are_given_back_behind_their_last_copy_on_the_stream_that_owns_the
     assert all(any(it is other for other in made[0].waiting) for it in slots)
 
 
+def test_room_for_operands_is_given_back_on_the_stream_that_owns_it() -> None:
+    """A larger one takes its place, asked for on another stream."""
+    made: list[StreamsOfMoments] = []
+
+    def make(model: nn.Module) -> StreamsOfMoments:
+        made.append(StreamsOfMoments(model))
+        return made[0]
+
+    run = Program(make)
+    run.step()
+    run.stream()
+    run.step()
+    assert run.training is not None
+    units = run.training.step.units
+    slot = units.pool.slots[0]
+    assert units.operand_buffer(slot, 64, 1.0) is not None
+    owner = slot.operands_made
+    assert units.operand_buffer(slot, 128, 1.0) is not None
+    assert any(owner is it for it in made[0].waiting)
+
+
 def test_join_waits_for_all() -> None:
     run, _ = streaming()
     run.step()

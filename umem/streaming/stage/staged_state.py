@@ -172,6 +172,8 @@ class Slot:
         self.instead_of = instead_of
         self.operands: torch.Tensor | None = None
         """Beside it, for weights and gradients that an update has at home; None without any."""
+        self.operands_made: Moment = None
+        """The moment when these were made, on the stream that owns their memory."""
         self.free: Moment = made
         """The moment after the last copy out of it."""
         self.holder: Any = None

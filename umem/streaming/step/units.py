@@ -475,11 +475,13 @@ class StreamedUnits:
             return None
         if slot.free is not None:
             self._lanes.wait(slot.free)  # before the memory is used for anything else
+            if slot.operands is not None:
+                self._lanes.wait_on_stream_of(slot.operands_made, slot.free)
         slot.operands = None
         slot.operands = self._memory.buffer(int(share * size_bytes))
         # What was asked for before must not come into it yet: where algorithms are deterministic,
         # torch fills new memory, and other slots may have given it back.
-        slot.free = self._lanes.mark()
+        slot.free = slot.operands_made = self._lanes.mark()
         # To ask for what there is not costs page-locked memory.
         self._has_operand_room = slot.operands is not None
         return slot.operands
