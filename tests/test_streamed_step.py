@@ -227,9 +227,9 @@ def test_room_for_operands_is_given_back_on_the_stream_that_owns_it() -> None:
     assert run.training is not None
     units = run.training.step.units
     slot = units.pool.slots[0]
-    assert units.operand_buffer(slot, 64, 1.0) is not None
+    assert units.operand_buffer(slot, 1 << 20, 1.0) is not None
     owner = slot.operands_made
-    assert units.operand_buffer(slot, 128, 1.0) is not None
+    assert units.operand_buffer(slot, 2 << 20, 1.0) is not None
     assert any(owner is it for it in made[0].waiting)
 
 
