@@ -187,7 +187,7 @@ class StreamedTraining(Listener):
         self._names = UnitNames(blocks)
         units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes, pool)
         clipped = ClippedGradients(lanes)
-        self._step = StreamedStep(units, lanes, clipped)
+        self._step = StreamedStep(units, lanes, clipped, self, may_defer=not is_compiled(model))
         self._gradients = CopiedGradients(
             units.parameters, lanes, memory, clipped, self._gradient_failed
         )
@@ -207,10 +207,7 @@ class StreamedTraining(Listener):
             updates, update_of = weights.streamed.updates, self._step.update_of
             updates.append(update_of)
             self._undo.append(lambda: updates.remove(update_of))
-            self._step.settled = weights.streamed.settled
-        self._step.may_defer = not is_compiled(model)
         self.let_graphs_read()
-        self._step.find_gathered = self._find_gathered
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
         self._is_step_compiled = False
@@ -262,7 +259,6 @@ class StreamedTraining(Listener):
             hide(optimizer.register_load_state_dict_post_hook(loaded)),
         ]
         """Not for a hook of the optimizer's own, which iterates over its hooks."""
-        self._step.failed = self._fail
         if step_in_backward:
             self.move_into_backward()
         # The model may be trained again, by another optimizer.
@@ -597,13 +593,14 @@ class StreamedTraining(Listener):
             if self._step.may_defer:  # a compiled model would be compiled again
                 self._leave_blocks()
             return None
-        if is_distributed():
-            self._is_distributed = True
-            # Libraries hand parameters that no module holds to functions of their own.
-            self._step.defers_outside = self._model_holds(optimizer)
+        self._is_distributed |= is_distributed()
+        # Libraries hand parameters that no module holds to functions of their own.
+        defers_outside = not self._is_distributed or self._model_holds(optimizer)
         # Updates would take a part of the time of the forward pass that is measured.
         is_measuring = self._tuner is not None and self._tuner.is_measuring
-        empty = self._step.step(optimizer, is_deferred=not is_measuring)
+        empty = self._step.step(
+            optimizer, is_deferred=not is_measuring, defers_outside=defers_outside
+        )
         if self._step.units.has_common_state:
             self._note_whole_step(
                 "several parameters have one tensor in their state, as in a state_dict that was "
@@ -622,13 +619,36 @@ class StreamedTraining(Listener):
             self._held = layout, held.issuperset(map(id, optimizer_parameters(optimizer)))
         return self._held[1]
 
-    def _find_gathered(self) -> GatheredParameters:
+    # ------------------------------------------------------------------ what the step tells
+
+    def gradient_was_used(self) -> None:
+        """Tell a step in the backward pass."""
+        if self._backward is not None:
+            self._backward.gradient_was_used()
+
+    def state_was_loaded(self) -> None:
+        """Have the first steps watched anew for a step in the backward pass."""
+        if self._backward is not None:
+            self._backward.observe_anew()
+
+    def unit_has_settled(self, name: str, is_early: bool) -> None:
+        """Tell the weights: copies that were fetched ahead of an early use are old."""
+        if self._weights is not None:
+            self._weights.streamed.settled(name, is_early)
+
+    def step_has_failed(self, error: Exception) -> None:
+        """Go on without umem."""
+        self._fail(error)
+
+    def gathered_parameters(self) -> GatheredParameters:
         """What FSDP2 gathers the model's parameters from."""
         layout, model = self._step.units.layouts, self._model()
         if self._sharded is None or self._sharded[0] != layout:
             modules = () if model is None else fsdp_modules(model)
             self._sharded = layout, [weakref.ref(it) for it in modules]
         return GatheredParameters.of(it for of in self._sharded[1] if (it := of()) is not None)
+
+    # ------------------------------------------------------------------ behind steps, and at loads
 
     def _optimizer_loads(self, *_: object) -> None:
         """Before the state of the optimizer is loaded."""

@@ -105,8 +105,6 @@ class BackwardUpdates:
         """What was loaded behind updates without a ``step()``."""
         self._is_known: bool | None = None
         """Whether the optimizer is as it was when units were found; None to look."""
-        step.gradient_used = self._gradient_used
-        step.loaded = self._observe_anew
         step.units.move_into_backward(True)
 
     @property
@@ -306,7 +304,6 @@ class BackwardUpdates:
             return False
         observer.close()
         self._observer = None
-        self._step.gradient_used = self._step.loaded = None
         self._layout = -1  # hooks count from the start
         return True
 
@@ -318,7 +315,7 @@ class BackwardUpdates:
 
     # ------------------------------------------------------------------ the way out
 
-    def _observe_anew(self) -> None:
+    def observe_anew(self) -> None:
         """Behind the loading of all state: an error may have ended the step that was watched."""
         with self._step.lock:
             if self._observer is not None:
@@ -377,10 +374,10 @@ class BackwardUpdates:
             if self._observer is not None:
                 self._observer.close()
             self._remove_hooks()
-            self._step.gradient_used = self._step.loaded = None
             self._step.units.move_into_backward(False)
 
-    def _gradient_used(self) -> None:
+    def gradient_was_used(self) -> None:
+        """The program has used a gradient behind its step, which forbids to free it there."""
         if self._observer is not None:
             self._observer.note_use("a gradient is used behind step()")
 

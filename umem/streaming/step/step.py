@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -56,7 +56,7 @@ from umem.streaming.step.unit_names import is_outside
 from umem.streaming.step.units import StreamedUnits
 from umem.torch_compat import current_graph_task_id
 
-__all__ = ["StepCounts", "StreamedStep"]
+__all__ = ["StepCounts", "StepOwner", "StreamedStep"]
 
 
 @dataclass(slots=True)
@@ -118,6 +118,25 @@ class _Changing(AbstractContextManager[None]):
             self._fail(error)
 
 
+class StepOwner(Protocol):
+    """The training of a step: what the step tells it, and asks of it."""
+
+    def gradient_was_used(self) -> None:
+        """The program has used a gradient behind its step."""
+
+    def state_was_loaded(self) -> None:
+        """The state of model and optimizer was loaded as a whole."""
+
+    def unit_has_settled(self, name: str, is_early: bool) -> None:
+        """A unit's update was waited for, and whether a use came early."""
+
+    def step_has_failed(self, error: Exception) -> None:
+        """An error of umem has come up in a step, which was made whole behind it."""
+
+    def gathered_parameters(self) -> GatheredParameters:
+        """What FSDP2 gathers the parameters of the model from."""
+
+
 class StreamedStep:
     """Queues an optimizer's steps.
 
@@ -129,24 +148,25 @@ class StreamedStep:
         Where the work runs.
     clipped
         Holds gradients that are on the host.
+    owner
+        The training.
+    may_defer
+        Whether a step may return before its updates; otherwise the stream waits for them.
     """
 
-    def __init__(self, units: StreamedUnits, lanes: Lanes, clipped: ClippedGradients) -> None:
+    def __init__(
+        self,
+        units: StreamedUnits,
+        lanes: Lanes,
+        clipped: ClippedGradients,
+        owner: StepOwner,
+        *,
+        may_defer: bool,
+    ) -> None:
         self.counts = StepCounts()
-        self.may_defer = True
-        """Whether a step may return before its updates; otherwise the stream waits for them."""
-        self.defers_outside = True
-        """Whether that holds for units outside of blocks too."""
+        self.may_defer = may_defer
         self.waits = False
         """Whether the stream has waited for updates of the last step."""
-        self.gradient_used: Callable[[], None] | None = None
-        """Called when the program uses a gradient behind its step."""
-        self.loaded: Callable[[], None] | None = None
-        """Called when the state of model and optimizer was loaded as a whole."""
-        self.settled: Callable[[str, bool], None] | None = None
-        """Called with the name of a unit behind its update, and whether a use came early."""
-        self.find_gathered: Callable[[], GatheredParameters] = GatheredParameters
-        """Returns what FSDP2 gathers the parameters of the model from."""
         self.units = units
         self.lock = units.lock
         self._lanes = lanes
@@ -154,8 +174,9 @@ class StreamedStep:
         self._updates = PieceUpdates(units, lanes, clipped)
         self._called: dict[str, None] = {}
         """Units in the order of their first call since the last step."""
-        self.failed: Callable[[Exception], None] | None = None
-        """Called with an error of umem, behind which a step was made whole."""
+        self._owner = owner
+        self._defers_outside = True
+        """Whether the present step defers units outside of blocks too."""
         self.is_begun = False
         """Whether the present step may have updated parameters."""
         self._may_be_under_way = False
@@ -168,7 +189,9 @@ class StreamedStep:
 
     # ------------------------------------------------------------------ the step
 
-    def step(self, optimizer: Optimizer, *, is_deferred: bool = True) -> Optimizer | None:
+    def step(
+        self, optimizer: Optimizer, *, is_deferred: bool = True, defers_outside: bool = True
+    ) -> Optimizer | None:
         """Queue a step.
 
         Parameters
@@ -177,6 +200,8 @@ class StreamedStep:
             The optimizer.
         is_deferred
             False to let the program's stream wait for all updates, as also where `may_defer` is.
+        defers_outside
+            False to let it wait for those of units outside of blocks.
 
         Returns
         -------
@@ -186,6 +211,7 @@ class StreamedStep:
         """
         with self.lock:
             self.is_begun = False
+            self._defers_outside = defers_outside
             self.check_known()
             self.join()
             is_deferred = is_deferred and self.may_defer
@@ -231,8 +257,7 @@ class StreamedStep:
             call.run(shadow, note=shadow.param_groups.clear)
             if not isinstance(error, Exception):
                 raise
-            if self.failed is not None:
-                self.failed(error)
+            self._owner.step_has_failed(error)
         self.counts.streamed += 1
         return shadow
 
@@ -269,7 +294,7 @@ class StreamedStep:
         """Find what is on the memory of DTensors; None if no unit has any."""
         if not any(unit.state is not None and unit.state.dtensors for unit in queued):
             return None
-        gathered = self.find_gathered()
+        gathered = self._owner.gathered_parameters()
         if gathered.streams and order_gathering():
             for stream in gathered.streams:
                 self._lanes.leave_out(stream)
@@ -302,8 +327,7 @@ class StreamedStep:
         if len(self._loaded) == 2:
             self._failure = ""
             self._loaded.clear()
-            if self.loaded is not None:
-                self.loaded()
+            self._owner.state_was_loaded()
 
     def _end_ahead(self, is_deferred: bool) -> frozenset[Any]:
         """The program's step has come: what was updated ahead of it may be used."""
@@ -379,7 +403,7 @@ class StreamedStep:
             self.settle(unit)  # what the backward pass has updated of it
         self._find_users(update, sharded_step)
         ready = self._launch(update, call)
-        waits = update.is_shared or (is_outside(unit.name) and not self.defers_outside)
+        waits = update.is_shared or (is_outside(unit.name) and not self._defers_outside)
         self.waits |= waits
         if waits or not is_deferred:
             self._guard_gathering(update)
@@ -589,8 +613,7 @@ class StreamedStep:
             for guard in pending.guards:
                 guard.release()
             unit.pending = None  # not before: what an interrupt cuts short is done again
-            if self.settled is not None:
-                self.settled(unit.name, is_early)
+            self._owner.unit_has_settled(unit.name, is_early)
 
     def update_of(self, name: str) -> Moment:
         """The moment after a unit's update that nothing has waited for yet, or None."""
@@ -598,8 +621,8 @@ class StreamedStep:
         return None if unit is None or unit.pending is None else unit.updated
 
     def _use_gradient(self, unit: StreamedUnit) -> None:
-        if self.gradient_used is not None and unit.pending is not None:
-            self.gradient_used()
+        if unit.pending is not None:
+            self._owner.gradient_was_used()
         self._settle_early(unit)
 
     def _settle_early(self, unit: StreamedUnit) -> None:
