@@ -21,6 +21,7 @@ from umem.core.errors import PlanError, TraceError
 from umem.runtime.held_memory import before_hold, note_export
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.torch_hooks.compilation import before_compiled_code
 from umem.runtime.torch_hooks.graphed import graphed_tensors
 from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import Hook
@@ -45,7 +46,6 @@ from umem.streaming.weights.model_weights import ModelWeights
 from umem.streaming.weights.streamed_weights import forget_copies
 from umem.torch_compat import (
     InferenceMode,
-    before_compiled_code,
     current_graph_task_id,
     fsdp_modules,
     function_transform_level,
