@@ -28,10 +28,12 @@ class Way(StrEnum):
 
     REPLACED = "replaced"
     """An attribute has another value, by this module."""
-    OF_PROGRAM = "replaced in the program's own"
-    """So has one of the program's classes or objects, which no record here keeps alive."""
-    CALLED = "by a call"
-    """A function of the library is called that changes it for all its users, such as a hook."""
+    OF_PROGRAM = "in the program's own classes and objects"
+    """So has it there. No record here keeps these alive."""
+    CALLED = "called"
+    """The function adds a hook, or makes a setting, for all users of the library."""
+    NATIVE = "in C++"
+    """What Python has no name for."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,7 @@ def _private(made_in: str, since: str, until: str, *keys: str) -> dict[str, Patc
 
 
 _ENABLE, _NEVER = "`umem.enable`", "never"
-_STREAMED = "state that is streamed"
-_STREAM = "torch:Stream"
+_STREAMED, _TRAININGS_END = "state that is streamed", "the end of all such trainings"
 
 PATCHES: Mapping[str, Patch] = {
     # ---- the allocator
@@ -189,14 +190,14 @@ PATCHES: Mapping[str, Patch] = {
     **_private(
         "runtime/torch_hooks/work_starts.py",
         _STREAMED,
-        "the end of all such trainings",
+        _TRAININGS_END,
         "graph_replay",
         "graph_capture_begin",
     ),
     **_patches(
         "runtime/torch_hooks/work_starts.py",
         _STREAMED,
-        "the end of all such trainings",
+        _TRAININGS_END,
         PRIVATE_NAMES["graph_replay"].without,
         {
             "accelerator_graph_replay": "torch.accelerator:Graph.replay",
@@ -206,7 +207,7 @@ PATCHES: Mapping[str, Patch] = {
     **_patches(
         "runtime/torch_hooks/work_starts.py",
         _STREAMED,
-        "the end of all such trainings",
+        _TRAININGS_END,
         PRIVATE_NAMES["scripted_method"].without,
         {"scripted_method": PRIVATE_NAMES["scripted_method"].path + ".__call__"},
     ),
@@ -214,7 +215,7 @@ PATCHES: Mapping[str, Patch] = {
     **_private(
         "runtime/torch_hooks/work_starts.py",
         _STREAMED,
-        "the end of all such trainings",
+        _TRAININGS_END,
         "run_backward",
         "run_backward_of_graph",
     ),
@@ -230,7 +231,7 @@ PATCHES: Mapping[str, Patch] = {
         "runtime/torch_hooks/memory_access.py",
         "tensors that are guarded, or on lent memory",
         "the end of the last guard and the last such memory",
-        "who takes an address, a storage or a tensor's parts would read weights that are updated",
+        "who takes an address or a storage would read weights that are updated",
         {
             "data_ptr": "torch:Tensor.data_ptr",
             "const_data_ptr": "torch:Tensor.const_data_ptr",
@@ -238,13 +239,19 @@ PATCHES: Mapping[str, Patch] = {
             "data": "torch:Tensor.data",
             "swap_contents": PRIVATE_NAMES["swap_contents"].path,
             "scripted_function": "torch.jit:ScriptFunction.__call__",
-            "subclass_operators": "torch:Tensor.__torch_dispatch__",
             "new_subclasses": "torch:Tensor.__init_subclass__",
         },
     ),
     **_patches(
         "runtime/torch_hooks/memory_access.py",
-        "`umem.enable`, or the first such tensors",
+        "the same, in each subclass of a program or of another library",
+        "the end of the last guard and the last such memory",
+        "tensors in such a tensor would be read while they are updated",
+        {"subclass_operators": "torch:Tensor.__torch_dispatch__"},
+    ),
+    **_patches(
+        "runtime/torch_hooks/memory_access.py",
+        "`umem.enable`, or the first tensors that are guarded",
         _NEVER,
         "memory would move that another library reads",
         {
@@ -256,7 +263,7 @@ PATCHES: Mapping[str, Patch] = {
     ),
     **_patches(
         "runtime/torch_hooks/memory_access.py",
-        "the first such tensors",
+        "the first tensors that are guarded, for each method that takes tensors",
         _NEVER,
         PRIVATE_NAMES["ProcessGroupBackend"].without,
         {"backend_methods": f"{PRIVATE_NAMES['ProcessGroupBackend'].path}.*"},
@@ -271,6 +278,22 @@ PATCHES: Mapping[str, Patch] = {
             "node_attributes": "torch.autograd.function:BackwardCFunction.*",
         },
         Way.OF_PROGRAM,
+    ),
+    **_patches(
+        "offloading/store.py",
+        "the forward pass of what has its activations copied, in its thread",
+        "the end of that pass",
+        "activations would stay on the device",
+        {"copied_tensors": PRIVATE_NAMES["push_saved_tensor_hooks"].path},
+        Way.CALLED,
+    ),
+    **_patches(
+        "capture/live/saved_tensors.py",
+        "the forward pass of a step that is recorded or measured, in its thread",
+        "the end of that pass",
+        "what a block saves for the backward pass would not be known",
+        {"measured_tensors": PRIVATE_NAMES["push_saved_tensor_hooks"].path},
+        Way.CALLED,
     ),
     # ---- deferred steps
     **_patches(
@@ -303,10 +326,18 @@ PATCHES: Mapping[str, Patch] = {
         Way.OF_PROGRAM,
     ),
     **_patches(
+        "runtime/native_guard.py",
+        "the import of the guard of tensors",
+        _NEVER,
+        "steps would wait for their updates",
+        {"dispatch_key": "torch.library:Library.fallback"},
+        Way.NATIVE,
+    ),
+    **_patches(
         "torch_compat.py",
         "the import of the guard of tensors",
         _NEVER,
-        PRIVATE_NAMES["passed_keys"].without,
+        "`cond`, `map` and the like would raise for a weight whose update is under way",
         {
             "passed_keys": PRIVATE_NAMES["passed_keys"].path + ".append",
             "higher_order_operators": "torch._ops:HigherOrderOperator.fallthrough",
@@ -412,11 +443,35 @@ PATCHES: Mapping[str, Patch] = {
         Way.CALLED,
     ),
     **_patches(
+        "capture/offline/models.py",
+        "`umem trace` of a model of transformers with fused attention",
+        _NEVER,
+        "its attention would be recorded with a mask, which takes other kernels",
+        {"fused_attention": "transformers:AttentionInterface.register"},
+        Way.CALLED,
+    ),
+    **_patches(
         "telemetry/profiler.py",
         "`umem.profile`",
         "the end of the profile",
-        "phases of programs without umem's hooks would not be told apart",
+        "moves of gradients would belong to no tensor",
         {"profiled_step": "torch.optim.optimizer:register_optimizer_step_pre_hook"},
+        Way.CALLED,
+    ),
+    **_patches(
+        "telemetry/cupti.py",
+        "`umem.profile`, where CUPTI is there",
+        _NEVER,
+        "nothing would be recorded",
+        {"cupti_records": "cupti.cupti:activity_register_callbacks"},
+        Way.CALLED,
+    ),
+    **_patches(
+        "core/compiled.py",
+        "the import of a planner or a simulator",
+        _NEVER,
+        "nothing would say why the first plan takes half a minute",
+        {"numba_compiles": "numba.core.event:register"},
         Way.CALLED,
     ),
 }
