@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -138,9 +138,9 @@ class Report:
     lacking: list[str] = field(default_factory=list)
     """Entries whose attribute this torch lacks."""
     in_force: list[str] = field(default_factory=list)
-    reached_before: list[str] = field(default_factory=list)
-    """Entries whose use came to umem before anything was changed."""
     reached: list[str] = field(default_factory=list)
+    """Entries whose use has run what is in the attribute's place. Where that is no function of
+    Python, the use succeeds, and did not before."""
     left: list[str] = field(default_factory=list)
     """Attributes that are not what they were after all has been undone."""
     backend_methods: list[str] = field(default_factory=list)
@@ -195,13 +195,18 @@ def attributes() -> Attributes:
     }
 
 
-def is_umems(value: Any) -> bool:
-    """Whether a function, method or property is written in umem."""
+def code_of(value: Any) -> CodeType | None:
+    """The code of a function, method or property of Python."""
     if isinstance(value, property):
         value = value.fget
     if isinstance(value, classmethod | staticmethod | MethodType):
         value = value.__func__
-    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(PACKAGE)
+    return value.__code__ if isinstance(value, FunctionType) else None
+
+
+def is_umems(value: Any) -> bool:
+    code = code_of(value)
+    return code is not None and code.co_filename.startswith(PACKAGE)
 
 
 class Looks:
@@ -269,15 +274,15 @@ def names(patch: Patch, owner: Any, attribute: str) -> bool:
     return is_its and attribute == patch.attribute
 
 
-def comes_to_umem(key: str) -> tuple[bool, bool]:
-    """Whether a use runs code of umem, and whether it succeeds."""
-    files = set()
+def runs_replacement(key: str) -> tuple[bool, bool]:
+    """Whether a use runs what is in the attribute's place, and whether it succeeds."""
+    its = {code_of(vars(owner)[attribute]) for owner, attribute in patches.in_force(key)}
+    called, succeeds = set(), True
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            files.add(frame.f_code.co_filename)
+            called.add(frame.f_code)
 
-    succeeds = True
     sys.setprofile(note)
     try:
         USES[key]()
@@ -285,7 +290,7 @@ def comes_to_umem(key: str) -> tuple[bool, bool]:
         succeeds = False
     finally:
         sys.setprofile(None)
-    return any(file.startswith(PACKAGE) for file in files), succeeds
+    return bool(its & called), succeeds
 
 
 def stand_in_transformers() -> None:
@@ -306,16 +311,18 @@ def main() -> None:
     gc.disable()
     stand_in()
     stand_in_transformers()
-    for module in ("torch._dynamo.eval_frame", FSDP):
-        importlib.import_module(module)
+    importlib.import_module("torch._dynamo.eval_frame")
+    if torch.distributed.is_available():
+        importlib.import_module(FSDP)
+    torch.cuda.is_available()  # keeps what it finds
     Program(None).run(lambda _: None)
-    before = {key: comes_to_umem(key) for key in USES}
+    before = {key: runs_replacement(key) for key in USES}
     looks = Looks()
     looks.report.lacking = [
         key
         for key in USES
-        if (patch := PATCHES[key]).attribute not in ("*", "setter")
-        and not hasattr(patch.owner(), patch.attribute)
+        if (patch := PATCHES[key]).attribute != "setter"
+        and not hasattr(patch.owner(), patch.attribute.replace("*", "__init__"))
     ]
 
     umem.enable("sft")
@@ -348,8 +355,7 @@ def main() -> None:
     adapt_transformers(HostLoadingMemory())
     with _one_device():
         looks.look()
-        after = {key: comes_to_umem(key) for key in USES}
-    looks.report.reached_before = [key for key, (reached, _) in before.items() if reached]
+        after = {key: runs_replacement(key) for key in USES}
     looks.report.reached = [
         key
         for key, (reached, succeeds) in after.items()
