@@ -29,11 +29,11 @@ class Way(StrEnum):
     REPLACED = "replaced"
     """An attribute has another value, by this module."""
     OF_PROGRAM = "in the program's own classes and objects"
-    """So has it there. No record here keeps these alive."""
+    """The same in what belongs to the program, which no record here keeps alive."""
     CALLED = "called"
     """The function adds a hook, or makes a setting, for all users of the library."""
     NATIVE = "in C++"
-    """What Python has no name for."""
+    """By native code of umem."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Patch:
     made_in: str
     """The file of umem that makes the change, from ``umem/`` on."""
     since: str
-    """What it is made by."""
+    """When it is made."""
     until: str
-    """What it is undone by."""
+    """When it is undone."""
     without: str
     """What is lost without it."""
     way: Way = Way.REPLACED
@@ -89,8 +89,10 @@ def _patches(
 
 def _private(made_in: str, since: str, until: str, *keys: str) -> dict[str, Patch]:
     """Entries for private names of torch, which say themselves what is lost without them."""
-    names = {key: PRIVATE_NAMES[key] for key in keys}
-    return {key: Patch(it.path, made_in, since, until, it.without) for key, it in names.items()}
+    private = {key: PRIVATE_NAMES[key] for key in keys}
+    return {
+        key: Patch(name.path, made_in, since, until, name.without) for key, name in private.items()
+    }
 
 
 _ENABLE, _NEVER = "`umem.enable`", "never"
@@ -546,6 +548,7 @@ def undo(*keys: str) -> None:
     for key in keys:
         places = _installed[key]
         for place, installed in list(places.items()):
+            # Garbage that is collected meanwhile may call this, too.
             if installed.is_in_force():
                 owner, attribute, before, _ = installed
                 if before is _ABSENT:
@@ -578,11 +581,12 @@ def table() -> Iterator[str]:
     yield "| what | how | where | since | until | without it |"
     yield "|---|---|---|---|---|---|"
 
-    def alike(it: Patch) -> tuple[str, ...]:
-        return it.way, f"`{it.made_in}`", it.since, it.until, it.without
+    def cells_of(patch: Patch) -> tuple[str, ...]:
+        return patch.way, f"`{patch.made_in}`", patch.since, patch.until, patch.without
 
-    for cells, group in groupby(PATCHES.values(), alike):
-        yield f"| {', '.join(f'`{it.name}`' for it in group)} | {' | '.join(cells)} |"
+    for cells, group in groupby(PATCHES.values(), cells_of):
+        names = ", ".join(f"`{patch.name}`" for patch in group)
+        yield f"| {names} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
