@@ -62,7 +62,7 @@ class Patch:
         module, _, attributes = self.path.partition(":")
         return module, *attributes.split(".")
 
-    @property
+    @functools.cached_property
     def attribute(self) -> str:
         """The last part of the name."""
         return self._names[-1]

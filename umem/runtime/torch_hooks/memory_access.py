@@ -35,18 +35,6 @@ original_data: Any = torch.Tensor.data
 """The attribute as torch has it, for what umem itself does to tensors."""
 original_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 """The same of the method."""
-_ATTRIBUTES = (
-    "data_ptr",
-    "const_data_ptr",
-    "untyped_storage",
-    "data",
-    "swap_contents",
-    "scripted_function",
-    "subclass_operators",
-    "new_subclasses",
-)
-"""What is replaced for a time, by the keys of :data:`umem.patches.PATCHES`."""
-
 _wait: Callable[[Any], None] | None = None
 _let_go: Callable[[Any], None] | None = None
 _give_own: Callable[[torch.Tensor], None] | None = None
@@ -98,22 +86,16 @@ def _watch() -> None:
     if is_watched == _is_watched and _is_complete:
         return
     _is_complete = False  # what an interrupt cuts short, another call completes
-    patches.undo(*_ATTRIBUTES)
+    patches.undo("subclass_operators", *_REPLACED)
     if is_watched:
         watch_exports()
         _watch_backends()
-        for name in ("data_ptr", "const_data_ptr"):  # the second is a newer torch's
-            patches.wrap(name, functools.partial(_behind, _use))
-        patches.replace("untyped_storage", _behind(_take, original_storage))
-        patches.replace("data", property(_get_data, _put_data, doc=original_data.__doc__))
-        patches.wrap("swap_contents", functools.partial(_behind_arguments, _swap))
-        patches.wrap("scripted_function", functools.partial(_behind_arguments, _use))
+        for key, make in _REPLACED.items():
+            patches.wrap(key, make)
         _wrap_operators(torch.Tensor)
-        patches.replace("new_subclasses", classmethod(_wrap_operators))
     _is_watched, _is_complete = is_watched, True
 
 
-@functools.cache
 def _behind(before: Callable[[Any], None], function: Any) -> Any:
     @functools.wraps(function)
     def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -186,6 +168,36 @@ def _get_data(tensor: Any) -> Any:
 def _put_data(tensor: Any, value: Any) -> None:
     _use(tensor)
     original_data.__set__(tensor, value)
+
+
+def _kept(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make the same of an attribute again, while the attribute stays the same."""
+    known: tuple[Any, Any] = (None, None)
+
+    def kept(original: Any) -> Any:
+        nonlocal known
+        of, made = known
+        if made is None or of is not original:
+            made = make(original)
+            known = original, made
+        return made
+
+    return kept
+
+
+_data = property(_get_data, _put_data, doc=original_data.__doc__)
+_new_subclass: Any = classmethod(_wrap_operators)
+_REPLACED: dict[str, Callable[[Any], Any]] = {
+    "data_ptr": _kept(functools.partial(_behind, _use)),
+    "const_data_ptr": _kept(functools.partial(_behind, _use)),  # a newer torch's
+    "untyped_storage": _kept(lambda _: _behind(_take, original_storage)),
+    "data": lambda _: _data,
+    "swap_contents": _kept(functools.partial(_behind_arguments, _swap)),
+    "scripted_function": _kept(functools.partial(_behind_arguments, _use)),
+    "new_subclasses": lambda _: _new_subclass,
+}
+"""What takes the place of attributes for a time, by the keys of :data:`umem.patches.PATCHES`. It is
+made once: it comes and goes with each step."""
 
 
 def on_export(listener: Callable[[torch.Tensor], None]) -> None:
