@@ -7,7 +7,8 @@ the project's folder::
     <!-- end of report -->
 
 Results of systems are printed by `python tests/systems/matrix.py --report FILE --markdown`, and
-those of small programs by `tests/sound/sound.py`. Results that are text are shown as they are::
+those of small programs by `tests/sound/sound.py`. `python -m umem.patches` prints what umem changes
+in torch. Results that are text are shown as they are::
 
     <!-- text benchmarks/results/FILE.txt -->
     <!-- end of text -->
@@ -23,8 +24,8 @@ import sys
 from pathlib import Path
 
 _REPORT = re.compile(
-    r"(<!-- ((?:umem bench report|python tests/(?:systems/matrix|sound/sound)\.py --report) [^>]*?)"
-    r" -->\n)"
+    r"(<!-- ((?:umem bench report [^>]*?|python tests/(?:systems/matrix|sound/sound)\.py --report"
+    r" [^>]*?|python -m umem\.patches)) -->\n)"
     r".*?(<!-- end of report -->)",
     re.DOTALL,
 )

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.backends import cudnn
 
+from umem import patches
 from umem.runtime.convolution_search import leave_search_off
-from umem.torch_compat import PRIVATE_NAMES, replace, replace_setter
+from umem.torch_compat import PRIVATE_NAMES
 
 set_flag = PRIVATE_NAMES["set_cudnn_benchmark"].find()
 
@@ -25,8 +26,7 @@ def off(was_on: bool) -> Iterator[None]:
     cudnn.benchmark = was_on
     leave_search_off()
     yield
-    replace("set_cudnn_benchmark", set_flag)
-    replace_setter(cudnn, "benchmark", set_flag)
+    patches.undo("set_cudnn_benchmark", "cudnn_benchmark")
     cudnn.benchmark = False
 
 

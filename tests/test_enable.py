@@ -54,52 +54,13 @@ facts["doctor"] = {"swap_works": report.swap_works, "failures": [it.name for it 
 print(json.dumps(facts))
 """
 
-# The whole swap, with stand-ins for torch's CUDA side and an allocator over host memory.
+# The whole swap, on stand-ins.
 STAND_INS = """
 import json, sys
-from dataclasses import replace
-from types import SimpleNamespace
 import torch, umem, umem.swap
-from cards import H200
-from umem.runtime.native_library import native
-from umem.torch_compat import PRIVATE_NAMES
+from stand_in_swap import stand_in
 
-order, functions = [], {}
-
-class Pluggable:
-    def __init__(self, path, malloc, free):
-        order.append(f"{malloc} and {free} of {path}")
-
-    def allocator(self):
-        setters = [it.owner()[1] for key, it in PRIVATE_NAMES.items() if key.startswith("set_")]
-        return SimpleNamespace(**{
-            name: lambda address, name=name: functions.update({name: address}) for name in setters
-        })
-
-def install(config):
-    order.append("install")
-    return native().Allocator.on_host(config)
-
-torch.version.cuda = "13.0"
-torch._C._CUDAPluggableAllocator = type("Setters", (), {})
-for entry in PRIVATE_NAMES.values():
-    owner, attribute = entry.owner()
-    if not hasattr(owner, attribute):
-        setattr(owner, attribute, None)
-torch.cuda.memory.CUDAPluggableAllocator = Pluggable
-torch.cuda.memory.change_current_allocator = lambda allocator: order.append("swap")
-entry_points = ("malloc", "free", "record_stream", "empty_cache", "memory_fraction",
-                "base_allocation", "begin_pool", "end_pool", "release_pool")
-umem.swap.detect_all = lambda: (replace(H200, free_bytes=101 << 30),)
-umem.swap.native = lambda: SimpleNamespace(
-    HAS_CUDA=True, __file__="umem.so", installed=lambda: None, install=install,
-    torch_entry_points=lambda: {name: number for number, name in enumerate(entry_points)})
-if sys.argv[1:] == ["guarded"]:
-    guard = SimpleNamespace(__file__="guard.so", set_allocator=lambda *its: order.append(its))
-else:
-    guard = None
-umem.swap.native_guard = lambda: guard
-
+order, functions = stand_in(is_guarded=sys.argv[1:] == ["guarded"])
 enabled = umem.enable("sft")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

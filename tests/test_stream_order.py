@@ -10,7 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from umem.runtime.torch_hooks.c_types import set_method
+from umem import patches
+from umem.patches import PATCHES
 from umem.runtime.torch_hooks.stream_order import StreamOrder
 
 
@@ -131,16 +132,7 @@ class Event(AnyEvent):
 
 HOST = Stream(0)
 CURRENT = [Stream()]
-_KINDS = (AnyStream, Stream, AnyEvent, Event)
-_PLAIN = [{name: it for name, it in vars(kind).items() if callable(it)} for kind in _KINDS]
-
-
-def make_order() -> StreamOrder:
-    """An order of these streams."""
-    captured = AnyStream.captured
-    return StreamOrder(
-        Stream, Event, AnyStream, AnyEvent, lambda: CURRENT[0], captured.__contains__
-    )
+METHODS = [key for key, it in PATCHES.items() if it.made_in.endswith("/stream_order.py")]
 
 
 @pytest.fixture
@@ -148,11 +140,10 @@ def order() -> Iterator[StreamOrder]:
     """The order of these streams."""
     CURRENT[0] = Stream()
     HOST.done.clear()
-    yield make_order()
+    captured = AnyStream.captured
+    yield StreamOrder(Stream, Event, AnyStream, AnyEvent, lambda: CURRENT[0], captured.__contains__)
     AnyStream.captured.clear()
-    for kind, plain in zip(_KINDS, _PLAIN, strict=True):
-        for name, method in plain.items():
-            setattr(kind, name, method)
+    patches.undo(*METHODS)
 
 
 @pytest.fixture
@@ -219,8 +210,7 @@ def test_a_stream_that_is_left_out_has_what_the_stream_itself_has_waited_for(
     assert gathering.done == {"kernel", "update"}
 
 
-def test_listeners_hear_of_streams_that_wait(training: Stream) -> None:
-    order = make_order()
+def test_listeners_hear_of_streams_that_wait(order: StreamOrder, training: Stream) -> None:
     heard: list[Stream] = []
     end = order.on_wait(heard.append)
     side, event = Stream(), Event()
@@ -303,8 +293,7 @@ def test_streams_of_other_devices_are_as_they_were(
     assert side.done == training.done == HOST.done == set()
 
 
-def test_listeners_hear_of_streams_of_the_other_class(training: Stream) -> None:
-    order = make_order()
+def test_listeners_hear_of_streams_of_the_other_class(order: StreamOrder, training: Stream) -> None:
     heard: list[Stream] = []
     order.on_wait(heard.append)
     side, event = AnyStream(), AnyEvent()
@@ -363,13 +352,14 @@ def test_methods_of_torch_in_c_are_replaced_and_put_back() -> None:
         seen.append(it)
         return query(it)
 
-    set_method(torch.Stream, "query", noted)
+    patches.replace("stream_query", noted)
     try:
         others = stream, torch.Stream(device="cpu")
         assert all(it.query() for it in others)
         assert len(seen) == 2
     finally:
-        set_method(torch.Stream, "query", query)
+        patches.undo("stream_query")
+    assert torch.Stream.query is query
     assert stream.query()
     assert len(seen) == 2
 
@@ -379,7 +369,6 @@ def test_torchs_classes_can_be_wrapped() -> None:
     """In a process of its own: the wraps stay."""
     code = """
 import torch
-from umem.runtime.torch_hooks.c_types import set_method
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 names = {torch.Stream: "record_event wait_event wait_stream synchronize query",
          torch.Event: "record wait", torch.cuda.Event: "record wait synchronize query",

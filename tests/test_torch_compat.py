@@ -15,7 +15,7 @@ import torch
 
 import umem
 import umem.swap
-from umem import torch_compat
+from umem import patches, torch_compat
 from umem.core.errors import UnsupportedError
 from umem.runtime import state
 from umem.torch_compat import NEWEST, OLDEST, PRIVATE_NAMES, Need, missing, require
@@ -335,7 +335,7 @@ class TestFSDP:
         name = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
         for module in (SimpleNamespace(), SimpleNamespace(FSDPParamGroup=type("Other", (), {}))):
             monkeypatch.setitem(sys.modules, name, module)
-            assert not torch_compat.before_fsdp_gathers(lambda *_: None)
+            assert not patches.wrap("fsdp_gathering", lambda gather: gather)
 
     def test_a_torch_without_fsdp(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace())

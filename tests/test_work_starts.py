@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from lazy_lanes import LazyLanes
 from streamed_programs import WIDTH, Net, Program, bits, compare
 
+from umem.patches import PATCHES
 from umem.runtime.torch_hooks.work_starts import STARTS, before_work
 
 
@@ -243,23 +243,20 @@ def test_a_function_in_the_forward_pass_takes_the_weight_of_a_later_block(
 # ------------------------------------------------------------------ what is replaced
 
 
-def original(path: str) -> Any:
-    """What stands in torch under a path of :data:`STARTS`; None where this torch lacks it."""
-    module, _, attributes = path.partition(":")
-    *parents, name = attributes.split(".")
-    owner: Any = importlib.import_module(module)
-    for parent in parents:
-        owner = getattr(owner, parent, None)
-    return None if owner is None else vars(owner).get(name)
+def original(key: str) -> Any:
+    """What stands in torch under an entry of :data:`PATCHES`; None where this torch lacks it."""
+    patch = PATCHES[key]
+    owner = patch.owner()
+    return None if owner is None else vars(owner).get(patch.attribute)
 
 
 def test_torch_is_as_it_was_when_nothing_listens_any_more() -> None:
     gc.collect()  # trainings of other tests
-    before = {it.path: original(it.path) for it in STARTS}
+    before = {key: original(key) for key in STARTS}
     heard: list[str] = []
     ends = [before_work(functools.partial(heard.append, name)) for name in "ab"]
-    now = {path: original(path) for path in before}
-    assert all(now[path] is not it for path, it in before.items() if it is not None)
+    now = {key: original(key) for key in before}
+    assert all(now[key] is not it for key, it in before.items() if it is not None)
     assert sum(it is not None for it in now.values()) >= 4
     Graph(lambda: heard.append("work")).replay()
     assert heard == ["a", "b", "work"]
@@ -268,7 +265,7 @@ def test_torch_is_as_it_was_when_nothing_listens_any_more() -> None:
     assert heard[3:] == ["b"]
     ends[1]()
     ends[1]()
-    assert {path: original(path) for path in before} == before
+    assert {key: original(key) for key in before} == before
     torch.ones(2, requires_grad=True).sum().backward()
     assert len(heard) == 4
 
@@ -295,10 +292,10 @@ def test_what_has_replaced_a_start_since_stays(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_training_that_is_gone_leaves_torch_as_it_was() -> None:
     gc.collect()
-    before = original("torch.autograd:_engine_run_backward")
+    before = original("run_backward")
     program = Program(LazyLanes)
     program.run(lambda _: None)
-    assert original("torch.autograd:_engine_run_backward") is not before
+    assert original("run_backward") is not before
     del program
     gc.collect()
-    assert original("torch.autograd:_engine_run_backward") is before
+    assert original("run_backward") is before

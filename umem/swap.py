@@ -196,7 +196,6 @@ def _enable(policy: Policy) -> Runtime:
     config = native_config(
         replace(resolved, managed_limit_bytes=caps.managed_bytes), caps.pinned_bytes, of_device
     )
-    torch_memory = torch.cuda.memory
     pluggable = _pluggable_allocator(library)
     try:
         allocator = library.install(config)
@@ -205,7 +204,7 @@ def _enable(policy: Policy) -> Runtime:
             f"CUDA's runtime or RMM refuses this machine ({error}): see `umem doctor`."
         ) from error
     try:
-        torch_memory.change_current_allocator(pluggable)
+        torch.cuda.memory.change_current_allocator(pluggable)
     except RuntimeError as error:
         raise EnableError(
             f"torch refuses the swap ({error}): something used the GPU before umem.enable(). Move "

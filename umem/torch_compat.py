@@ -10,11 +10,9 @@ The versions were checked against torch 2.8.0 to 2.15.0, builds with CUDA 12 and
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -54,16 +52,13 @@ __all__ = [
     "PrivateName",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
-    "before_compiled_code",
-    "before_fsdp_gathers",
+    "fsdp_gathering",
     "fsdp_groups",
     "fsdp_modules",
     "fx_is_tracing",
     "is_distributed",
     "let_pass_higher_order_operators",
     "missing",
-    "replace",
-    "replace_setter",
     "require",
     "runs_compiled",
     "set_allocator_functions",
@@ -553,46 +548,6 @@ def fx_is_tracing() -> bool:
     return bool(getattr(module, "is_fx_symbolic_tracing", module.is_fx_tracing)())
 
 
-def before_compiled_code(settle: Callable[[], bool]) -> None:
-    """Call a function before ``torch.compile`` compiles code, for the rest of the process.
-
-    Compiled code checks the dispatch keys of its tensors. Where the function returns True, some had
-    a guard's: from then on it is also called before that code runs, which would be compiled again
-    and again otherwise; and before code whose checks the program skips. The compiler is imported,
-    which takes a second or two in a process without an optimizer.
-    """
-    require(Need.MANAGE)
-    handler: Any = importlib.import_module("torch._dynamo.callback").callback_handler
-    frames: Any = importlib.import_module("torch._dynamo.eval_frame")
-    choose = frames._callback_from_stance
-    checks_nothing = frames._is_skip_guard_eval_unsafe_stance
-    forget = handler.clear
-    entered = threading.local()
-    guarded: dict[int, Any] = {}
-
-    def compilation_begins(*_: object) -> None:
-        if settle() and (code := getattr(entered, "code", None)) is not None:
-            guarded[id(code)] = code
-
-    def enter(code: Any) -> Any:
-        if callable(code):  # nothing is compiled in other contexts, such as an optimizer's step
-            entered.code = code
-            if id(code) in guarded or checks_nothing():
-                settle()
-        return choose(code)
-
-    def forget_others() -> None:  # `torch.compiler.reset()` forgets functions of torch's alone
-        guarded.clear()
-        try:
-            forget()
-        finally:
-            handler.register_start_callback(compilation_begins)
-
-    frames._callback_from_stance = enter
-    handler.clear = forget_others
-    handler.register_start_callback(compilation_begins)
-
-
 def runs_compiled() -> bool:
     """Whether this thread is in code that is being compiled, or that graph breaks have left."""
     if "torch._dynamo.eval_frame" not in sys.modules:
@@ -650,33 +605,19 @@ def _fsdp_streams(group: Any) -> list[Any]:
     return [getattr(context, it) for it in names if hasattr(context, it)]
 
 
-def before_fsdp_gathers(
-    function: Callable[[list[torch.Tensor], Iterator[AbstractContextManager[Any]]], None],
-) -> bool:
-    """Call a function before each gathering of FSDP2.
+def fsdp_gathering(group: Any) -> tuple[list[torch.Tensor], Iterator[AbstractContextManager[Any]]]:
+    """What FSDP2 gathers a group from, and on which streams.
 
-    Its arguments are the flat views of the group and, for each of its streams, what makes it the
-    current one for a block. Returns False where a torch has other names: then nothing calls it.
+    The flat views of the group and, for each of its streams, what makes it the current one for a
+    block.
     """
-    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    kind: Any = getattr(module, "FSDPParamGroup", None)
-    gather: Any = getattr(kind, "unshard", None)
-    if gather is None:
-        return False
-
-    @functools.wraps(gather)
-    def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
-        flats = [
-            flat
-            for it in getattr(group, "fsdp_params", ())
-            if (flat := getattr(it, "_sharded_param_data", None)) is not None
-        ]
-        # Streams are asked for at the first gathering behind a step alone.
-        function(flats, (group.device_handle.stream(it) for it in _fsdp_streams(group)))
-        return gather(group, *args, **kwargs)
-
-    kind.unshard = unshard
-    return True
+    flats = [
+        flat
+        for it in getattr(group, "fsdp_params", ())
+        if (flat := getattr(it, "_sharded_param_data", None)) is not None
+    ]
+    # Streams are asked for at the first gathering behind a step alone.
+    return flats, (group.device_handle.stream(it) for it in _fsdp_streams(group))
 
 
 def let_pass_higher_order_operators(key: int) -> None:
@@ -709,23 +650,3 @@ def set_allocator_functions(allocator: Any, entry_points: Mapping[str, int]) -> 
     """
     for entry, setter in _SETTERS.items():
         getattr(allocator, setter)(entry_points[entry])
-
-
-def replace(name: str, function: Callable[..., Any]) -> None:
-    """Put a function in the place of one of torch's; nothing where this torch has no such name.
-
-    `name` is a key of :data:`PRIVATE_NAMES`; the function takes the same arguments.
-    """
-    owner, attribute = PRIVATE_NAMES[name].owner()
-    if hasattr(owner, attribute):
-        setattr(owner, attribute, function)
-
-
-def replace_setter(flags: Any, name: str, function: Callable[[Any], None]) -> None:
-    """Put a function in the place of what sets a flag of a module such as ``torch.backends.cudnn``.
-
-    Nothing where this torch has no such flag. The function gets the value.
-    """
-    flag = vars(type(flags)).get(name)
-    if hasattr(flag, "setter"):
-        flag.setter = function

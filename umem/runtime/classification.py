@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from umem import patches
 from umem.core.classes import TensorClass
 from umem.runtime.class_override import class_override
 from umem.runtime.model_loading import LoadingMemory, adapt_transformers
@@ -37,7 +38,6 @@ from umem.runtime.model_parts import (
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import enter_running_forward, hook_running_forward
-from umem.torch_compat import PRIVATE_NAMES, replace
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -106,7 +106,7 @@ class Classifier:
         global_hooks.register_module_parameter_registration_hook(self._on_parameter)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        self._wrap_apply()
+        patches.wrap("module_apply", self._classing)
 
     def roots(self) -> list[nn.Module]:
         """The modules that the program called itself, not through another module."""
@@ -170,12 +170,11 @@ class Classifier:
             self._watch_calls()
         self._tag([parameter], TensorClass.WEIGHTS)
 
-    def _wrap_apply(self) -> None:
+    def _classing(self, apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         """Class what `Module.to`, `.cuda`, `.half` and others allocate as weights.
 
         They all call `Module._apply`, which has no hook.
         """
-        apply = PRIVATE_NAMES["module_apply"].find()
         classifier = self
 
         def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -189,7 +188,7 @@ class Classifier:
             finally:
                 classifier._moving.inside = False
 
-        replace("module_apply", _apply)
+        return _apply
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

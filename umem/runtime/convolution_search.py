@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from umem.torch_compat import PRIVATE_NAMES, replace, replace_setter
+from umem.patches import replace
+from umem.torch_compat import PRIVATE_NAMES
 
 __all__ = ["leave_search_off"]
 
@@ -41,7 +42,8 @@ def leave_search_off() -> None:
 
     was_on = torch.backends.cudnn.benchmark
     replace("set_cudnn_benchmark", leave_off)
-    replace_setter(torch.backends.cudnn, "benchmark", leave_off)
+    flag = vars(type(torch.backends.cudnn)).get("benchmark")  # the attribute is its value
+    replace("cudnn_benchmark", leave_off, owner=flag)
     if was_on:
         set_flag(False)
         leave_off(True)

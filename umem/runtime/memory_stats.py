@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from umem.torch_compat import replace
+from umem.patches import replace
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator

@@ -16,7 +16,6 @@ import ctypes
 import functools
 import logging
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
+from umem import patches
 from umem.core.classes import TensorClass
 from umem.runtime.model_parts import lies_in_memory
 from umem.runtime.native_library import native
@@ -36,9 +36,6 @@ from umem.torch_compat import DisableTorchFunctionSubclass
 __all__ = ["CudaLoadingMemory", "LoadingMemory", "adapt_transformers", "load_weight"]
 
 _LOG = logging.getLogger("umem")
-
-_MODELS, _WARMUP = "transformers.modeling_utils", "caching_allocator_warmup"
-_LOADER, _TO_DEVICE = "transformers.core_model_loading", "_materialize_copy"
 
 _BUFFER_BYTES = 16 << 20
 """Two of these for each thread of the loader, of which there are four."""
@@ -127,15 +124,11 @@ def adapt_transformers(memory: LoadingMemory | None = None) -> bool:
 
     Returns whether that is done, as it is once `transformers` has been imported.
     """
-    module = sys.modules.get(_MODELS)
     # While the module is imported, its functions are still to come.
-    if module is None or not hasattr(module, _WARMUP):
+    if not patches.replace("transformers_warmup", _do_nothing):
         return False
-    setattr(module, _WARMUP, _do_nothing)
-    loader = sys.modules.get(_LOADER)  # since 5
-    theirs = getattr(loader, _TO_DEVICE, None)
-    if theirs is not None and memory is not None:
-        setattr(loader, _TO_DEVICE, _loading_by(theirs, memory))
+    if memory is not None:
+        patches.wrap("transformers_copy", functools.partial(_loading_by, memory))  # since 5
     return True
 
 
@@ -143,7 +136,7 @@ def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
     """In the place of the warm-up, whose result nobody uses."""
 
 
-def _loading_by(theirs: Callable[..., torch.Tensor], memory: LoadingMemory) -> Callable[..., Any]:
+def _loading_by(memory: LoadingMemory, theirs: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     has_failed = False
 
     @functools.wraps(theirs)

@@ -22,6 +22,7 @@ from umem.runtime.held_memory import before_hold, note_export
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
+from umem.runtime.torch_hooks.compilation import before_compiled_code
 from umem.runtime.torch_hooks.graphed import graphed_tensors
 from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import Hook
@@ -47,7 +48,6 @@ from umem.streaming.weights.model_weights import ModelWeights
 from umem.streaming.weights.streamed_weights import forget_copies
 from umem.torch_compat import (
     InferenceMode,
-    before_compiled_code,
     fsdp_modules,
     is_distributed,
     runs_compiled,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from umem import patches
 from umem.capture.offline.module_scopes import ModuleScopeTracker
 from umem.capture.offline.recorder import Recorder
 from umem.capture.storages import build_trace, lifetime
@@ -188,8 +188,15 @@ def _is_gpu(value: object) -> bool:
 @contextmanager
 def _one_device() -> Iterator[None]:
     """Put on the CPU what the program puts on a GPU, and autocast there too."""
-    original: Callable[..., None] = torch.autocast.__init__
+    patches.wrap("autocast", _autocast_on_cpu)
+    try:
+        with _OnCpu():
+            yield
+    finally:
+        patches.undo("autocast")
 
+
+def _autocast_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def on_cpu(
         self: torch.autocast,
@@ -202,8 +209,7 @@ def _one_device() -> Iterator[None]:
             dtype = dtype or torch.get_autocast_dtype("cuda")
         original(self, "cpu", dtype, enabled, cache_enabled)
 
-    with patch.object(torch.autocast, "__init__", on_cpu), _OnCpu():
-        yield
+    return on_cpu
 
 
 _PACKAGE = Path(__file__).resolve().parents[2]

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from umem import patches
+
 __all__ = ["hook_backward", "nodes_of"]
 
 
@@ -19,7 +21,6 @@ class _Listener:
 
 
 _listeners: list[_Listener] = []
-_original: Callable[..., Any] | None = None
 _wrapper: Callable[..., Any] | None = None
 """The latest replacement of ``torch.autograd.backward``. Earlier ones, which other wrappers may
 still call, only call what they replaced."""
@@ -41,26 +42,21 @@ def hook_backward(
     ``torch.autograd.backward``, which ``Tensor.backward`` calls, is replaced while there are
     listeners. The result removes the hooks.
     """
-    global _original, _wrapper
-    if _wrapper is None or torch.autograd.backward is not _wrapper:
-        _original = torch.autograd.backward
-        torch.autograd.backward = _wrapper = _wrap(_original)
+    patches.wrap("backward", _wrap)
     listener = _Listener(begins, ends)
     _listeners.append(listener)
 
     def undo() -> None:
-        global _original, _wrapper
         _listeners.remove(listener)
-        # Where another function has replaced this one since, both stay.
-        if not _listeners and torch.autograd.backward is _wrapper:
-            assert _original is not None
-            torch.autograd.backward = _original
-            _original = _wrapper = None
+        if not _listeners:
+            patches.undo("backward")
 
     return undo
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    global _wrapper
+
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
         listeners = list(_listeners) if backward is _wrapper else []
@@ -75,4 +71,5 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 listener.ends(failed)
         return result
 
+    _wrapper = backward
     return backward

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from umem import patches
 from umem.runtime.torch_hooks.saved_tensors import find_lent
 from umem.torch_compat import current_graph_task_id, forward_class
 
@@ -106,4 +107,4 @@ def _watch(function: type[torch.autograd.Function]) -> None:
             _let_go(ctx)
         return result
 
-    function.forward = staticmethod(forward)  # type: ignore[method-assign]
+    patches.replace("function_forward", staticmethod(forward), owner=function)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from umem import patches
 from umem.runtime.torch_hooks.hidden import uncalled
 
 __all__ = ["graphed_tensors", "watch_graphing"]
@@ -50,12 +51,7 @@ def watch_graphing(before: Callable[[Sequence[nn.Module]], None]) -> Callable[[]
         with uncalled():
             return theirs(callables, *args, **kwargs)
 
-    def undo() -> None:
-        for place in places:
-            if place.make_graphed_callables is make_graphed_callables:
-                place.make_graphed_callables = theirs
-
-    places: tuple[Any, ...] = (torch.cuda, torch.cuda.graphs)
+    places = "cuda_graphed_callables", "graphed_callables"
     for place in places:
-        place.make_graphed_callables = make_graphed_callables
-    return undo
+        patches.replace(place, make_graphed_callables)
+    return functools.partial(patches.undo, *places)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from umem import torch_compat
-from umem.torch_compat import PRIVATE_NAMES, tree_leaves
+from umem import patches, torch_compat
+from umem.torch_compat import tree_leaves
 
 __all__ = [
     "on_export",
@@ -35,17 +35,11 @@ original_data: Any = torch.Tensor.data
 """The attribute as torch has it, for what umem itself does to tensors."""
 original_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 """The same of the method."""
-_ALL_ADDRESSES = ("data_ptr", "const_data_ptr")  # the second is a newer torch's
-_ADDRESSES = [name for name in _ALL_ADDRESSES if hasattr(torch.Tensor, name)]
-_INTERFACE = "__cuda_array_interface__"
-_DLPACK = ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack"))
-
 _wait: Callable[[Any], None] | None = None
 _let_go: Callable[[Any], None] | None = None
 _give_own: Callable[[torch.Tensor], None] | None = None
 _note_alias: Callable[[torch.Tensor], None] | None = None
-_replaced: list[tuple[Any, str, Any]] = []
-"""Attributes to put back: a class, a name, and what it had itself; None if it had nothing."""
+_is_watched = False
 _is_complete = True
 """Whether all are replaced, or put back."""
 _listeners: list[Callable[[torch.Tensor], None]] = []
@@ -87,37 +81,19 @@ def watch_lent(
 
 
 def _watch() -> None:
-    global _is_complete
+    global _is_watched, _is_complete
     is_watched = _wait is not None or _give_own is not None
-    if is_watched == bool(_replaced) and _is_complete:
+    if is_watched == _is_watched and _is_complete:
         return
     _is_complete = False  # what an interrupt cuts short, another call completes
-    while _replaced:
-        owner, name, before = _replaced[-1]
-        if before is not None:
-            setattr(owner, name, before)
-        elif name in vars(owner):
-            delattr(owner, name)
-        _replaced.pop()
+    patches.undo("subclass_operators", *_REPLACED)
     if is_watched:
         watch_exports()
         _watch_backends()
-        for name in _ADDRESSES:
-            _replace(torch.Tensor, name, _behind(_use, getattr(torch.Tensor, name)))
-        _replace(torch.Tensor, "untyped_storage", _behind(_take, original_storage))
-        _replace(torch.Tensor, "data", property(_get_data, _put_data, doc=original_data.__doc__))
-        owner, name = PRIVATE_NAMES["swap_contents"].owner()
-        _replace(owner, name, _behind_arguments(_swap, getattr(owner, name)))
-        scripted: Any = torch.jit.ScriptFunction
-        _replace(scripted, "__call__", _behind_arguments(_use, scripted.__call__))
+        for key, make in _REPLACED.items():
+            patches.wrap(key, make)
         _wrap_operators(torch.Tensor)
-        _replace(torch.Tensor, "__init_subclass__", classmethod(_wrap_operators))
-    _is_complete = True
-
-
-def _replace(owner: Any, name: str, by: Any) -> None:
-    _replaced.append((owner, name, vars(owner).get(name)))
-    setattr(owner, name, by)
+    _is_watched, _is_complete = is_watched, True
 
 
 def _behind(before: Callable[[Any], None], function: Any) -> Any:
@@ -146,7 +122,8 @@ def _wrap_operators(kind: Any) -> None:
     """
     own = vars(kind).get("__torch_dispatch__")
     if isinstance(own, classmethod) and kind.__module__.partition(".")[0] != "torch":
-        _replace(kind, "__torch_dispatch__", classmethod(_behind_parts(own.__func__)))
+        ours: Any = classmethod(_behind_parts(own.__func__))
+        patches.replace("subclass_operators", ours, owner=kind)
     for below in kind.__subclasses__():
         _wrap_operators(below)
 
@@ -193,6 +170,36 @@ def _put_data(tensor: Any, value: Any) -> None:
     original_data.__set__(tensor, value)
 
 
+def _kept(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make the same of an attribute again, while the attribute stays the same."""
+    known: tuple[Any, Any] = (None, None)
+
+    def kept(original: Any) -> Any:
+        nonlocal known
+        of, made = known
+        if made is None or of is not original:
+            made = make(original)
+            known = original, made
+        return made
+
+    return kept
+
+
+_data = property(_get_data, _put_data, doc=original_data.__doc__)
+_new_subclass: Any = classmethod(_wrap_operators)
+_REPLACED: dict[str, Callable[[Any], Any]] = {
+    "data_ptr": _kept(functools.partial(_behind, _use)),
+    "const_data_ptr": _kept(functools.partial(_behind, _use)),  # a newer torch's
+    "untyped_storage": _kept(lambda _: _behind(_take, original_storage)),
+    "data": lambda _: _data,
+    "swap_contents": _kept(functools.partial(_behind_arguments, _swap)),
+    "scripted_function": _kept(functools.partial(_behind_arguments, _use)),
+    "new_subclasses": lambda _: _new_subclass,
+}
+"""What takes the place of attributes for a time, by the keys of :data:`umem.patches.PATCHES`. It is
+made once: it comes and goes with each step."""
+
+
 def on_export(listener: Callable[[torch.Tensor], None]) -> None:
     """Call a function with each tensor whose memory another library gets, for good."""
     _listeners.append(listener)
@@ -202,16 +209,17 @@ def on_export(listener: Callable[[torch.Tensor], None]) -> None:
 @functools.cache
 def watch_exports() -> None:
     """See memory that leaves by DLPack or ``__cuda_array_interface__``, until the process ends."""
-    for owner, name in _DLPACK:
-        if hasattr(owner, name):  # the last one is not in all versions
-            setattr(owner, name, _behind(_export, getattr(owner, name)))
-    interface: Any = vars(torch.Tensor)[_INTERFACE]
+    for key in ("tensor_dlpack", "utils_to_dlpack", "to_dlpack"):
+        patches.wrap(key, functools.partial(_behind, _export))
+    patches.wrap("cuda_array_interface", _exported)
 
+
+def _exported(interface: Any) -> property:
     def get(tensor: Any) -> Any:
         _export(tensor)
         return interface.__get__(tensor)
 
-    setattr(torch.Tensor, _INTERFACE, property(get, doc=interface.__doc__))
+    return property(get, doc=interface.__doc__)
 
 
 @functools.cache
@@ -224,7 +232,8 @@ def _watch_backends() -> None:
         method: Any = getattr(backend, name)
         # The signature of a method in C++ is in its description.
         if callable(method) and "Tensor" in (method.__doc__ or ""):
-            setattr(backend, name, _behind_arguments(_use, method))
+            ours = _behind_arguments(_use, method)
+            patches.replace("backend_methods", ours, owner=backend, attribute=name)
 
 
 def _export(tensor: Any) -> None:

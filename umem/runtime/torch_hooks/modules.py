@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from umem import patches
 from umem.runtime.torch_hooks.hidden import Place, Undo, are_called, hide
 from umem.torch_compat import compiled_call, set_compiled_call
 
@@ -264,7 +265,9 @@ def _wrap_forward(kind: type[nn.Module]) -> None:
     # torch.jit.script compiles the source of the program's function with the globals of this one.
     names = getattr(unhooked_forward, "__globals__", globals())
     wrapper = FunctionType(hooked.__code__, names, closure=hooked.__closure__)
-    kind.forward = functools.update_wrapper(wrapper, unhooked_forward)
+    patches.replace(
+        "module_forward", functools.update_wrapper(wrapper, unhooked_forward), owner=kind
+    )
 
 
 def _hook_forward(

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from umem import patches
 from umem.cuda import bindings
-from umem.runtime.torch_hooks.c_types import set_method
 
 __all__ = ["StreamOrder", "cuda_stream_order"]
 
@@ -154,11 +154,15 @@ class StreamOrder:
             behind = _behind(event)
             return order._query(event) and (behind is None or order._query(behind))
 
-        self._event_class.record = record
-        self._event_class.wait = wait
-        self._event_class.synchronize = synchronize
-        self._event_class.query = query
-        self._wrap_host_waits(self._stream_class)
+        _replace(
+            "cuda_event",
+            self._event_class,
+            record=record,
+            wait=wait,
+            synchronize=synchronize,
+            query=query,
+        )
+        self._wrap_host_waits("cuda_stream", self._stream_class)
 
     def _wrap_any_classes(self) -> None:
         order = self
@@ -196,14 +200,17 @@ class StreamOrder:
             wait_stream(stream, other)
             order._has_waited(stream, order._behind_of(other))
 
-        set_method(self._any_event_class, "record", any_record)
-        set_method(self._any_event_class, "wait", any_wait)
-        set_method(self._any_stream_class, "record_event", any_record_event)
-        set_method(self._any_stream_class, "wait_event", any_wait_event)
-        set_method(self._any_stream_class, "wait_stream", any_wait_stream)
-        self._wrap_host_waits(self._any_stream_class)
+        _replace("event", self._any_event_class, record=any_record, wait=any_wait)
+        _replace(
+            "stream",
+            self._any_stream_class,
+            record_event=any_record_event,
+            wait_event=any_wait_event,
+            wait_stream=any_wait_stream,
+        )
+        self._wrap_host_waits("stream", self._any_stream_class)
 
-    def _wrap_host_waits(self, kind: Any) -> None:
+    def _wrap_host_waits(self, key: str, kind: Any) -> None:
         """Have the host wait for what is behind a stream's work as well."""
         order, finish, is_finished = self, kind.synchronize, kind.query
 
@@ -220,8 +227,12 @@ class StreamOrder:
             behind = order._behind_of(stream)
             return behind is None or order._query(behind)
 
-        set_method(kind, "synchronize", any_finish)
-        set_method(kind, "query", any_is_finished)
+        _replace(key, kind, synchronize=any_finish, query=any_is_finished)
+
+
+def _replace(key: str, kind: Any, **methods: Callable[..., Any]) -> None:
+    for name, method in methods.items():
+        patches.replace(f"{key}_{name}", method, owner=kind)
 
 
 def _remove(listeners: list[Callable[[Any], None]], listener: Callable[[Any], None]) -> None:

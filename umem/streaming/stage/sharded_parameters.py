@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from umem import patches
 from umem.runtime.aliases import are_all_on_memory, has_alias
 from umem.runtime.guard import Guard, are_plain, can_guard, guard_of
 from umem.runtime.held_memory import any_held, are_kept
@@ -32,7 +33,7 @@ from umem.runtime.model_parts import can_guard_dtensor
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import (
     DTENSOR_PART,
-    before_fsdp_gathers,
+    fsdp_gathering,
     fsdp_groups,
     storage_address,
     storage_key,
@@ -66,7 +67,16 @@ def order_gathering() -> bool:
     Called when there is such a stream. Returns whether they do: if not, in a torch with other
     names, these streams have to wait for all updates at once, as others do.
     """
-    return before_fsdp_gathers(_settle)
+    return patches.wrap("fsdp_gathering", _settling)
+
+
+def _settling(gather: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(gather)
+    def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
+        _settle(*fsdp_gathering(group))
+        return gather(group, *args, **kwargs)
+
+    return unshard
 
 
 def _settle(flats: list[torch.Tensor], streams: Iterator[AbstractContextManager[Any]]) -> None:
