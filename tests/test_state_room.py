@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from umem.core.classes import TensorClass
 from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.streaming.plan.state_plan import least_slack_bytes
-from umem.streaming.plan.step_timing import FIRST_SLOTS, staged_bytes
+from umem.streaming.plan.step_timing import FIRST_SLOTS, largest_slot_bytes
 from umem.streaming.stage.state_room import StateRoom
 
 MIB = 1 << 20
 BUDGET_BYTES = 2048 * MIB
 FREE_BYTES = (
-    BUDGET_BYTES - least_slack_bytes(BUDGET_BYTES) - FIRST_SLOTS * staged_bytes(BUDGET_BYTES)
+    BUDGET_BYTES - least_slack_bytes(BUDGET_BYTES) - FIRST_SLOTS * largest_slot_bytes(BUDGET_BYTES)
 )
 """Less slack and slots."""
 PARAMETER_BYTES = 64 * MIB

@@ -20,8 +20,8 @@ from umem.streaming.plan.state_plan import StreamPlan, plan_stream
 from umem.streaming.plan.step_timing import (
     StreamUnit,
     TemporarySlot,
+    largest_slot_bytes,
     simulate_stream,
-    staged_bytes,
 )
 
 MIB = 2**20
@@ -565,7 +565,7 @@ def test_memory_that_gains_nothing_is_left_free(two_way: Hardware) -> None:
     [(76 << 10, 256), (8 << 10, 128), (3 << 10, 48), (2 << 10, 40), (1 << 10, 32), (100, 16)],
 )
 def test_what_is_staged_is_a_small_part_of_a_small_budget(budget_mib: int, staged_mib: int) -> None:
-    assert staged_bytes(budget_mib * MIB) == staged_mib * MIB
+    assert largest_slot_bytes(budget_mib * MIB) == staged_mib * MIB
 
 
 def test_too_little_memory_is_an_error_with_the_bytes_and_the_remedy(machine: Hardware) -> None:

@@ -20,7 +20,7 @@ from umem.hardware import Hardware
 from umem.policy import ResolvedPolicy
 from umem.predict.stream_prediction import StreamedStep, StreamPrediction
 from umem.streaming.plan.state_plan import least_slack_bytes, plan_stream
-from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS, staged_bytes
+from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS, largest_slot_bytes
 from umem.streaming.plan.training_plan import (
     WEIGHT_SLOTS,
     TrainingPlan,
@@ -119,7 +119,7 @@ def fit_training(
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     limit_bytes = hardware.host_bytes if host_bytes is None else host_bytes
     room_bytes = budget_bytes - least_slack_bytes(budget_bytes)
-    piece_bytes = staged_bytes(budget_bytes)
+    piece_bytes = largest_slot_bytes(budget_bytes)
 
     def made_step(batch: int) -> StreamedStep:
         return training_step(replace(workload, batch=batch), hardware, piece_bytes)

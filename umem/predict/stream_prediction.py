@@ -26,7 +26,7 @@ from umem.streaming.plan.step_timing import (
     UNITS_WITH_GRADIENTS,
     StreamUnit,
     divide_state,
-    staged_bytes,
+    largest_slot_bytes,
 )
 from umem.streaming.plan.training_plan import TrainingPlan, plan_training
 from umem.streaming.plan.weight_plan import WeightUnit
@@ -176,7 +176,7 @@ def predict_stream(
         )
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     timed = with_durations(trace, hardware)
-    step = streamed_step(timed, policy, staged_bytes(budget_bytes), in_backward=in_backward)
+    step = streamed_step(timed, policy, largest_slot_bytes(budget_bytes), in_backward=in_backward)
     if in_backward and step.batches > 1:
         raise PlanError(
             f"step_in_backward: {trace.name} adds up the gradients of {step.batches} batches, and "

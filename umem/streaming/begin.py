@@ -13,7 +13,7 @@ from umem.hardware import detect_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
-from umem.streaming.plan.step_timing import staged_bytes
+from umem.streaming.plan.step_timing import largest_slot_bytes
 from umem.streaming.stage.lanes import cuda_lanes
 from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
 from umem.streaming.stage.shared_budget import shared_budget
@@ -84,7 +84,7 @@ def stream_state(
         model,
         optimizer,
         cuda_lanes(device),
-        CudaStateMemory(device, state.allocator, rule.min_bytes, staged_bytes(budget_bytes)),
+        CudaStateMemory(device, state.allocator, rule.min_bytes, largest_slot_bytes(budget_bytes)),
         tuner,
         streams_state=streams_state,
         copies_gradients=streams_state and policy.copies_gradients,

@@ -64,11 +64,6 @@ class Run:
         """Time of the step; of the slower of the last two where they differ."""
         return self.step_s if self.settled else max(self.step_s, self.before_s)
 
-    @property
-    def page_slowdown_s(self) -> float:
-        """Time that moving pages added to the kernels beside them."""
-        return float(self.sim.stall_s[_engine.STALL_PAGES])
-
 
 def simulate(
     trace: Trace,

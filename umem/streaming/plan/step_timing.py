@@ -28,8 +28,8 @@ __all__ = [
     "StreamUnit",
     "TemporarySlot",
     "divide_state",
+    "largest_slot_bytes",
     "simulate_stream",
-    "staged_bytes",
 ]
 
 FIRST_SLOTS = 3
@@ -103,7 +103,7 @@ class TemporarySlot:
     it; the number of units for the end of the forward pass."""
 
 
-def staged_bytes(budget_bytes: int) -> int:
+def largest_slot_bytes(budget_bytes: int) -> int:
     """State that is staged at a time under a budget, where a unit has more; slots are no larger."""
     small_bytes = min(budget_bytes // _SMALL_STAGED_SHARE, _SMALL_STAGED_BYTES)
     share_bytes = max(small_bytes, budget_bytes // _STAGED_SHARE)

@@ -1,1 +1,62 @@
 """What all classes of tensors use to move: lanes, homes, staged state and the budget they share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from umem.core.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from umem.streaming.stage.device_room import DeviceRoom
+    from umem.streaming.stage.held_tensors import HeldTensors
+    from umem.streaming.stage.lanes import (
+        Copy,
+        CudaLanes,
+        HostLanes,
+        Lane,
+        Lanes,
+        cuda_lanes,
+        untraced,
+    )
+    from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
+    from umem.streaming.stage.sharded_parameters import order_gathering
+    from umem.streaming.stage.shared_budget import SharedBudget
+    from umem.streaming.stage.staged_state import StateMemory, find_spans, is_whole
+    from umem.streaming.stage.state_room import StateRoom
+    from umem.streaming.stage.state_views import StateViews
+
+__all__ = [
+    "Copy",
+    "CudaLanes",
+    "CudaRoom",
+    "CudaStateMemory",
+    "DeviceRoom",
+    "HeldTensors",
+    "HostLanes",
+    "Lane",
+    "Lanes",
+    "SharedBudget",
+    "StateMemory",
+    "StateRoom",
+    "StateViews",
+    "cuda_lanes",
+    "find_spans",
+    "is_whole",
+    "order_gathering",
+    "untraced",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "device_room": "DeviceRoom",
+        "held_tensors": "HeldTensors",
+        "lanes": "Copy CudaLanes HostLanes Lane Lanes cuda_lanes untraced",
+        "memory": "CudaRoom CudaStateMemory",
+        "sharded_parameters": "order_gathering",
+        "shared_budget": "SharedBudget",
+        "staged_state": "StateMemory find_spans is_whole",
+        "state_room": "StateRoom",
+        "state_views": "StateViews",
+    },
+)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from umem.core.classes import TensorClass
 from umem.runtime.model_parts import memory_bytes, optimizer_parameters
 from umem.streaming.plan.state_plan import least_slack_bytes
-from umem.streaming.plan.step_timing import FIRST_SLOTS, staged_bytes
+from umem.streaming.plan.step_timing import FIRST_SLOTS, largest_slot_bytes
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -59,7 +59,7 @@ class StateRoom:
             return 0
         taken_bytes = self._allocator.stats(device)["highest_bytes"] + self._used[device]
         taken_bytes += least_slack_bytes(budget_bytes)
-        taken_bytes += FIRST_SLOTS * staged_bytes(budget_bytes)
+        taken_bytes += FIRST_SLOTS * largest_slot_bytes(budget_bytes)
         return max(0, budget_bytes - taken_bytes - _temporary_bytes(optimizer))
 
 

@@ -1,1 +1,31 @@
 """Measures steps of a training, makes plans for them, and watches what becomes of these."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from umem.core.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from umem.streaming.tune.measure import StepFigures, StepMeter
+    from umem.streaming.tune.states import TRANSITIONS, TuningEvent, TuningState, TuningStatus
+    from umem.streaming.tune.tuner import StreamTuner
+
+__all__ = [
+    "TRANSITIONS",
+    "StepFigures",
+    "StepMeter",
+    "StreamTuner",
+    "TuningEvent",
+    "TuningState",
+    "TuningStatus",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "measure": "StepFigures StepMeter",
+        "states": "TRANSITIONS TuningEvent TuningState TuningStatus",
+        "tuner": "StreamTuner",
+    },
+)

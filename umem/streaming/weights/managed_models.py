@@ -15,7 +15,7 @@ from umem.core.errors import EnableError, UmemError
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
-from umem.streaming.plan.step_timing import staged_bytes
+from umem.streaming.plan.step_timing import largest_slot_bytes
 from umem.streaming.stage.lanes import cuda_lanes
 from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
 from umem.streaming.stage.shared_budget import shared_budget
@@ -75,7 +75,7 @@ def manage_weights(model: nn.Module) -> ModelWeights:
     rules = state.resolved.rules
     min_bytes = rules[TensorClass.WEIGHTS.number].min_bytes
     lanes = cuda_lanes(device)
-    memory = CudaStateMemory(device, state.allocator, min_bytes, staged_bytes(budget_bytes))
+    memory = CudaStateMemory(device, state.allocator, min_bytes, largest_slot_bytes(budget_bytes))
     room = CudaRoom(state.allocator, index, budget_bytes, state.resolved.homes)
     made = ModelWeights(
         model,
