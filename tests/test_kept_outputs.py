@@ -172,6 +172,29 @@ def setting() -> Iterator[Setting]:
     assert made.memory.reserved == {}
 
 
+def test_memory_goes_back_on_the_stream_that_owns_it(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is another one than the current where the program has changed its stream since."""
+    marked: list[Any] = []
+    waiting: list[Any] = []
+    mark, wait = setting.lanes.mark, setting.lanes.wait_on_stream_of
+
+    def note_mark() -> Any:
+        marked.append(mark())
+        return marked[-1]
+
+    def note_wait(of: Any, moment: Any) -> None:
+        waiting.append(of)
+        wait(of, moment)
+
+    monkeypatch.setattr(setting.lanes, "mark", note_mark)
+    monkeypatch.setattr(setting.lanes, "wait_on_stream_of", note_wait)
+    setting.call(3)
+    assert setting.outputs.moved > 0
+    assert waiting == marked
+
+
 def test_kept_outputs_move_with_their_values(setting: Setting) -> None:
     for seed in range(3, 6):
         assert bits(setting.call(seed)) == bits(plain(seed))

@@ -87,7 +87,9 @@ class _Block:
     """The outputs of a block that are on their way."""
 
     outputs: list[_Leaving]
-    moment: Moment | None
+    asked: Moment
+    """When they were made, on the stream that owns their memory and that of the copies."""
+    moment: Moment | None = None
     """None before the copies are queued."""
 
 
@@ -300,7 +302,9 @@ class KeptOutputs:
         while self._leaving:
             block = self._leaving[0]
             # An interrupt may have come between the copies and the note of their moment.
-            self._lanes.wait(block.moment or self._lanes.run(Lane.COPY_OUT, _ignore))
+            moment = block.moment or self._lanes.run(Lane.COPY_OUT, _ignore)
+            self._lanes.wait(moment)
+            self._lanes.wait_on_stream_of(block.asked, moment)
             for it in block.outputs:
                 self._give_back(it)
             self._leaving.popleft()
@@ -360,7 +364,7 @@ class KeptOutputs:
         self._last_block, self._next_block = self._next_block, self._count
         if self._mode is not _Mode.MOVE:
             return
-        block = _Block([], None)
+        block = _Block([], self._lanes.mark())
         self._leaving.append(block)
         copies = []
         for probe in self._made:
@@ -378,7 +382,7 @@ class KeptOutputs:
             copies.append(Copy(address, leaving.from_address, size_bytes))
         self._made.clear()
         work = partial(self._lanes.copy, Lane.COPY_OUT, copies, TensorClass.ACTIVATIONS)
-        block.moment = self._lanes.run(Lane.COPY_OUT, work, after=[self._lanes.mark()])
+        block.moment = self._lanes.run(Lane.COPY_OUT, work, after=[block.asked])
         if len(self._leaving) > _BLOCKS_IN_FLIGHT:
             self._arrive()
 
@@ -386,6 +390,7 @@ class KeptOutputs:
         """Have what is still in use and unchanged of the oldest block own the copies."""
         block = self._leaving[0]
         self._lanes.wait(block.moment)
+        self._lanes.wait_on_stream_of(block.asked, block.moment)
         for it in block.outputs:
             if it.probe is None:
                 continue
