@@ -399,13 +399,6 @@ def test_kinds_are_counted(kind: str) -> None:
     assert allocator.managed_bytes() == (12 * MIB if kind == "managed" else 0)
 
 
-def test_without_a_cache_freed_memory_is_released() -> None:
-    allocator = _allocator(caching=False)
-    for size in (1, 3 * MIB):
-        allocator.free(allocator.malloc(size))
-        assert allocator.managed_bytes() == 0
-
-
 def test_an_allocation_of_0_bytes_has_no_address() -> None:
     allocator = _allocator()
     assert allocator.malloc(0) == 0

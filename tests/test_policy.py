@@ -180,8 +180,6 @@ def test_rmm_managed_gives_no_advice() -> None:
         assert rule.mechanism == "fault"
     resolved = resolve(policy, CARD, {})
     assert (resolved.device_budget_bytes, resolved.managed_limit_bytes) == (None, None)
-    assert resolved.caching is False
-    assert all(load_policy(name).caching for name in PRESETS if name != "rmm-managed")
 
 
 def test_unknown_preset_names_the_nearest_and_all() -> None:
@@ -347,6 +345,7 @@ def test_a_conflict_with_a_parent_names_the_key_that_was_written(tmp_path: Path)
         ("activations: {}\n", 1, 1, "activations", "did you mean classes.activations?"),
         ("classes:\n  share: [numba]\n", 2, 3, "classes.share", "did you mean share?"),
         ("zzz: 1\n", 1, 1, "zzz", "unknown key. Valid keys: name, description, extends"),
+        ("caching: false\n", 1, 1, "caching", "unknown key"),
         ("<<: {name: x}\n", 1, 1, "<<", "unknown key."),
         # bad values
         ("defaults:\n  kind: manged\n", 2, 9, "defaults.kind", "did you mean 'managed'?"),

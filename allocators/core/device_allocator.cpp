@@ -134,7 +134,7 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
     std::tie(heap, bytes) = heap_and_bytes_for(request);
     return find_cached(*heap, bytes);
   };
-  if (config_.caching) {
+  {
     const std::lock_guard lock(mutex_);
     if (!cache_closed_)
       if (const Block* best = best_cached(); best != nullptr && best->advice == heap->profile)
@@ -335,9 +335,6 @@ Block* DeviceAllocator::live_block(std::uintptr_t address) {
 }
 
 bool DeviceAllocator::free(std::uintptr_t address) {
-  // Without a cache, memory is given back here.
-  const auto memory = config_.caching ? std::unique_lock<std::mutex>()
-                                      : std::unique_lock<std::mutex>(memory_mutex_);
   const std::lock_guard lock(mutex_);
   Block* block = live_block(address);
   if (block == nullptr) return false;
@@ -369,7 +366,7 @@ void DeviceAllocator::count_active(const Block& block, bool born) {
 // request of its stream, and not now: a program may free a tensor that another stream reads, and
 // have the tensor's stream wait for that one before it asks for memory. So FSDP2 frees gradients.
 void DeviceAllocator::retire(Block* block) {
-  if (!config_.caching || !poisons(*block)) return settle(block);
+  if (!poisons(*block)) return settle(block);
   block->state = BlockState::pending;
   freed_[user_of(*block).stream].push_back(block);
 }
@@ -430,10 +427,6 @@ void DeviceAllocator::settle(Block* block) {
     block = merge(previous, block);
   }
   cache(block);
-  // A graph may write to its pool's blocks at every replay, freed or not.
-  if (!config_.caching && spare_bytes(*block) != 0 && !pool_in_use(*block->segment) &&
-      active_pools_.empty())
-    release_spares({{block, spare_bytes(*block)}});
 }
 
 bool DeviceAllocator::record_stream(std::uintptr_t address, DeviceStream stream) {

@@ -389,7 +389,6 @@ class DeviceAllocator {
   Block* grow(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
   Block* place(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
   Block* spill(const Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
-  std::size_t least_segment_bytes(std::size_t bytes) const;
   std::size_t segment_bytes_for(const Heap& heap, std::size_t bytes) const;
   std::size_t used_bytes(const Heap& heap) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);

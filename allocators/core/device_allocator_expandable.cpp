@@ -19,11 +19,11 @@ constexpr std::size_t kGrowthPerByte = 2, kAliasPerByte = 1;
 
 }  // namespace
 
-// nullptr where it does not serve this device, or where the policy has each request be a segment of
-// its own. Asked for when it is first needed: installing an allocator makes no CUDA context.
+// nullptr where it does not serve this device. Asked for when it is first needed: installing an
+// allocator makes no CUDA context.
 VirtualMemory* DeviceAllocator::virtual_memory() {
   if (!virtual_memory_.has_value()) {
-    VirtualMemory* memory = config_.caching ? driver_.virtual_memory() : nullptr;
+    VirtualMemory* memory = driver_.virtual_memory();
     const std::size_t granularity = memory == nullptr ? 0 : memory->granularity(device_);
     virtual_memory_ = granularity != 0 && kPageBytes % granularity == 0 ? memory : nullptr;
   }

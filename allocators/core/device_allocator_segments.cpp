@@ -111,7 +111,7 @@ Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t 
   if (Block* block = take_spilled(heap, bytes)) return block;
   Range growth = growth_for(heap, bytes);  // of no bytes: a segment of its own
   const auto more_bytes = [&] {
-    return growth.bytes != 0 ? growth.bytes : least_segment_bytes(bytes);
+    return growth.bytes != 0 ? growth.bytes : round_up(bytes, kPageBytes);
   };
   bool room_was_made = false;
   if (over_budget(profile, more_bytes()) && active_pools_.empty()) {
@@ -367,11 +367,6 @@ void DeviceAllocator::release_reserve(MemoryKind kind, std::size_t bytes) {
   if (SharedLimit* limit = limits_.of(kind)) limit->give_back(bytes);
 }
 
-// Segments that blocks are cut from are whole pages, however small the request.
-std::size_t DeviceAllocator::least_segment_bytes(std::size_t bytes) const {
-  return config_.caching ? round_up(bytes, kPageBytes) : bytes;
-}
-
 std::size_t DeviceAllocator::segment_bytes_for(const Heap& heap, std::size_t bytes) const {
   const std::size_t standard_bytes = standard_segment_bytes(heap.tier, bytes);
   if (profiles_[heap.profile].kind != MemoryKind::pinned) return standard_bytes;
@@ -392,9 +387,8 @@ std::size_t DeviceAllocator::used_bytes(const Heap& heap) const {
 
 Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& shortage) {
   const Profile& profile = profiles_[heap.profile];
-  const std::size_t least_bytes = least_segment_bytes(bytes);
-  std::size_t segment_bytes =
-      config_.caching ? segment_bytes_for(heap, bytes) : least_bytes;
+  const std::size_t least_bytes = round_up(bytes, kPageBytes);
+  std::size_t segment_bytes = segment_bytes_for(heap, bytes);
   if (over_budget(profile, segment_bytes)) segment_bytes = least_bytes;
 
   const auto take = [&](std::size_t raw_bytes) -> void* {
@@ -412,16 +406,14 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
     }
     return raw;
   };
-  // Sources guarantee 256 bytes.
-  const std::size_t alignment = config_.caching ? kPageBytes : step_bytes(heap.tier);
   std::size_t raw_bytes = 0;
   const auto take_aligned = [&](std::size_t wanted_bytes) -> void* {
     raw_bytes = wanted_bytes;
     void* raw = take(raw_bytes);
-    if (raw == nullptr || reinterpret_cast<std::uintptr_t>(raw) % alignment == 0) return raw;
+    if (raw == nullptr || reinterpret_cast<std::uintptr_t>(raw) % kPageBytes == 0) return raw;
     unlocked([&] { source_.deallocate(profile.kind, device_, raw, raw_bytes); });
     release_reserve(profile.kind, raw_bytes);
-    raw_bytes = wanted_bytes + alignment;
+    raw_bytes = wanted_bytes + kPageBytes;  // sources guarantee 256 bytes
     return take(raw_bytes);
   };
 
@@ -432,7 +424,7 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   }
   if (raw == nullptr) return nullptr;
 
-  const std::uintptr_t address = round_up(reinterpret_cast<std::uintptr_t>(raw), alignment);
+  const std::uintptr_t address = round_up(reinterpret_cast<std::uintptr_t>(raw), kPageBytes);
   Segment fresh{.address = address,
                 .bytes = segment_bytes,
                 .raw = raw,

@@ -37,7 +37,6 @@ class Config:
         managed_limit_bytes: int = 0,  # 0: no cap
         device_budget_bytes: int = 0,  # 0: no budget
         system_headroom_bytes: int = 0,
-        caching: bool = True,  # False: every free goes back to RMM at once
         pinned_limit_bytes: int = 0,  # most page-locked host memory, of all GPUs; 0: no limit
         managed_bytes_of_device: list[int] = [],  # added to the cap by each GPU in use
         advises: bool = True,  # False: as with a driver that takes no advice
