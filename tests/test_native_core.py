@@ -236,6 +236,20 @@ def test_torch_reads_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"Requested memory +\| +3040 KiB", summary)
 
 
+def test_requests_are_counted_by_what_served_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = _allocator()
+    for _ in range(3):
+        allocator.free(allocator.malloc(3 * MIB))
+    served = allocator.stats(0)["served"]
+    assert {name: count for name, count in served.items() if count} == {"segment": 1, "cached": 2}
+    monkeypatch.setattr(
+        torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: allocator.stats(0)
+    )
+    assert torch.cuda.memory_stats(0)["served.cached"] == 2
+    allocator.reset_accumulated_stats(0)
+    assert set(allocator.stats(0)["served"].values()) == {0}
+
+
 def test_torch_reads_the_snapshot() -> None:
     """torch's tools for snapshots read ours."""
     from torch.cuda import _memory_viz

@@ -102,6 +102,9 @@ nb::dict to_dict(const DeviceStats& stats) {
   dict["num_device_alloc"] = stats.num_device_alloc;
   dict["num_device_free"] = stats.num_device_free;
   dict["num_failed_hints"] = stats.num_failed_hints;
+  nb::dict served;
+  for (std::size_t i = 0; i < kRungs; ++i) served[kRungNames[i]] = stats.served[i];
+  dict["served"] = served;
   return dict;
 }
 

@@ -129,21 +129,26 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
   if (request.bytes > SIZE_MAX / 2) return nullptr;  // a negative size, cast: rounding would wrap
   Heap* heap = nullptr;
   std::size_t bytes = 0;
-  const auto best_cached = [&] {
+  const auto choose_heap = [&] {
     check_not_paused();
     std::tie(heap, bytes) = heap_and_bytes_for(request);
-    return find_cached(*heap, bytes);
   };
   {
     const std::lock_guard lock(mutex_);
-    if (!cache_closed_)
-      if (const Block* best = best_cached(); best != nullptr && best->advice == heap->profile)
-        return hand_out(take_cached(*heap, bytes), request.bytes, request.tensor_class);
+    if (!cache_closed_) {
+      choose_heap();
+      if (Block* best = find_cached(*heap, bytes);
+          best != nullptr && best->advice == heap->profile) {
+        ++stats_.served[static_cast<std::size_t>(Rung::cached)];
+        return hand_out(take(*heap, best, bytes), request.bytes, request.tensor_class);
+      }
+    }
   }
   // The driver is needed, for advice or for memory, unless the cache was filled in the meantime.
   const BothLocks locks(*this);
-  Block* block = best_cached() != nullptr ? take_cached(*heap, bytes)
-                                          : grow(*heap, request.tensor_class, bytes, shortage);
+  choose_heap();
+  Attempt attempt{*heap, request.tensor_class, bytes, shortage};
+  Block* block = climb(attempt);
   return block == nullptr ? nullptr : hand_out(block, request.bytes, request.tensor_class);
 }
 
@@ -181,7 +186,10 @@ Block* DeviceAllocator::find_cached(const Heap& heap, std::size_t bytes) const {
 
 Block* DeviceAllocator::take_cached(Heap& heap, std::size_t bytes) {
   Block* block = find_cached(heap, bytes);
-  if (block == nullptr) return nullptr;
+  return block == nullptr ? nullptr : take(heap, block, bytes);
+}
+
+Block* DeviceAllocator::take(Heap& heap, Block* block, std::size_t bytes) {
   if (block->segment->is_alias) {
     std::erase(heap.free_aliases, block);
     return block;

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -355,6 +356,28 @@ class DeviceAllocator {
     TensorClass tensor_class;
     std::optional<bool> in_room{};  // whether it is served as one of class `other`
   };
+  // A request on its way down the ladder.
+  struct Attempt {
+    Heap& heap;
+    TensorClass tensor_class;
+    std::size_t bytes;
+    Shortage& shortage;
+    Range growth{};  // where handles would be mapped for it; of no bytes: a segment of its own
+    bool exceeds_budget = false;     // new memory would
+    bool has_emptied_cache = false;  // for it
+    bool starts_again = false;       // from the first rung
+    std::optional<Stopwatch> stopwatch{};  // runs once the cache has no block
+
+    std::size_t new_bytes() const {
+      return growth.bytes != 0 ? growth.bytes : round_up(bytes, kPageBytes);
+    }
+  };
+  // A rung of the ladder. None: it has rungs of its own, or serves nothing.
+  struct Step {
+    std::optional<Rung> rung;
+    Block* (DeviceAllocator::*try_it)(Attempt& attempt);
+    bool may_block;  // waits, or gives memory back or to others: not while a pool is open
+  };
   // A run of mapped handles.
   struct Run {
     Heap* heap;
@@ -386,9 +409,34 @@ class DeviceAllocator {
 
   Block* find_cached(const Heap& heap, std::size_t bytes) const;
   Block* take_cached(Heap& heap, std::size_t bytes);
-  Block* grow(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
-  Block* place(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
-  Block* spill(const Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
+  Block* take(Heap& heap, Block* block, std::size_t bytes);
+
+  Block* climb(Attempt& attempt);
+  Block* walk(std::span<const Step> steps, Attempt& attempt);
+  Block* try_cached(Attempt& attempt);
+  Block* try_ending_aliases(Attempt& attempt);
+  Block* try_spilled_before(Attempt& attempt);
+  Block* try_mapping(Attempt& attempt);
+  Block* try_segment(Attempt& attempt);
+  Block* try_gathering(Attempt& attempt);
+  template <Streams from>
+  Block* try_taking_back(Attempt& attempt);
+  Block* try_alias(Attempt& attempt);
+  template <Streams from>
+  Block* try_borrowing(Attempt& attempt);
+  Block* try_gathered_alias(Attempt& attempt);
+  Block* try_waiting(Attempt& attempt);
+  Block* try_making_room(Attempt& attempt);
+  Block* try_spilling(Attempt& attempt);
+  Block* try_waiting_for_all(Attempt& attempt);
+  Block* try_full_device(Attempt& attempt);
+  Block* try_moving_handles(Attempt& attempt);
+  Block* try_without_cache(Attempt& attempt);
+  Block* try_spilling_from_full_device(Attempt& attempt);
+  Block* take_growth(Attempt& attempt);
+  Block* spill(Attempt& attempt);
+  bool exceeds_budget(const Attempt& attempt) const;
+
   std::size_t segment_bytes_for(const Heap& heap, std::size_t bytes) const;
   std::size_t used_bytes(const Heap& heap) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
@@ -397,8 +445,7 @@ class DeviceAllocator {
   void release_reserve(MemoryKind kind, std::size_t bytes);
   std::size_t excess_bytes(std::size_t more_bytes) const;
   bool over_budget(const Profile& profile, std::size_t bytes) const;
-  bool waiting_helps(const Heap& heap, std::size_t bytes, std::size_t more_bytes,
-                     const Range& growth) const;
+  bool waiting_helps(const Attempt& attempt) const;
   std::vector<Spare> movable_spares(const Range& growth) const;
   std::size_t movable_bytes(const Range& growth) const;
   bool make_room(Heap& heap, std::size_t bytes, std::size_t excess, const Range& growth);
@@ -407,7 +454,6 @@ class DeviceAllocator {
   void trim_to_budget(std::size_t more_bytes);
   void count_page_tables(std::size_t more_locked_bytes = 0);
   std::uint8_t profile_of_class(const Block& block) const;
-  Block* take_spilled(const Heap& heap, std::size_t bytes);
   bool is_spill(const Heap& heap) const;
   bool unspilled(const Block& block) const;
   bool needs_advice(const Block& block) const;
@@ -423,15 +469,12 @@ class DeviceAllocator {
   void end_alias(Block* block);
   void forget_finished_uses(Heap& heap);
   EventId record_use(const std::set<StreamId>& owners);
-  Block* end_aliases_for(Heap& heap, std::size_t bytes);
   void end_all_aliases();
   const Heap& user_of(const Block& block) const;
   Block* free_borrowed(const Heap& heap, std::size_t bytes) const;
   Block* borrow(Heap& heap, std::size_t bytes, Streams from);
   bool put_behind(const Heap& later, const Heap& earlier);
-  bool take_back(const Heap* owner, Streams from);
-  Block* block_from(Streams streams, Heap& heap, std::size_t bytes);
-  Block* gather_block(Heap& heap, std::size_t bytes);
+  void take_back(const Heap* owner, Streams from);
   void gather_free_memory();
   Range growth_for(Heap& heap, std::size_t bytes);
   bool expand(Heap& heap, const Range& growth, Shortage& shortage);

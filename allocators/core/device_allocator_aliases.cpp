@@ -92,16 +92,6 @@ void DeviceAllocator::forget_finished_uses(Heap& heap) {
   std::erase_if(earlier_uses_, [this](EventId event) { return driver_.finished(event); });
 }
 
-// A cached block, for which free aliases end one by one: the others may serve again.
-Block* DeviceAllocator::end_aliases_for(Heap& heap, std::size_t bytes) {
-  Block* block = nullptr;
-  while (block == nullptr && !heap.free_aliases.empty()) {
-    end_alias(heap.free_aliases.back());
-    block = take_cached(heap, bytes);
-  }
-  return block;
-}
-
 void DeviceAllocator::end_all_aliases() {
   for (auto& [stream, heaps] : heaps_)
     for (std::unique_ptr<Heap>& heap : heaps) {

@@ -48,9 +48,7 @@ bool DeviceAllocator::put_behind(const Heap& later, const Heap& earlier) {
 
 // Free borrowed blocks of `owner`, or of all heaps, are their owners' again, whose streams use them
 // behind what may still use them. Where streams cannot be put in order, blocks stay borrowed.
-// Returns whether any are taken back.
-bool DeviceAllocator::take_back(const Heap* owner, Streams from) {
-  bool any = false;
+void DeviceAllocator::take_back(const Heap* owner, Streams from) {
   for (auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& heap : heaps) {
       if (heap == nullptr) continue;
@@ -64,35 +62,9 @@ bool DeviceAllocator::take_back(const Heap* owner, Streams from) {
         if (!entry->second) return false;
         block->borrower = nullptr;
         settle(block);
-        any = true;
         return true;
       });
     }
-  return any;
-}
-
-// A block from memory that some streams have free, without the host waiting for any of them: what
-// they have borrowed of this heap's, or the heap's own at other addresses, or what it borrows.
-Block* DeviceAllocator::block_from(Streams streams, Heap& heap, std::size_t bytes) {
-  const bool has_more = take_back(&heap, streams);
-  if (has_more || streams == Streams::programs) {  // else its own was looked at before
-    if (Block* block = take_cached(heap, bytes)) return block;
-    if (const Range growth = growth_for(heap, bytes); growth.bytes != 0)
-      if (Block* block = alias(heap, bytes, growth)) return block;
-    if (Block* block = end_aliases_for(heap, bytes)) return block;
-  }
-  return borrow(heap, bytes, streams);
-}
-
-// Such a block, or else all free memory is where it belongs.
-Block* DeviceAllocator::gather_block(Heap& heap, std::size_t bytes) {
-  // The queues of umem's own streams are long: memory of theirs is waited for last.
-  for (const Streams streams : {Streams::programs, Streams::all})
-    if (Block* block = block_from(streams, heap, bytes)) return block;
-  gather_free_memory();
-  if (const Range growth = growth_for(heap, bytes); growth.bytes != 0)
-    if (Block* block = alias(heap, bytes, growth)) return block;
-  return borrow(heap, bytes, Streams::all);
 }
 
 // All free memory is where it belongs, and can be given back.

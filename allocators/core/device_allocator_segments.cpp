@@ -1,6 +1,5 @@
 // Segments: how large they are, where they come from within the limits, and what makes room.
 #include <algorithm>
-#include <chrono>
 #include <set>
 #include <unordered_set>
 
@@ -29,22 +28,6 @@ std::size_t standard_segment_bytes(Tier tier, std::size_t bytes) {
   return bytes < kMinExactSegmentBytes ? kLargeSegmentBytes : round_up(bytes, kPageBytes);
 }
 
-// Adds the time of its life.
-class Stopwatch {
- public:
-  explicit Stopwatch(std::int64_t& total_ns) : total_ns_(total_ns) {}
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-  ~Stopwatch() {
-    const auto life = std::chrono::steady_clock::now() - began_;
-    total_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(life).count();
-  }
-
- private:
-  std::int64_t& total_ns_;
-  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
-};
-
 // Moves spares of `bytes` together from `from` to `taken`, or all of them if they are less: the
 // smallest one that is enough, or else the largest ones, so that few are given back. Of the handles
 // of an expandable segment, no more than needed. Returns how many bytes they have.
@@ -70,99 +53,6 @@ std::size_t take_least(std::vector<Spare> from, std::size_t bytes, std::vector<S
 }
 
 }  // namespace
-
-// A block that the cache of `heap` does not have. nullptr beyond a limit.
-Block* DeviceAllocator::grow(Heap& heap, TensorClass tensor_class, std::size_t bytes,
-                             Shortage& shortage) {
-  const Stopwatch stopwatch(stats_.uncached_ns);
-  Block* block = end_aliases_for(heap, bytes);
-  if (block == nullptr) block = place(heap, tensor_class, bytes, shortage);
-  if (block != nullptr || !active_pools_.empty()) return block;
-
-  ++stats_.num_alloc_retries;
-  synchronize_events();
-  take_back(&heap, Streams::all);
-  block = take_cached(heap, bytes);
-  if (block != nullptr) return block;
-  // A card that is full: free memory serves others, as under a budget that is spent.
-  if (const Range growth = growth_for(heap, bytes);
-      growth.bytes != 0 && shortage.limit == Shortage::Limit::source) {
-    if (block = alias(heap, bytes, growth); block != nullptr) return block;
-    if (block = borrow(heap, bytes, Streams::all); block != nullptr) return block;
-    if (make_room(heap, bytes, growth.bytes, growth) && expand(heap, growth, shortage))
-      if (block = take_cached(heap, bytes); block != nullptr) return block;
-  }
-  gather_free_memory();
-  release_spares(spares());
-  block = place(heap, tensor_class, bytes, shortage);
-  if (block != nullptr || shortage.over_budget) return block;
-  // Others use the device too: it may be full before the budget is spent.
-  const bool device_is_full = shortage.limit == Shortage::Limit::source && budget_bytes_ != 0 &&
-                              resides_on_device(profiles_[heap.profile]);
-  return device_is_full ? spill(heap, tensor_class, bytes, shortage) : nullptr;
-}
-
-// A block from new memory within the budget. Cached memory is given back for it. Where that makes
-// no room, the block is on the host: last, so that requests return to the device as soon as it has
-// room.
-Block* DeviceAllocator::place(Heap& heap, TensorClass tensor_class, std::size_t bytes,
-                              Shortage& shortage) {
-  const Profile& profile = profiles_[heap.profile];
-  if (Block* block = take_spilled(heap, bytes)) return block;
-  Range growth = growth_for(heap, bytes);  // of no bytes: a segment of its own
-  const auto more_bytes = [&] {
-    return growth.bytes != 0 ? growth.bytes : round_up(bytes, kPageBytes);
-  };
-  bool room_was_made = false;
-  if (over_budget(profile, more_bytes()) && active_pools_.empty()) {
-    settle_freed();
-    if (Block* block = gather_block(heap, bytes)) return block;
-    growth = growth_for(heap, bytes);
-    if (waiting_helps(heap, bytes, more_bytes(), growth)) {
-      synchronize_events();
-      if (Block* block = gather_block(heap, bytes)) return block;
-      growth = growth_for(heap, bytes);
-    }
-    room_was_made = make_room(heap, growth.bytes != 0 ? bytes : more_bytes(),
-                              excess_bytes(more_bytes()), growth);
-  }
-  if (!over_budget(profile, more_bytes())) {
-    Block* block = nullptr;
-    if (growth.bytes == 0) {
-      block = new_segment(heap, bytes, shortage);
-      if (block != nullptr) block->segment->room_was_made = room_was_made;
-    } else if (expand(heap, growth, shortage)) {
-      block = take_cached(heap, bytes);
-      // Meanwhile other threads may have taken the free memory beside it.
-      if (block == nullptr) return place(heap, tensor_class, bytes, shortage);
-    }
-    if (block != nullptr || shortage.limit != Shortage::Limit::device_budget) return block;
-  }
-  release_moving();
-  shortage.over_budget = true;
-  return spill(heap, tensor_class, bytes, shortage);
-}
-
-// A block on the host, instead of one from `heap`.
-Block* DeviceAllocator::spill(const Heap& heap, TensorClass tensor_class, std::size_t bytes,
-                              Shortage& shortage) {
-  const bool managed =
-      config_.classes[static_cast<std::size_t>(tensor_class)].kind == MemoryKind::managed;
-  const SpillRoutes& routes = managed ? managed_spill_ : pinned_spill_;
-  Heap& on_host =
-      heap_for(heap.tier == Tier::small ? routes.small : routes.large, heap.stream, heap.pool);
-  if (Block* block = take_cached(on_host, bytes)) return block;
-  return new_segment(on_host, bytes, shortage);
-}
-
-// Page-locked memory that was spilled and is free now, for a class that the policy page-locks:
-// weights that were loaded beyond the budget leave it when others take their place on the device.
-Block* DeviceAllocator::take_spilled(const Heap& heap, std::size_t bytes) {
-  if (profiles_[heap.profile].kind != MemoryKind::pinned || heap.tier != Tier::large ||
-      is_spill(heap))
-    return nullptr;
-  return take_cached(heap_for(pinned_spill_.large, heap.stream, heap.pool), bytes);
-}
 
 bool DeviceAllocator::is_spill(const Heap& heap) const {
   return heap.profile == managed_spill_.profile || heap.profile == pinned_spill_.profile;
@@ -224,8 +114,9 @@ bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) con
 // Whether a request beyond the budget can be served when other streams have finished: from a block
 // of its heap, from free memory of its heap at other addresses, or because memory can be given back
 // only then. Waiting stalls the program.
-bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes, std::size_t more_bytes,
-                                    const Range& growth) const {
+bool DeviceAllocator::waiting_helps(const Attempt& attempt) const {
+  const Heap& heap = attempt.heap;
+  const std::size_t bytes = attempt.bytes;
   bool serves = false;
   std::unordered_set<const Block*> seen;
   std::size_t freed_bytes = 0, freed_of_heap = 0;
@@ -249,7 +140,8 @@ bool DeviceAllocator::waiting_helps(const Heap& heap, std::size_t bytes, std::si
   };
   for (const auto& [stream, events] : pending_events_)
     for (const PendingEvent& pending : events) consider(pending.block);
-  const std::size_t excess = excess_bytes(more_bytes), movable = movable_bytes(growth);
+  const std::size_t excess = excess_bytes(attempt.new_bytes());
+  const std::size_t movable = movable_bytes(attempt.growth);
   if (serves || excess <= movable) return serves;
   for (const Spare& spare : mapped_spares(heap)) freed_of_heap += spare.bytes;
   return excess <= movable + freed_bytes || bytes <= freed_of_heap;

@@ -99,7 +99,8 @@ class Allocator:
 
         Beside it `budget_bytes` (current/peak/...): what counts against the device budget, that is
         segments on the device, cached ones too, and the page tables there of page-locked memory.
-        And `highest_bytes`: the most bytes of live blocks ever, which nothing resets."""
+        And `highest_bytes`: the most bytes of live blocks ever, which nothing resets. And `served`:
+        how many requests each rung of the allocator's ladder has served, by its name."""
     def class_stats(self, device: int) -> list[dict[str, dict[str, int]]]:
         """Per class: stat (allocation, allocated_bytes, requested_bytes) -> current/peak/..."""
     def pool_stats(self, device: int) -> list[dict[str, Any]]:
