@@ -6,17 +6,6 @@
 #include <utility>
 
 namespace umem {
-namespace {
-
-constexpr Profile kDeviceProfile{.kind = MemoryKind::device, .advice = {}};
-// Beyond the budget, memory stays on the host and the device uses it in place: managed memory by
-// its advice, all other memory as page-locked host memory.
-constexpr Profile kManagedSpillProfile{
-    .kind = MemoryKind::managed,
-    .advice = {.placement = Placement::host, .accessed_by_device = true, .read_mostly = false}};
-constexpr Profile kPinnedSpillProfile{.kind = MemoryKind::pinned, .advice = {}};
-
-}  // namespace
 
 DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource& source,
                                  Driver& driver, SharedLimits& limits)
@@ -25,36 +14,11 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
       source_(source),
       driver_(driver),
       limits_(limits),
-      budget_bytes_(config.device_budget_bytes) {
-  const std::uint8_t device_profile = profile_number(kDeviceProfile);
-  const std::uint8_t device_small = route_number({device_profile, Tier::small});
-  const std::uint8_t device_large = route_number({device_profile, Tier::large});
-  for (std::size_t i = 0; i < kClasses; ++i) {
-    const ClassSetting& setting = config_.classes[i];
-    // Memory without advice is the same for every policy: one heap serves all classes.
-    const std::uint8_t profile = profile_number(
-        {setting.kind, takes_advice(setting.kind) ? setting.advice : Advice{}});
-    class_routes_[i] = {device_small, device_large, device_small,
-                        route_number({profile, Tier::large})};
-    // Every class has its own small route, even if another class has the same profile. Only plain
-    // device memory never moves, so that classes may share its pages.
-    if (setting.kind != MemoryKind::device)
-      class_routes_[i].small = add_route({profile, Tier::small});
-  }
-  // Separate profiles, even if a policy maps a class in the same way: memory that was spilled
-  // because of the budget is counted separately.
-  const auto spill_routes = [this](const Profile& profile) -> SpillRoutes {
-    profiles_.push_back(profile);
-    const auto number = static_cast<std::uint8_t>(profiles_.size() - 1);
-    return {number, add_route({number, Tier::small}), add_route({number, Tier::large})};
-  };
-  managed_spill_ = spill_routes(kManagedSpillProfile);
-  pinned_spill_ = spill_routes(kPinnedSpillProfile);
-  idle_bytes_.resize(profiles_.size());
-}
+      routes_(config.classes),
+      budget_bytes_(config.device_budget_bytes) {}
 
 DeviceAllocator::~DeviceAllocator() {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   synchronize_events();
   for (const auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& heap : heaps)
@@ -68,47 +32,9 @@ DeviceAllocator::~DeviceAllocator() {
   give_back(leaving);
 }
 
-std::uint8_t DeviceAllocator::profile_number(Profile profile) {
-  for (std::size_t i = 0; i < profiles_.size(); ++i)
-    if (profiles_[i] == profile) return static_cast<std::uint8_t>(i);
-  profiles_.push_back(profile);
-  return static_cast<std::uint8_t>(profiles_.size() - 1);
-}
-
-std::uint8_t DeviceAllocator::route_number(Route route) {
-  for (std::size_t i = 0; i < routes_.size(); ++i)
-    if (routes_[i].tier == route.tier && routes_[i].profile == route.profile)
-      return static_cast<std::uint8_t>(i);
-  return add_route(route);
-}
-
-std::uint8_t DeviceAllocator::add_route(Route route) {
-  routes_.push_back(route);
-  return static_cast<std::uint8_t>(routes_.size() - 1);
-}
-
-std::uint8_t DeviceAllocator::route_for(TensorClass tensor_class, std::size_t bytes) const {
-  const auto number = static_cast<std::size_t>(tensor_class);
-  const ClassRoutes& routes = class_routes_[number];
-  const bool too_small = bytes < config_.classes[number].min_bytes;
-  if (bytes >= kPageBytes) return too_small ? routes.device_large : routes.large;
-  return too_small ? routes.device_small : routes.small;
-}
-
 std::size_t DeviceAllocator::set_device_room(TensorClass tensor_class, std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(device_room_[static_cast<std::size_t>(tensor_class)], bytes);
-}
-
-// Whether a request is served as one of class `other`.
-bool DeviceAllocator::take_device_room(TensorClass tensor_class, std::size_t bytes) {
-  std::size_t& room = device_room_[static_cast<std::size_t>(tensor_class)];
-  if (room < bytes) {
-    room = 0;  // later requests do not pass this one
-    return false;
-  }
-  room -= bytes;
-  return true;
+  const std::lock_guard lock(locks_.books);
+  return routes_.set_device_room(tensor_class, bytes);
 }
 
 void* DeviceAllocator::allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
@@ -134,7 +60,7 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
     std::tie(heap, bytes) = heap_and_bytes_for(request);
   };
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(locks_.books);
     if (!cache_closed_) {
       choose_heap();
       if (Block* best = find_cached(*heap, bytes);
@@ -145,7 +71,7 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
     }
   }
   // The driver is needed, for advice or for memory, unless the cache was filled in the meantime.
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   choose_heap();
   Attempt attempt{*heap, request.tensor_class, bytes, shortage};
   Block* block = climb(attempt);
@@ -155,9 +81,9 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
 std::pair<Heap*, std::size_t> DeviceAllocator::heap_and_bytes_for(Request& request) {
   if (!pending_events_.empty()) process_events();
   if (!freed_.empty()) poison_freed(request.stream);
-  if (!request.in_room) request.in_room = take_device_room(request.tensor_class, request.bytes);
-  const std::uint8_t route =
-      route_for(*request.in_room ? TensorClass::other : request.tensor_class, request.bytes);
+  if (!request.in_room) request.in_room = routes_.take_device_room(request.tensor_class, request.bytes);
+  const std::uint8_t route = routes_.route_for(
+      *request.in_room ? TensorClass::other : request.tensor_class, request.bytes);
   Pool* pool = active_pools_.empty() ? nullptr : pool_for(request.stream);
   return {&heap_for(route, request.stream, pool),
           round_up(request.bytes, step_bytes(routes_[route].tier))};
@@ -171,10 +97,11 @@ Pool* DeviceAllocator::pool_for(StreamId stream) {
 
 Heap& DeviceAllocator::heap_for(std::uint8_t route, StreamId stream, Pool* pool) {
   StreamHeaps& heaps = (pool == nullptr ? heaps_ : pool->heaps)[stream];
-  if (heaps.empty()) heaps.resize(routes_.size());
+  if (heaps.empty()) heaps.resize(routes_.count());
   std::unique_ptr<Heap>& heap = heaps[route];
   if (heap == nullptr)
-    heap = std::make_unique<Heap>(routes_[route].profile, routes_[route].tier, stream, pool);
+    heap = std::make_unique<Heap>(routes_[route], routes_.profile(routes_[route].profile), stream,
+                                  pool);
   return *heap;
 }
 
@@ -234,7 +161,7 @@ void DeviceAllocator::cache(Block* block) {
     stats_.inactive_split_bytes.increase(heap.tier, block->bytes);
   }
   if (const std::size_t bytes = spare_bytes(*block); bytes != 0) {
-    idle_bytes_[heap.profile] += bytes;
+    if (heap.on_device) idle_device_bytes_ += bytes;
     block->spare_previous = nullptr;
     block->spare_next = first_spare_;
     if (first_spare_ != nullptr) first_spare_->spare_previous = block;
@@ -250,7 +177,7 @@ void DeviceAllocator::uncache(Block* block) {
     stats_.inactive_split_bytes.decrease(heap.tier, block->bytes);
   }
   if (const std::size_t bytes = spare_bytes(*block); bytes != 0) {
-    idle_bytes_[heap.profile] -= bytes;
+    if (heap.on_device) idle_device_bytes_ -= bytes;
     Block* const next = block->spare_next;
     if (next != nullptr) next->spare_previous = block->spare_previous;
     (block->spare_previous != nullptr ? block->spare_previous->spare_next : first_spare_) = next;
@@ -291,17 +218,17 @@ void DeviceAllocator::apply_advice(Block* block, std::uint8_t profile) {
   block->advice = profile;
   const Segment& segment = *block->segment;
   const Range range{block->address, block->bytes};
-  note_hint(unlocked([&] { return advise(segment, range, profile); }), has_warned_of_advice_,
+  note_hint(locks_.unlocked([&] { return advise(segment, range, profile); }), has_warned_of_advice_,
             "advice");
 }
 
 // What lies beyond the segment's room on the device keeps its place on the host.
 bool DeviceAllocator::advise(const Segment& segment, Range range, std::uint8_t profile) {
   if (!config_.advises) return false;
-  const Advice& advice = profiles_[profile].advice;
+  const Advice& advice = routes_.profile(profile).advice;
   const std::uintptr_t end = range.address + range.bytes;
   std::uintptr_t border = end;
-  if (profiles_[profile].kind == MemoryKind::system && advice.placement == Placement::device)
+  if (routes_.profile(profile).kind == MemoryKind::system && advice.placement == Placement::device)
     border = std::clamp(segment.address + segment.device_bytes, range.address, end);
   const Advice beyond{.placement = Placement::host,
                       .accessed_by_device = true,
@@ -343,7 +270,7 @@ Block* DeviceAllocator::live_block(std::uintptr_t address) {
 }
 
 bool DeviceAllocator::free(std::uintptr_t address) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   Block* block = live_block(address);
   if (block == nullptr) return false;
   const Heap& heap = *block->segment->heap;
@@ -385,7 +312,7 @@ bool DeviceAllocator::poisons(const Block& block) const {
   return config_.poisons && active_pools_.empty() && block.segment->heap->pool == nullptr;
 }
 
-// On the stream whose requests the block serves. With `mutex_`, though the driver may keep the
+// On the stream whose requests the block serves. With `books`, though the driver may keep the
 // caller waiting: nobody gets the block before.
 void DeviceAllocator::poison(const Block& block) {
   if (poisons(block))
@@ -438,7 +365,7 @@ void DeviceAllocator::settle(Block* block) {
 }
 
 bool DeviceAllocator::record_stream(std::uintptr_t address, DeviceStream stream) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   Block* block = live_block(address);
   if (block == nullptr) return false;
   std::vector<DeviceStream>& streams = block->other_streams;
@@ -466,13 +393,7 @@ void DeviceAllocator::wait_for_streams(Block* block) {
     for (std::size_t i = 0; i < streams.size(); ++i)
       events[i] = driver_.record(streams[i].device, streams[i].stream);
   };
-  if (awaits_records_) {
-    record();
-  } else {
-    ++recording_;
-    unlocked(record);
-    if (--recording_ == 0 && awaits_records_) recorded_.notify_one();
-  }
+  locks_.recording(record);
   // No event: the driver or the stream is gone, and the end of the work is unknown, so the block is
   // never reused.
   for (std::size_t i = 0; i < streams.size(); ++i)
@@ -497,7 +418,7 @@ void DeviceAllocator::synchronize_events() {
   ++stats_.num_sync_all_streams;
   for (auto& [stream, events] : std::exchange(pending_events_, {}))
     for (const PendingEvent& pending : events) {
-      unlocked([&] { driver_.wait(pending.event); });
+      locks_.unlocked([&] { driver_.wait(pending.event); });
       if (--pending.block->pending_events == 0) settle(pending.block);
     }
 }
@@ -509,7 +430,7 @@ void DeviceAllocator::finish_deferred() {
 
 bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(locks_.books);
     Block* block = live_block(address);
     if (block == nullptr) return false;
     if (block->tensor_class == tensor_class) return true;
@@ -518,9 +439,9 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
     count_class(*block, true);
     if (!needs_advice(*block)) return true;
   }
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   Block* block = live_block(address);
-  if (block != nullptr && needs_advice(*block)) apply_advice(block, profile_of_class(*block));
+  if (block != nullptr && needs_advice(*block)) apply_advice(block, routes_.profile_of(block->tensor_class));
   return true;
 }
 
@@ -528,34 +449,30 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
 // host because of the budget. A block that shares pages stays too.
 bool DeviceAllocator::needs_advice(const Block& block) const {
   const Heap& heap = *block.segment->heap;
-  const std::uint8_t profile = profile_of_class(block);
-  return heap.tier == Tier::large && block.advice != managed_spill_.profile &&
-         profiles_[profile].kind == profiles_[heap.profile].kind &&
-         takes_advice(profiles_[profile].kind) && block.advice != profile;
-}
-
-std::uint8_t DeviceAllocator::profile_of_class(const Block& block) const {
-  return routes_[class_routes_[static_cast<std::size_t>(block.tensor_class)].large].profile;
+  const std::uint8_t profile = routes_.profile_of(block.tensor_class);
+  return heap.tier == Tier::large && block.advice != routes_.managed_spill_profile() &&
+         routes_.profile(profile).kind == heap.kind &&
+         takes_advice(routes_.profile(profile).kind) && block.advice != profile;
 }
 
 void DeviceAllocator::set_release_listener(std::shared_ptr<ReleaseListener> listener) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   // The old listener is destroyed after the locks are released: it may have to end threads.
   release_listener_.swap(listener);
 }
 
 void DeviceAllocator::set_memory_fraction(double fraction) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   fraction_ = fraction;
 }
 
 double DeviceAllocator::memory_fraction() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   return fraction_;
 }
 
 std::optional<Range> DeviceAllocator::base_allocation(std::uintptr_t address) const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   auto after = segments_.upper_bound(address);
   if (after == segments_.begin()) return std::nullopt;
   const Segment& segment = std::prev(after)->second;
@@ -564,7 +481,7 @@ std::optional<Range> DeviceAllocator::base_allocation(std::uintptr_t address) co
 }
 
 void DeviceAllocator::begin_pool(PoolId id, StreamFilter filter) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   std::unique_ptr<Pool>& pool = pools_[id];
   if (pool == nullptr) {
     pool = std::make_unique<Pool>();
@@ -575,13 +492,13 @@ void DeviceAllocator::begin_pool(PoolId id, StreamFilter filter) {
 }
 
 void DeviceAllocator::end_pool(PoolId id) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   std::erase_if(active_pools_, [&](const ActivePool& active) { return active.id == id; });
   if (active_pools_.empty()) finish_deferred();
 }
 
 void DeviceAllocator::release_pool(PoolId id) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   const auto found = pools_.find(id);
   if (found == pools_.end() || found->second->users == 0) return;
   Pool& pool = *found->second;
@@ -589,28 +506,28 @@ void DeviceAllocator::release_pool(PoolId id) {
 }
 
 DeviceStats DeviceAllocator::stats() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   return stats_;
 }
 
 void DeviceAllocator::reset_peak_stats() {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   stats_.reset_peak();
 }
 
 std::size_t DeviceAllocator::take_peak_bytes() {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   return static_cast<std::size_t>(
       std::exchange(peak_bytes_, stats_.allocated_bytes.all.current));
 }
 
 void DeviceAllocator::reset_accumulated_stats() {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   stats_.reset_accumulated();
 }
 
 std::vector<PoolStats> DeviceAllocator::pool_stats() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   std::vector<PoolStats> all;
   for (const auto& [id, pool] : pools_)
     all.push_back({id, pool->reserved_bytes, pool->allocated_bytes, pool->users > 0});
@@ -618,12 +535,12 @@ std::vector<PoolStats> DeviceAllocator::pool_stats() const {
 }
 
 std::array<KindStats, kKinds> DeviceAllocator::kind_stats() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   return kind_stats_;
 }
 
 std::vector<SegmentSnapshot> DeviceAllocator::segments() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   std::vector<SegmentSnapshot> all;
   for (const auto& [address, segment] : segments_) {
     const Heap& heap = *segment.heap;
@@ -631,7 +548,7 @@ std::vector<SegmentSnapshot> DeviceAllocator::segments() const {
                              .bytes = segment.bytes,
                              .stream = heap.stream,
                              .tier = heap.tier,
-                             .kind = profiles_[heap.profile].kind,
+                             .kind = heap.kind,
                              .pool = heap.pool == nullptr ? PoolId{0, 0} : heap.pool->id,
                              .is_expandable = segment.is_expandable,
                              .blocks = {}};
@@ -644,7 +561,7 @@ std::vector<SegmentSnapshot> DeviceAllocator::segments() const {
 }
 
 void DeviceAllocator::append_live_blocks(std::vector<LiveBlock>& to) const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   for (const auto& [address, segment] : segments_)
     for (const Block* block = segment.first; block != nullptr; block = block->next)
       if (block->state == BlockState::live) to.push_back(live(*block));
@@ -652,7 +569,7 @@ void DeviceAllocator::append_live_blocks(std::vector<LiveBlock>& to) const {
 
 LiveBlock DeviceAllocator::live(const Block& block) const {
   return {block.address,      block.requested_bytes, block.bytes,
-          block.tensor_class, device_,               profiles_[block.segment->heap->profile].kind};
+          block.tensor_class, device_,               block.segment->heap->kind};
 }
 
 }  // namespace umem

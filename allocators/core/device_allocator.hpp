@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
@@ -15,11 +14,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/block.hpp"
 #include "core/driver.hpp"
-#include "core/expandable_segment.hpp"
-#include "core/free_index.hpp"
+#include "core/heap.hpp"
 #include "core/host_copy.hpp"
+#include "core/locks.hpp"
+#include "core/routes.hpp"
 #include "core/statistics.hpp"
 #include "core/types.hpp"
 
@@ -70,95 +69,8 @@ struct SharedLimits {
   }
 };
 
-// The kind of a heap's segments, and the advice that they get.
-struct Profile {
-  MemoryKind kind = MemoryKind::managed;
-  Advice advice;
-
-  bool operator==(const Profile&) const = default;
-};
-
-constexpr bool takes_advice(MemoryKind kind) {
-  return kind == MemoryKind::managed || kind == MemoryKind::system;
-}
-
-constexpr bool resides_on_device(const Profile& profile) {
-  switch (profile.kind) {
-    case MemoryKind::device:
-      return true;
-    case MemoryKind::managed:
-    case MemoryKind::system:
-      return profile.advice.placement != Placement::host;
-    case MemoryKind::pinned:
-      return false;
-  }
-  return false;
-}
-
-// Granularity of blocks of a tier, in size and address.
-constexpr std::size_t step_bytes(Tier tier) {
-  return tier == Tier::small ? kMinBlockBytes : kLargeStepBytes;
-}
-
-// Of Heap::patience: many steps of a training.
-inline constexpr std::uint32_t kLeastPatience = 1U << 16, kMostPatience = 1U << 30;
-
 // Whose free memory may serve another stream: those of the program, or umem's own, too.
 enum class Streams : std::uint8_t { programs, all };
-
-struct Pool;
-
-// The cached blocks of one stream that may serve the same requests. Blocks of 2 MiB or more own
-// their pages, so all classes with one profile share a heap, and activations reuse blocks that
-// gradients leave. Smaller blocks share pages, so each class has its own heap.
-struct Heap {
-  Heap(std::uint8_t profile_number, Tier tier, StreamId stream, Pool* pool)
-      : profile(profile_number),
-        tier(tier),
-        stream(stream),
-        pool(pool),
-        index(step_bytes(tier)) {}
-
-  const std::uint8_t profile;
-  const Tier tier;
-  const StreamId stream;
-  Pool* const pool;  // nullptr: not private
-  FreeIndex index;
-  std::unique_ptr<ExpandableSegment> expandable;  // nullptr: segments are the source's
-  std::vector<Block*> free_aliases;  // not in the index: smaller requests would keep them alive
-  std::vector<Block*> free_borrowed;  // of other streams' segments; not in the index either
-  // Of aliases before they ended, by address; 0: that work has finished.
-  std::unordered_map<std::uintptr_t, EventId> last_uses;
-
-  // Two heaps that take each other's segments in every step would allocate and free without end.
-  // So if a segment is given back for a smaller request of another heap, and this heap then needs
-  // a new one, its segments stay until `patience` such requests have been turned away. Handles pass
-  // between expandable heaps in every step: that takes less time than one use of spilled memory.
-  bool lent = false;
-  std::uint32_t patience = 0;
-  std::uint32_t turned_away = 0;
-  std::uint32_t in_vain = 0;  // requests for which no room was made, see room_was_in_vain()
-
-  void grow_patient() {  // it needs new memory
-    if (!lent) return;
-    lent = false;
-    turned_away = 0;
-    patience = std::clamp(2 * patience, kLeastPatience, kMostPatience);
-  }
-};
-
-// The heaps of one stream, by route number (see DeviceAllocator::Route), made when first used.
-using StreamHeaps = std::vector<std::unique_ptr<Heap>>;
-
-// A private pool: allocations of a captured graph stay reserved until the graph is destroyed.
-struct Pool {
-  PoolId id;
-  std::size_t users = 0;  // begin_pool calls less release_pool calls; 0: its cache may go
-  std::size_t segments = 0;
-  std::size_t reserved_bytes = 0;
-  std::size_t allocated_bytes = 0;
-  std::unordered_map<StreamId, StreamHeaps> heaps;
-};
 
 struct LiveBlock {
   std::uintptr_t address;
@@ -210,12 +122,7 @@ struct PauseReport {
 
 using StreamFilter = std::function<bool(StreamId)>;
 
-// Thread-safe, by two locks. `mutex_` protects the books. `memory_mutex_` is held, from begin to
-// end, by whatever changes which memory the device has: one thread at a time, and it is taken first.
-// Asking the driver for memory, or giving it back, may take seconds, so `mutex_` is released
-// meanwhile (`unlocked`), and other threads use the cache, free and read statistics. So it is while a
-// free records events, which blocks where a stream's queue is full; whoever takes both locks waits
-// until no thread records any.
+// Thread-safe (see Locks).
 class DeviceAllocator {
  public:
   DeviceAllocator(int device, const Config& config, SegmentSource& source, Driver& driver,
@@ -288,44 +195,12 @@ class DeviceAllocator {
   void append_live_blocks(std::vector<LiveBlock>& to) const;
 
   // Both locks, for fork: the child must not inherit one that another thread held.
-  void lock() {
-    memory_mutex_.lock();
-    std::unique_lock lock(mutex_);
-    awaits_records_ = true;
-    recorded_.wait(lock, [this] { return recording_ == 0; });
-    awaits_records_ = false;
-    lock.release();
-  }
-  void unlock() {
-    mutex_.unlock();
-    memory_mutex_.unlock();
-  }
+  void lock() { locks_.lock(); }
+  void unlock() { locks_.unlock(); }
 
  private:
-  using BothLocks = std::lock_guard<DeviceAllocator>;
+  using BothLocks = std::lock_guard<Locks>;
 
-  // Makes a call that may take long, for a thread that holds `mutex_`, without it.
-  // Afterwards cached blocks may be used, live ones freed, and neighbours merged: only segments, and
-  // blocks that are neither live nor in a heap, are what they were.
-  template <class Call>
-  auto unlocked(Call&& call) {
-    struct Relock {
-      std::mutex& mutex;
-      ~Relock() { mutex.lock(); }
-    };
-    mutex_.unlock();
-    const Relock relock{mutex_};
-    return call();
-  }
-
-  // The route of requests of one class and size range: each stream and pool has a heap per route.
-  struct Route {
-    std::uint8_t profile;
-    Tier tier;
-  };
-  struct ClassRoutes {
-    std::uint8_t device_small, device_large, small, large;  // numbers into routes_
-  };
   struct ActivePool {
     PoolId id;
     StreamFilter filter;
@@ -335,10 +210,6 @@ class DeviceAllocator {
     Block* block;
   };
   using EventQueues = std::map<DeviceStream, std::deque<PendingEvent>>;  // each in stream order
-  // Heaps on the host for what the budget keeps off the device.
-  struct SpillRoutes {
-    std::uint8_t profile = 0, small = 0, large = 0;  // the latter are numbers into routes_
-  };
   // Cached memory that can go back: a whole segment, or whole handles of a cached block.
   struct Spare {
     Block* block;
@@ -396,12 +267,6 @@ class DeviceAllocator {
     std::vector<Run> mapped;
   };
 
-  std::uint8_t profile_number(Profile profile);
-  std::uint8_t route_number(Route route);
-  std::uint8_t add_route(Route route);
-  std::uint8_t route_for(TensorClass tensor_class, std::size_t bytes) const;
-  bool take_device_room(TensorClass tensor_class, std::size_t bytes);
-
   void* serve(Request request, Shortage& shortage);
   std::pair<Heap*, std::size_t> heap_and_bytes_for(Request& request);
   Pool* pool_for(StreamId stream);
@@ -441,20 +306,17 @@ class DeviceAllocator {
   std::size_t used_bytes(const Heap& heap) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
   void prepare(Segment& segment);
-  bool reserve(const Profile& profile, std::size_t bytes, Shortage& shortage);
+  bool reserve(const Heap& heap, std::size_t bytes, Shortage& shortage);
   void release_reserve(MemoryKind kind, std::size_t bytes);
   std::size_t excess_bytes(std::size_t more_bytes) const;
-  bool over_budget(const Profile& profile, std::size_t bytes) const;
+  bool over_budget(const Heap& heap, std::size_t bytes) const;
   bool waiting_helps(const Attempt& attempt) const;
   std::vector<Spare> movable_spares(const Range& growth) const;
   std::size_t movable_bytes(const Range& growth) const;
   bool make_room(Heap& heap, std::size_t bytes, std::size_t excess, const Range& growth);
   bool room_was_in_vain(const Heap& heap, std::size_t bytes) const;
-  std::size_t idle_device_bytes() const;
   void trim_to_budget(std::size_t more_bytes);
   void count_page_tables(std::size_t more_locked_bytes = 0);
-  std::uint8_t profile_of_class(const Block& block) const;
-  bool is_spill(const Heap& heap) const;
   bool unspilled(const Block& block) const;
   bool needs_advice(const Block& block) const;
   void count_unspilled(const Block& block, bool on_device);
@@ -536,17 +398,9 @@ class DeviceAllocator {
   Driver& driver_;
   SharedLimits& limits_;
 
-  std::mutex memory_mutex_;
-  mutable std::mutex mutex_;
-  std::condition_variable recorded_;
-  std::size_t recording_ = 0;    // threads that record events without `mutex_`
-  bool awaits_records_ = false;  // a thread waits for their end: others record with `mutex_`
+  mutable Locks locks_;
   bool cache_closed_ = false;  // the device is being paused or resumed: allocations wait
-  std::vector<Profile> profiles_;
-  std::vector<Route> routes_;
-  std::array<ClassRoutes, kClasses> class_routes_{};
-  SpillRoutes managed_spill_, pinned_spill_;
-  std::array<std::size_t, kClasses> device_room_{};
+  Routes routes_;
 
   std::unordered_map<std::uintptr_t, Block> blocks_;    // by address: live, pending and cached
   std::map<std::uintptr_t, Segment> segments_;          // by address
@@ -563,7 +417,7 @@ class DeviceAllocator {
   DeviceStats stats_;
   std::array<KindStats, kKinds> kind_stats_{};
   Block* first_spare_ = nullptr;         // of a list: looking for spares must not take long
-  std::vector<std::size_t> idle_bytes_;  // of all spares, by profile
+  std::size_t idle_device_bytes_ = 0;    // of all spares on the device
   std::optional<VirtualMemory*> virtual_memory_;  // none: not asked for yet
   MovingHandles moving_;                 // without handles but while room is made
   std::size_t budget_bytes_;             // 0: no budget

@@ -59,7 +59,7 @@ Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth
     take_out(all.back().block, *source);
     if (is_whole) all.pop_back();
   }
-  const bool is_mapped = unlocked([&] {
+  const bool is_mapped = locks_.unlocked([&] {
     if (event != 0) driver_.wait(event);
     return expandable.map_alias(*plan);
   });

@@ -39,11 +39,11 @@ std::size_t DeviceAllocator::large_handle_bytes() const {
 // Whether the heap has, or now gets, an expandable segment. Memory of graphs has segments of its
 // own: it stays where it is until the graph is gone.
 bool DeviceAllocator::can_expand(Heap& heap) {
-  if (heap.pool != nullptr || profiles_[heap.profile].kind != MemoryKind::device ||
+  if (heap.pool != nullptr || heap.kind != MemoryKind::device ||
       virtual_memory() == nullptr)
     return false;
   if (heap.expandable == nullptr)
-    heap.expandable = unlocked([&] {
+    heap.expandable = locks_.unlocked([&] {
       const std::size_t total_bytes = driver_.memory(device_).total_bytes;
       const bool is_small = heap.tier == Tier::small;
       return ExpandableSegment::reserve(*virtual_memory(), device_, kGrowthPerByte * total_bytes,
@@ -97,7 +97,7 @@ Range DeviceAllocator::growth_for(Heap& heap, std::size_t bytes) {
 
 // Maps `growth` as cached memory; handles that were given back for it are used first.
 bool DeviceAllocator::expand(Heap& heap, const Range& growth, Shortage& shortage) {
-  if (!reserve(profiles_[heap.profile], growth.bytes, shortage)) {
+  if (!reserve(heap, growth.bytes, shortage)) {
     release_moving();
     return false;
   }
@@ -107,7 +107,7 @@ bool DeviceAllocator::expand(Heap& heap, const Range& growth, Shortage& shortage
     shortage.limit = Shortage::Limit::source;
     return false;
   }
-  if (!unlocked([&] {
+  if (!locks_.unlocked([&] {
         if (last_use != 0) driver_.wait(last_use);
         return heap.expandable->map(growth, moving_);
       })) {
@@ -253,21 +253,21 @@ void DeviceAllocator::remove_mapped(Block* block, const Range& gone) {
 
 // Gives handles back that found no place.
 void DeviceAllocator::release_moving() {
-  if (!moving_.handles.empty()) unlocked([&] { release(*virtual_memory(), moving_); });
+  if (!moving_.handles.empty()) locks_.unlocked([&] { release(*virtual_memory(), moving_); });
 }
 
 bool DeviceAllocator::add_peer(int peer) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   if (virtual_memory() == nullptr) return true;
   std::vector<Range> mapped;
   for (const auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& heap : heaps)
       if (heap != nullptr && heap->expandable != nullptr) heap->expandable->append_mapped(mapped);
-  return unlocked([&] { return virtual_memory()->add_peer(device_, peer, mapped); });
+  return locks_.unlocked([&] { return virtual_memory()->add_peer(device_, peer, mapped); });
 }
 
 void DeviceAllocator::stop_mapping() {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   virtual_memory_ = nullptr;
   gather_free_memory();
   if (active_pools_.empty()) release_spares(spares());

@@ -67,15 +67,15 @@ Block* DeviceAllocator::try_ending_aliases(Attempt& attempt) {
 // weights that were loaded beyond the budget leave it when others take their place on the device.
 Block* DeviceAllocator::try_spilled_before(Attempt& attempt) {
   const Heap& heap = attempt.heap;
-  if (profiles_[heap.profile].kind != MemoryKind::pinned || heap.tier != Tier::large ||
-      is_spill(heap))
+  if (heap.kind != MemoryKind::pinned || heap.tier != Tier::large ||
+      routes_.is_spill(heap))
     return nullptr;
-  return take_cached(heap_for(pinned_spill_.large, heap.stream, heap.pool), attempt.bytes);
+  return take_cached(heap_for(routes_.large_pinned_spill(), heap.stream, heap.pool), attempt.bytes);
 }
 
 // Whether new memory for a request would exceed the budget.
 bool DeviceAllocator::exceeds_budget(const Attempt& attempt) const {
-  return over_budget(profiles_[attempt.heap.profile], attempt.new_bytes());
+  return over_budget(attempt.heap, attempt.new_bytes());
 }
 
 Block* DeviceAllocator::try_mapping(Attempt& attempt) {
@@ -175,11 +175,8 @@ Block* DeviceAllocator::try_spilling(Attempt& attempt) {
 // A block on the host.
 Block* DeviceAllocator::spill(Attempt& attempt) {
   const Heap& heap = attempt.heap;
-  const bool managed =
-      config_.classes[static_cast<std::size_t>(attempt.tensor_class)].kind == MemoryKind::managed;
-  const SpillRoutes& routes = managed ? managed_spill_ : pinned_spill_;
-  Heap& on_host =
-      heap_for(heap.tier == Tier::small ? routes.small : routes.large, heap.stream, heap.pool);
+  Heap& on_host = heap_for(routes_.spill_route_for(attempt.tensor_class, heap.tier), heap.stream,
+                           heap.pool);
   if (Block* block = take_cached(on_host, attempt.bytes)) return block;
   return new_segment(on_host, attempt.bytes, attempt.shortage);
 }
@@ -228,7 +225,7 @@ Block* DeviceAllocator::try_spilling_from_full_device(Attempt& attempt) {
   const Shortage& shortage = attempt.shortage;
   const bool device_is_full = attempt.has_emptied_cache && !shortage.over_budget &&
                               shortage.limit == Shortage::Limit::source && budget_bytes_ != 0 &&
-                              resides_on_device(profiles_[attempt.heap.profile]);
+                              attempt.heap.on_device;
   return device_is_full ? spill(attempt) : nullptr;
 }
 

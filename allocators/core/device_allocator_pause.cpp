@@ -45,7 +45,7 @@ class FlagSet {
 
 PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
   std::unique_ptr<HostCopy> copy;  // after a failure it is freed without the locks
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   const std::string gpu = "GPU " + std::to_string(device_);
   if (paused_ != nullptr)
     throw PauseError(gpu + " is paused already: call umem.resume() before the next umem.pause()");
@@ -53,7 +53,7 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
     throw PauseError("a CUDA graph is being captured on " + gpu +
                      ", or a memory pool is in use: call umem.pause() after that");
   const FlagSet closed(cache_closed_);
-  if (!unlocked([&] { return driver_.synchronize(device_); }))
+  if (!locks_.unlocked([&] { return driver_.synchronize(device_); }))
     throw PauseError("the work of " + gpu +
                      " cannot be waited for: an earlier CUDA call of the program has failed, or a "
                      "CUDA graph is being captured, or this process is a forked child");
@@ -69,16 +69,16 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
     if (segment.is_expandable)
       append_ranges(
           segment, [](const Block& block) { return block.state != BlockState::cached; }, live);
-    else if (takes_advice(profiles_[segment.heap->profile].kind))
+    else if (takes_advice(segment.heap->kind))
       // What the budget has left on the host is there already.
       append_ranges(
           segment,
-          [&](const Block& block) { return !is_spill(*segment.heap) || unspilled(block); },
+          [&](const Block& block) { return !routes_.is_spill(*segment.heap) || unspilled(block); },
           managed);
   }
   const std::size_t copy_bytes = total_bytes(live);
   // Of managed memory no more can be on the device.
-  const MemoryInfo memory = unlocked([&] { return driver_.memory(device_); });
+  const MemoryInfo memory = locks_.unlocked([&] { return driver_.memory(device_); });
   const std::size_t most_evicted_bytes = std::min(total_bytes(managed), memory.total_bytes);
   if (copy_bytes + most_evicted_bytes > host_available_bytes)
     throw PauseError("umem.pause() needs up to " + format_bytes(copy_bytes + most_evicted_bytes) +
@@ -86,11 +86,11 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
                      format_bytes(host_available_bytes) +
                      " are available: free tensors or host memory before");
   copy = std::make_unique<HostCopy>(device_, source_, driver_, limits_.pinned);
-  if (!unlocked([&] { return copy->allocate(copy_bytes); }))
+  if (!locks_.unlocked([&] { return copy->allocate(copy_bytes); }))
     throw PauseError("the host has no memory for the " + format_bytes(copy_bytes) +
                      " that are on " + gpu + ": free tensors or host memory before umem.pause()");
   const auto save = [&](const Range& range) { return copy->save(range); };
-  if (!unlocked([&] { return std::all_of(live.begin(), live.end(), save); }))
+  if (!locks_.unlocked([&] { return std::all_of(live.begin(), live.end(), save); }))
     throw PauseError("the memory of " + gpu +
                      " cannot be copied to the host: an earlier CUDA call of the program has "
                      "failed");
@@ -98,7 +98,7 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
     if (std::exchange(segment.is_alias, false))
       segment.heap->expandable->keep_alias({segment.address, segment.bytes});
   const std::vector<Run> runs = mapped_runs();
-  unlocked([&] {
+  locks_.unlocked([&] {
     for (const Run& run : runs) run.heap->expandable->unmap(run.range, moving_);
   });
   for (const Run& run : runs) count_unmapped(*run.heap, run.range.bytes);
@@ -110,7 +110,7 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
                      .kept_bytes = held_bytes + page_table_bytes_,
                      .evicted_bytes = 0,
                      .host_bytes = paused_->bytes()};
-  unlocked([&] {
+  locks_.unlocked([&] {
     for (const Range& range : managed)
       (config_.prefetches && driver_.evict(device_, range) ? report.evicted_bytes
                                                            : report.kept_bytes) += range.bytes;
@@ -127,7 +127,7 @@ std::vector<DeviceAllocator::Run> DeviceAllocator::mapped_runs() const {
 }
 
 void DeviceAllocator::resume() {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   const std::string gpu = "GPU " + std::to_string(device_);
   if (paused_ == nullptr)
     throw PauseError(gpu + " is not paused: call umem.pause() before umem.resume()");
@@ -141,7 +141,7 @@ void DeviceAllocator::resume() {
   const std::vector<Run> runs = mapped_runs();
   std::size_t bytes = 0;
   for (const Run& run : runs) bytes += run.range.bytes;
-  unlocked([&] {
+  locks_.unlocked([&] {
     std::size_t mapped = 0;
     const auto stay_paused = [&](const std::string& reason) {
       for (std::size_t i = 0; i < mapped; ++i)
@@ -162,7 +162,7 @@ void DeviceAllocator::resume() {
   });
   for (const Run& run : runs) count_mapped(*run.heap, run.range.bytes);
   others_locked_bytes_ -= static_cast<std::ptrdiff_t>(paused_->pinned_bytes());
-  unlocked([copy = std::move(paused_)]() mutable { copy.reset(); });
+  locks_.unlocked([copy = std::move(paused_)]() mutable { copy.reset(); });
   count_page_tables();
   bring_back();
 }
@@ -172,23 +172,23 @@ void DeviceAllocator::resume() {
 void DeviceAllocator::bring_back() {
   std::vector<Range> ranges;
   for (const auto& [address, segment] : segments_) {
-    if (!takes_advice(profiles_[segment.heap->profile].kind)) continue;
+    if (!takes_advice(segment.heap->kind)) continue;
     append_ranges(
         segment,
         [this](const Block& block) {
           return block.state != BlockState::cached && block.advice != kMixedAdvice &&
-                 profiles_[block.advice].advice.placement == Placement::device;
+                 routes_.profile(block.advice).advice.placement == Placement::device;
         },
         ranges);
   }
   for (const Range& range : ranges)
     note_hint(
-        unlocked([&] { return config_.prefetches && driver_.populate(device_, range); }),
+        locks_.unlocked([&] { return config_.prefetches && driver_.populate(device_, range); }),
         has_warned_of_prefetch_, "prefetch");
 }
 
 bool DeviceAllocator::is_paused() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   return paused_ != nullptr;
 }
 

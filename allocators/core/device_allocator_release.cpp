@@ -31,11 +31,11 @@ std::vector<DeviceAllocator::Spare> DeviceAllocator::spares() const {
 }
 
 bool DeviceAllocator::on_device(const Spare& spare) const {
-  return resides_on_device(profiles_[spare.block->segment->heap->profile]);
+  return spare.block->segment->heap->on_device;
 }
 
 void DeviceAllocator::empty_cache() {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   if (!active_pools_.empty()) return;  // freeing a segment would break a capture
   synchronize_events();
   gather_free_memory();
@@ -55,7 +55,7 @@ void DeviceAllocator::release_spares(std::vector<Spare> spares) {
   std::erase_if(pools_, [](const auto& entry) {
     return entry.second->users == 0 && entry.second->segments == 0;
   });
-  unlocked([&] { give_back(leaving); });
+  locks_.unlocked([&] { give_back(leaving); });
 }
 
 // An event behind all that may still use free memory of these streams; 0 where it cannot be waited
@@ -75,19 +75,19 @@ EventId DeviceAllocator::record_use(const std::set<StreamId>& owners) {
 }
 
 void DeviceAllocator::add_own_stream(StreamId stream) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   own_streams_.insert(stream);
 }
 
 // The driver's memory is freed behind the work of all streams. Unmapping handles and freeing the
 // system's memory wait for nothing: returns an event behind what may use it, to be waited for, and
-// leaves out what cannot be waited for. With `mutex_`: nobody may take the memory from the
+// leaves out what cannot be waited for. With the lock: nobody may take the memory from the
 // cache behind the event that is recorded here, and what cannot be waited for stays there.
 EventId DeviceAllocator::record_work(std::vector<Spare>& spares) {
   const auto needs_event = [&](const Spare& spare) {
     const Segment& segment = *spare.block->segment;
     return segment.is_expandable ||
-           profiles_[segment.heap->profile].kind == MemoryKind::system;
+           segment.heap->kind == MemoryKind::system;
   };
   const auto owner = [](const Spare& spare) { return spare.block->segment->heap->stream; };
   std::erase_if(spares, [&](const Spare& spare) {
@@ -106,17 +106,16 @@ EventId DeviceAllocator::record_work(std::vector<Spare>& spares) {
 void DeviceAllocator::take_out_segment(Block* block, LeavingMemory& leaving) {
   const Segment& segment = *block->segment;
   Heap& heap = *segment.heap;
-  const Profile& profile = profiles_[heap.profile];
   uncache(block);
   append_piece(segment, leaving);
   ++stats_.num_device_free;
   stats_.segment.decrease(heap.tier, 1);
   stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
-  KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
+  KindStats& kind = kind_stats_[static_cast<std::size_t>(heap.kind)];
   kind.reserved_bytes -= segment.bytes;
-  if (is_spill(heap)) kind.spilled_bytes -= segment.bytes;
-  if (profile.kind == MemoryKind::pinned) count_page_tables();
-  if (resides_on_device(profile)) stats_.budget_bytes.decrease(segment.raw_bytes);
+  if (routes_.is_spill(heap)) kind.spilled_bytes -= segment.bytes;
+  if (heap.kind == MemoryKind::pinned) count_page_tables();
+  if (heap.on_device) stats_.budget_bytes.decrease(segment.raw_bytes);
   system_bytes_ -= segment.device_bytes;
   if (heap.pool != nullptr) {
     --heap.pool->segments;
@@ -130,7 +129,7 @@ void DeviceAllocator::take_out_segment(Block* block, LeavingMemory& leaving) {
 // Device memory is never moved and need not be announced; pinned memory may be the target of
 // copies.
 void DeviceAllocator::append_piece(const Segment& segment, LeavingMemory& leaving) const {
-  const MemoryKind kind = profiles_[segment.heap->profile].kind;
+  const MemoryKind kind = segment.heap->kind;
   leaving.pieces.push_back({kind, segment.raw, segment.raw_bytes});
   if (kind != MemoryKind::device) leaving.announced.push_back({segment.address, segment.bytes});
 }

@@ -54,21 +54,17 @@ std::size_t take_least(std::vector<Spare> from, std::size_t bytes, std::vector<S
 
 }  // namespace
 
-bool DeviceAllocator::is_spill(const Heap& heap) const {
-  return heap.profile == managed_spill_.profile || heap.profile == pinned_spill_.profile;
-}
-
 std::vector<LiveBlock> DeviceAllocator::unspill() {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   const auto may_move = [this](const Block& block) {
-    const Profile& profile = profiles_[profile_of_class(block)];
-    return block.state == BlockState::live && block.advice == managed_spill_.profile &&
+    const Profile& profile = routes_.profile(routes_.profile_of(block.tensor_class));
+    return block.state == BlockState::live && block.advice == routes_.managed_spill_profile() &&
            profile.kind == MemoryKind::managed && resides_on_device(profile);
   };
   std::vector<std::uintptr_t> spilled;
   for (const auto& [address, segment] : segments_) {
     const Heap& heap = *segment.heap;
-    if (heap.profile != managed_spill_.profile || heap.tier != Tier::large) continue;
+    if (heap.profile != routes_.managed_spill_profile() || heap.tier != Tier::large) continue;
     for (const Block* block = segment.first; block != nullptr; block = block->next)
       if (may_move(*block)) spilled.push_back(block->address);
   }
@@ -78,13 +74,13 @@ std::vector<LiveBlock> DeviceAllocator::unspill() {
     if (block == nullptr || !may_move(*block)) continue;  // freed during an earlier block's call
     moved.push_back(live(*block));
     count_unspilled(*block, true);
-    apply_advice(block, profile_of_class(*block));
+    apply_advice(block, routes_.profile_of(block->tensor_class));
   }
   return moved;
 }
 
 bool DeviceAllocator::unspilled(const Block& block) const {
-  const std::uint8_t spilled = managed_spill_.profile;
+  const std::uint8_t spilled = routes_.managed_spill_profile();
   return block.segment->heap->profile == spilled && block.advice != spilled;
 }
 
@@ -107,8 +103,8 @@ std::size_t DeviceAllocator::excess_bytes(std::size_t more_bytes) const {
   return budget_bytes_ == 0 || bytes <= budget_bytes_ ? 0 : bytes - budget_bytes_;
 }
 
-bool DeviceAllocator::over_budget(const Profile& profile, std::size_t bytes) const {
-  return resides_on_device(profile) && excess_bytes(bytes) != 0;
+bool DeviceAllocator::over_budget(const Heap& heap, std::size_t bytes) const {
+  return heap.on_device && excess_bytes(bytes) != 0;
 }
 
 // Whether a request beyond the budget can be served when other streams have finished: from a block
@@ -133,7 +129,7 @@ bool DeviceAllocator::waiting_helps(const Attempt& attempt) const {
       if (block->state == BlockState::cached) idle_bytes += spare_bytes(*block);
     }
     serves = serves || (segment.heap == &heap && run.bytes >= bytes);
-    if (pool_in_use(segment) || !resides_on_device(profiles_[segment.heap->profile])) return;
+    if (pool_in_use(segment) || !segment.heap->on_device) return;
     const std::size_t freed = spare_bytes(segment, run) - idle_bytes;
     freed_bytes += freed;
     if (segment.heap == &heap && segment.is_expandable) freed_of_heap += freed;
@@ -171,7 +167,7 @@ std::size_t DeviceAllocator::movable_bytes(const Range& growth) const {
 // given back.
 bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t excess,
                                 const Range& growth) {
-  if (excess > idle_device_bytes()) return false;
+  if (excess > idle_device_bytes_) return false;
   if (room_was_in_vain(heap, bytes)) {
     if (++heap.in_vain < kLeastPatience) return false;
     heap.in_vain = 0;
@@ -224,18 +220,10 @@ bool DeviceAllocator::room_was_in_vain(const Heap& heap, std::size_t bytes) cons
   return taken >= kMostInVain;
 }
 
-// What giving back all spares would free on the device, at most.
-std::size_t DeviceAllocator::idle_device_bytes() const {
-  std::size_t bytes = 0;
-  for (std::size_t i = 0; i < profiles_.size(); ++i)
-    if (resides_on_device(profiles_[i])) bytes += idle_bytes_[i];
-  return bytes;
-}
-
-// Counts `bytes` of a profile against every limit, or returns the limit that they would exceed.
-bool DeviceAllocator::reserve(const Profile& profile, std::size_t bytes, Shortage& shortage) {
+// Counts `bytes` for a heap against every limit. False beyond one.
+bool DeviceAllocator::reserve(const Heap& heap, std::size_t bytes, Shortage& shortage) {
   if (fraction_ < 1.0) {
-    const MemoryInfo memory = unlocked([&] { return driver_.memory(device_); });
+    const MemoryInfo memory = locks_.unlocked([&] { return driver_.memory(device_); });
     const auto limit =
         static_cast<std::size_t>(fraction_ * static_cast<double>(memory.total_bytes));
     if (static_cast<std::size_t>(stats_.reserved_bytes.all.current) + bytes > limit) {
@@ -243,12 +231,12 @@ bool DeviceAllocator::reserve(const Profile& profile, std::size_t bytes, Shortag
       return false;
     }
   }
-  if (over_budget(profile, bytes)) {  // by what alignment costs
+  if (over_budget(heap, bytes)) {  // by what alignment costs
     shortage.limit = Shortage::Limit::device_budget;
     return false;
   }
-  if (SharedLimit* limit = limits_.of(profile.kind); limit != nullptr && !limit->take(bytes)) {
-    shortage.limit = profile.kind == MemoryKind::managed ? Shortage::Limit::managed
+  if (SharedLimit* limit = limits_.of(heap.kind); limit != nullptr && !limit->take(bytes)) {
+    shortage.limit = heap.kind == MemoryKind::managed ? Shortage::Limit::managed
                                                          : Shortage::Limit::pinned;
     return false;
   }
@@ -261,7 +249,7 @@ void DeviceAllocator::release_reserve(MemoryKind kind, std::size_t bytes) {
 
 std::size_t DeviceAllocator::segment_bytes_for(const Heap& heap, std::size_t bytes) const {
   const std::size_t standard_bytes = standard_segment_bytes(heap.tier, bytes);
-  if (profiles_[heap.profile].kind != MemoryKind::pinned) return standard_bytes;
+  if (heap.kind != MemoryKind::pinned) return standard_bytes;
   // At most as much again as is in use: page-locked memory is lost to the host.
   const std::size_t grown_bytes = std::min(used_bytes(heap), kMostPinnedSegmentBytes);
   return std::max(standard_bytes, grown_bytes / kPageBytes * kPageBytes);
@@ -278,23 +266,22 @@ std::size_t DeviceAllocator::used_bytes(const Heap& heap) const {
 }
 
 Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& shortage) {
-  const Profile& profile = profiles_[heap.profile];
   const std::size_t least_bytes = round_up(bytes, kPageBytes);
   std::size_t segment_bytes = segment_bytes_for(heap, bytes);
-  if (over_budget(profile, segment_bytes)) segment_bytes = least_bytes;
+  if (over_budget(heap, segment_bytes)) segment_bytes = least_bytes;
 
   const auto take = [&](std::size_t raw_bytes) -> void* {
-    if (!reserve(profile, raw_bytes, shortage)) return nullptr;
+    if (!reserve(heap, raw_bytes, shortage)) return nullptr;
     void* raw = nullptr;
     try {
-      raw = unlocked([&] { return source_.allocate(profile.kind, device_, raw_bytes); });
+      raw = locks_.unlocked([&] { return source_.allocate(heap.kind, device_, raw_bytes); });
     } catch (...) {
-      release_reserve(profile.kind, raw_bytes);
+      release_reserve(heap.kind, raw_bytes);
       throw;
     }
     if (raw == nullptr) {
       shortage.limit = Shortage::Limit::source;
-      release_reserve(profile.kind, raw_bytes);
+      release_reserve(heap.kind, raw_bytes);
     }
     return raw;
   };
@@ -303,8 +290,8 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
     raw_bytes = wanted_bytes;
     void* raw = take(raw_bytes);
     if (raw == nullptr || reinterpret_cast<std::uintptr_t>(raw) % kPageBytes == 0) return raw;
-    unlocked([&] { source_.deallocate(profile.kind, device_, raw, raw_bytes); });
-    release_reserve(profile.kind, raw_bytes);
+    locks_.unlocked([&] { source_.deallocate(heap.kind, device_, raw, raw_bytes); });
+    release_reserve(heap.kind, raw_bytes);
     raw_bytes = wanted_bytes + kPageBytes;  // sources guarantee 256 bytes
     return take(raw_bytes);
   };
@@ -323,7 +310,7 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
                 .raw_bytes = raw_bytes,
                 .heap = &heap};
   prepare(fresh);
-  if (profile.kind == MemoryKind::pinned) count_page_tables(segment_bytes);
+  if (heap.kind == MemoryKind::pinned) count_page_tables(segment_bytes);
 
   // From here on the lock is held: the block is in no heap until it is handed out.
   Segment& segment = segments_[address] = fresh;
@@ -337,10 +324,10 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   ++stats_.num_device_alloc;
   stats_.segment.increase(heap.tier, 1);
   stats_.reserved_bytes.increase(heap.tier, segment_bytes);
-  KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
+  KindStats& kind = kind_stats_[static_cast<std::size_t>(heap.kind)];
   kind.reserved_bytes += segment_bytes;
-  if (is_spill(heap)) kind.spilled_bytes += segment_bytes;
-  if (resides_on_device(profile)) stats_.budget_bytes.increase(raw_bytes);
+  if (routes_.is_spill(heap)) kind.spilled_bytes += segment_bytes;
+  if (heap.on_device) stats_.budget_bytes.increase(raw_bytes);
   system_bytes_ += segment.device_bytes;
   heap.grow_patient();
   if (heap.pool != nullptr) {
@@ -353,10 +340,10 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
 
 // Gives the pages of a segment that is not in the books yet their advice and their home.
 void DeviceAllocator::prepare(Segment& segment) {
-  const Profile& profile = profiles_[segment.heap->profile];
+  const Profile& profile = routes_.profile(segment.heap->profile);
   const Range range{segment.address, segment.bytes};
   bool is_advised = true, is_populated = true;
-  unlocked([&] {
+  locks_.unlocked([&] {
     if (profile.kind == MemoryKind::system)
       segment.device_bytes = std::min(segment.bytes, room_beside_headroom());
     if (takes_advice(profile.kind) && profile.advice != Advice{})
@@ -379,13 +366,13 @@ std::size_t DeviceAllocator::room_beside_headroom() const {
 }
 
 void DeviceAllocator::set_device_budget(std::size_t bytes) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   budget_bytes_ = bytes;
   trim_to_budget(0);
 }
 
 void DeviceAllocator::count_page_locked(std::ptrdiff_t bytes) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   others_locked_bytes_ += bytes;
   count_page_tables();
 }

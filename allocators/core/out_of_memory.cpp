@@ -9,7 +9,7 @@ std::string DeviceAllocator::budget_use() const {
   std::array<std::size_t, kClasses> of_class{};
   std::size_t cached_bytes = 0;
   for (const auto& [address, segment] : segments_) {
-    if (!resides_on_device(profiles_[segment.heap->profile])) continue;
+    if (!segment.heap->on_device) continue;
     for (const Block* block = segment.first; block != nullptr; block = block->next)
       (block->state == BlockState::cached
            ? cached_bytes
@@ -26,7 +26,7 @@ std::string DeviceAllocator::budget_use() const {
 void DeviceAllocator::throw_out_of_memory(std::size_t bytes, TensorClass tensor_class,
                                           Shortage shortage) {
   const MemoryInfo memory = driver_.memory(device_);
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   ++stats_.num_ooms;
   const auto held = [](const Stat& stat) {
     return format_bytes(static_cast<std::size_t>(stat.current));
