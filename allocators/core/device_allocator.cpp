@@ -126,72 +126,9 @@ Block* DeviceAllocator::take(Heap& heap, Block* block, std::size_t bytes) {
     count_active(*block, false);
     return block;
   }
-  uncache(block);
-  cut(block, bytes);
+  segments_.uncache(block);
+  segments_.cut(block, bytes);
   return block;
-}
-
-// Leaves `bytes` in the block, and the rest in a cached block after it.
-void DeviceAllocator::cut(Block* block, std::size_t bytes) {
-  if (block->bytes != bytes) cache(split(block, bytes));
-}
-
-// Leaves `bytes` in the block. Returns the rest, which is in no index.
-Block* DeviceAllocator::split(Block* block, std::size_t bytes) {
-  const std::uintptr_t address = block->address + bytes;
-  Block& rest = blocks_[address];
-  rest.address = address;
-  rest.bytes = block->bytes - bytes;
-  rest.segment = block->segment;
-  rest.advice = block->advice;
-  rest.previous = block;
-  rest.next = block->next;
-  (rest.next != nullptr ? rest.next->previous : rest.segment->last) = &rest;
-  block->next = &rest;
-  block->bytes = bytes;
-  return &rest;
-}
-
-void DeviceAllocator::cache(Block* block) {
-  Heap& heap = *block->segment->heap;
-  block->state = BlockState::cached;
-  heap.index.insert(block);
-  if (block->is_split()) {
-    stats_.inactive_split.increase(heap.tier, 1);
-    stats_.inactive_split_bytes.increase(heap.tier, block->bytes);
-  }
-  if (const std::size_t bytes = spare_bytes(*block); bytes != 0) {
-    if (heap.on_device) idle_device_bytes_ += bytes;
-    block->spare_previous = nullptr;
-    block->spare_next = first_spare_;
-    if (first_spare_ != nullptr) first_spare_->spare_previous = block;
-    first_spare_ = block;
-  }
-}
-
-void DeviceAllocator::uncache(Block* block) {
-  Heap& heap = *block->segment->heap;
-  heap.index.remove(block);
-  if (block->is_split()) {
-    stats_.inactive_split.decrease(heap.tier, 1);
-    stats_.inactive_split_bytes.decrease(heap.tier, block->bytes);
-  }
-  if (const std::size_t bytes = spare_bytes(*block); bytes != 0) {
-    if (heap.on_device) idle_device_bytes_ -= bytes;
-    Block* const next = block->spare_next;
-    if (next != nullptr) next->spare_previous = block->spare_previous;
-    (block->spare_previous != nullptr ? block->spare_previous->spare_next : first_spare_) = next;
-  }
-}
-
-// Merges two adjacent blocks that are in no index.
-Block* DeviceAllocator::merge(Block* left, Block* right) {
-  if (left->advice != right->advice) left->advice = kMixedAdvice;
-  left->bytes += right->bytes;
-  left->next = right->next;
-  (left->next != nullptr ? left->next->previous : left->segment->last) = left;
-  blocks_.erase(right->address);
-  return left;
 }
 
 void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
@@ -263,15 +200,9 @@ void DeviceAllocator::count_class(const Block& block, bool born) {
   }
 }
 
-Block* DeviceAllocator::live_block(std::uintptr_t address) {
-  const auto found = blocks_.find(address);
-  return found == blocks_.end() || found->second.state != BlockState::live ? nullptr
-                                                                           : &found->second;
-}
-
 bool DeviceAllocator::free(std::uintptr_t address) {
   const std::lock_guard lock(locks_.books);
-  Block* block = live_block(address);
+  Block* block = segments_.live_block(address);
   if (block == nullptr) return false;
   const Heap& heap = *block->segment->heap;
   stats_.allocation.decrease(heap.tier, 1);
@@ -352,21 +283,12 @@ void DeviceAllocator::settle(Block* block) {
     return;
   }
   if (unspilled(*block)) count_unspilled(*block, false);  // what is next in its place is spilled
-  if (Block* next = block->next; next != nullptr && next->state == BlockState::cached) {
-    uncache(next);
-    merge(block, next);
-  }
-  if (Block* previous = block->previous;
-      previous != nullptr && previous->state == BlockState::cached) {
-    uncache(previous);
-    block = merge(previous, block);
-  }
-  cache(block);
+  segments_.put_back(block);
 }
 
 bool DeviceAllocator::record_stream(std::uintptr_t address, DeviceStream stream) {
   const std::lock_guard lock(locks_.books);
-  Block* block = live_block(address);
+  Block* block = segments_.live_block(address);
   if (block == nullptr) return false;
   std::vector<DeviceStream>& streams = block->other_streams;
   if (stream != DeviceStream{device_, user_of(*block).stream} &&
@@ -431,7 +353,7 @@ void DeviceAllocator::finish_deferred() {
 bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
   {
     const std::lock_guard lock(locks_.books);
-    Block* block = live_block(address);
+    Block* block = segments_.live_block(address);
     if (block == nullptr) return false;
     if (block->tensor_class == tensor_class) return true;
     count_class(*block, false);
@@ -440,7 +362,7 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
     if (!needs_advice(*block)) return true;
   }
   const BothLocks locks(locks_);
-  Block* block = live_block(address);
+  Block* block = segments_.live_block(address);
   if (block != nullptr && needs_advice(*block)) apply_advice(block, routes_.profile_of(block->tensor_class));
   return true;
 }
@@ -461,6 +383,11 @@ void DeviceAllocator::set_release_listener(std::shared_ptr<ReleaseListener> list
   release_listener_.swap(listener);
 }
 
+std::optional<Range> DeviceAllocator::base_allocation(std::uintptr_t address) const {
+  const std::lock_guard lock(locks_.books);
+  return segments_.find(address);
+}
+
 void DeviceAllocator::set_memory_fraction(double fraction) {
   const std::lock_guard lock(locks_.books);
   fraction_ = fraction;
@@ -469,15 +396,6 @@ void DeviceAllocator::set_memory_fraction(double fraction) {
 double DeviceAllocator::memory_fraction() const {
   const std::lock_guard lock(locks_.books);
   return fraction_;
-}
-
-std::optional<Range> DeviceAllocator::base_allocation(std::uintptr_t address) const {
-  const std::lock_guard lock(locks_.books);
-  auto after = segments_.upper_bound(address);
-  if (after == segments_.begin()) return std::nullopt;
-  const Segment& segment = std::prev(after)->second;
-  if (address >= segment.address + segment.bytes) return std::nullopt;
-  return Range{segment.address, segment.bytes};
 }
 
 void DeviceAllocator::begin_pool(PoolId id, StreamFilter filter) {

@@ -19,6 +19,7 @@
 #include "core/host_copy.hpp"
 #include "core/locks.hpp"
 #include "core/routes.hpp"
+#include "core/segments.hpp"
 #include "core/statistics.hpp"
 #include "core/types.hpp"
 
@@ -210,11 +211,6 @@ class DeviceAllocator {
     Block* block;
   };
   using EventQueues = std::map<DeviceStream, std::deque<PendingEvent>>;  // each in stream order
-  // Cached memory that can go back: a whole segment, or whole handles of a cached block.
-  struct Spare {
-    Block* block;
-    std::size_t bytes;
-  };
   // Why a request could not be served, for the error's text.
   struct Shortage {
     enum class Limit : std::uint8_t { source, managed, pinned, device_budget, memory_fraction };
@@ -248,11 +244,6 @@ class DeviceAllocator {
     std::optional<Rung> rung;
     Block* (DeviceAllocator::*try_it)(Attempt& attempt);
     bool may_block;  // waits, or gives memory back or to others: not while a pool is open
-  };
-  // A run of mapped handles.
-  struct Run {
-    Heap* heap;
-    Range range;
   };
   // Memory that has left the books and is still to be given back.
   struct LeavingMemory {
@@ -303,7 +294,6 @@ class DeviceAllocator {
   bool exceeds_budget(const Attempt& attempt) const;
 
   std::size_t segment_bytes_for(const Heap& heap, std::size_t bytes) const;
-  std::size_t used_bytes(const Heap& heap) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
   void prepare(Segment& segment);
   bool reserve(const Heap& heap, std::size_t bytes, Shortage& shortage);
@@ -340,25 +330,13 @@ class DeviceAllocator {
   void gather_free_memory();
   Range growth_for(Heap& heap, std::size_t bytes);
   bool expand(Heap& heap, const Range& growth, Shortage& shortage);
-  void add_mapped(Heap& heap, const Range& mapped);
-  void join(Segment& left, Segment& right);
   void take_out_mapped(const Spare& spare, LeavingMemory& leaving);
-  void take_out(Block* block, const Range& gone);
-  Block* add_run(Heap& heap, const Range& mapped);
   void release_moving();
-  void remove_mapped(Block* block, const Range& gone);
   void count_mapped(const Heap& heap, std::size_t bytes);
   void count_unmapped(const Heap& heap, std::size_t bytes);
-  std::vector<Run> mapped_runs() const;
   void check_not_paused() const;
   void bring_back();
-  std::size_t spare_bytes(const Segment& segment, const Range& free) const;
 
-  Block* split(Block* block, std::size_t bytes);
-  void cut(Block* block, std::size_t bytes);
-  void cache(Block* block);
-  void uncache(Block* block);
-  Block* merge(Block* left, Block* right);
   void* hand_out(Block* block, std::size_t requested_bytes, TensorClass tensor_class);
   void apply_advice(Block* block, std::uint8_t profile);
   bool advise(const Segment& segment, Range range, std::uint8_t profile);
@@ -366,7 +344,6 @@ class DeviceAllocator {
   std::size_t room_beside_headroom() const;
   void count_class(const Block& block, bool born);
 
-  Block* live_block(std::uintptr_t address);
   void count_active(const Block& block, bool born);
   void retire(Block* block);
   bool poisons(const Block& block) const;
@@ -379,10 +356,6 @@ class DeviceAllocator {
   void synchronize_events();
   void finish_deferred();
 
-  bool pool_in_use(const Segment& segment) const;
-  std::size_t spare_bytes(const Block& block) const;
-  std::vector<Spare> spares() const;
-  bool on_device(const Spare& spare) const;
   void release_spares(std::vector<Spare> spares);
   void take_out_segment(Block* block, LeavingMemory& leaving);
   EventId record_work(std::vector<Spare>& spares);
@@ -402,8 +375,6 @@ class DeviceAllocator {
   bool cache_closed_ = false;  // the device is being paused or resumed: allocations wait
   Routes routes_;
 
-  std::unordered_map<std::uintptr_t, Block> blocks_;    // by address: live, pending and cached
-  std::map<std::uintptr_t, Segment> segments_;          // by address
   std::unordered_map<StreamId, StreamHeaps> heaps_;
   std::map<PoolId, std::unique_ptr<Pool>> pools_;
   std::vector<ActivePool> active_pools_;
@@ -415,9 +386,8 @@ class DeviceAllocator {
   std::vector<Block*> deferred_;  // freed during a capture: their events must wait for its end
 
   DeviceStats stats_;
+  Segments segments_{stats_};
   std::array<KindStats, kKinds> kind_stats_{};
-  Block* first_spare_ = nullptr;         // of a list: looking for spares must not take long
-  std::size_t idle_device_bytes_ = 0;    // of all spares on the device
   std::optional<VirtualMemory*> virtual_memory_;  // none: not asked for yet
   MovingHandles moving_;                 // without handles but while room is made
   std::size_t budget_bytes_;             // 0: no budget

@@ -20,8 +20,8 @@ Block* DeviceAllocator::free_alias(const Heap& heap, std::size_t bytes) const {
 }
 
 // Free memory of the heap that has handles of its own.
-std::vector<DeviceAllocator::Spare> DeviceAllocator::mapped_spares(const Heap& heap) const {
-  std::vector<Spare> all = spares();
+std::vector<Spare> DeviceAllocator::mapped_spares(const Heap& heap) const {
+  std::vector<Spare> all = segments_.spares();
   std::erase_if(all, [&](const Spare& spare) {
     return spare.block->segment->heap != &heap || !spare.block->segment->is_expandable;
   });
@@ -56,7 +56,7 @@ Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth
   for (auto source = sources.rbegin(); source != sources.rend(); ++source) {
     while (all.back().block->address > source->address) all.pop_back();
     const bool is_whole = all.back().block->address == source->address;
-    take_out(all.back().block, *source);
+    segments_.take_out(all.back().block, *source);
     if (is_whole) all.pop_back();
   }
   const bool is_mapped = locks_.unlocked([&] {
@@ -64,10 +64,10 @@ Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth
     return expandable.map_alias(*plan);
   });
   if (!is_mapped) {
-    for (const Range& source : sources) add_mapped(heap, source);
+    for (const Range& source : sources) segments_.add_mapped(heap, source);
     return nullptr;
   }
-  Block* block = add_run(heap, expandable.alias_range(*plan));
+  Block* block = segments_.add_run(heap, expandable.alias_range(*plan));
   block->segment->is_alias = true;
   return block;
 }
@@ -77,8 +77,8 @@ void DeviceAllocator::end_alias(Block* block) {
   Heap& heap = *block->segment->heap;
   std::erase(heap.free_aliases, block);
   const Range alias{block->address, block->bytes};
-  remove_mapped(block, alias);
-  for (const Range& range : heap.expandable->end_alias(alias)) add_mapped(heap, range);
+  segments_.remove_mapped(block, alias);
+  for (const Range& range : heap.expandable->end_alias(alias)) segments_.add_mapped(heap, range);
   // What will be mapped there in another one's place waits for this moment, not for a later one.
   EventId& last_use = heap.last_uses[alias.address];
   if (last_use != 0) earlier_uses_.push_back(last_use);

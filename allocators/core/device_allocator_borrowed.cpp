@@ -33,8 +33,8 @@ Block* DeviceAllocator::borrow(Heap& heap, std::size_t bytes, Streams from) {
       if (block != nullptr && (best == nullptr || block->bytes < best->bytes)) best = block;
     }
   if (best == nullptr || !put_behind(heap, *best->segment->heap)) return nullptr;
-  uncache(best);
-  cut(best, bytes);
+  segments_.uncache(best);
+  segments_.cut(best, bytes);
   best->borrower = &heap;
   return best;
 }

@@ -116,68 +116,8 @@ bool DeviceAllocator::expand(Heap& heap, const Range& growth, Shortage& shortage
   }
   heap.grow_patient();
   count_mapped(heap, growth.bytes);
-  add_mapped(heap, growth);
+  segments_.add_mapped(heap, growth);
   return true;
-}
-
-// Books mapped handles as a block that is in no index.
-Block* DeviceAllocator::add_run(Heap& heap, const Range& mapped) {
-  Segment& segment = segments_[mapped.address];
-  segment = {.address = mapped.address,
-             .bytes = mapped.bytes,
-             .raw = reinterpret_cast<void*>(mapped.address),
-             .raw_bytes = mapped.bytes,
-             .heap = &heap};
-  segment.is_expandable = true;
-  Block* block = &blocks_[mapped.address];
-  block->address = mapped.address;
-  block->bytes = mapped.bytes;
-  block->segment = &segment;
-  block->advice = heap.profile;
-  segment.first = segment.last = block;
-  stats_.segment.increase(heap.tier, 1);
-  return block;
-}
-
-// Books mapped handles as a cached block, together with what is free on both sides.
-void DeviceAllocator::add_mapped(Heap& heap, const Range& mapped) {
-  Block* block = add_run(heap, mapped);
-  const auto here = segments_.find(mapped.address);
-  Segment& segment = here->second;
-  const auto joins = [&](const Segment& it) {
-    return it.heap == &heap && it.is_expandable && !it.is_alias;
-  };
-  const auto adjoins = [&](const Segment& left, const Segment& right) {
-    return joins(left) && joins(right) && left.address + left.bytes == right.address;
-  };
-  if (const auto right = std::next(here);
-      right != segments_.end() && adjoins(segment, right->second)) {
-    Block* after = right->second.first;
-    const bool is_free = after->state == BlockState::cached;
-    if (is_free) uncache(after);
-    join(segment, right->second);
-    if (is_free) merge(block, after);
-  }
-  if (here != segments_.begin() && adjoins(std::prev(here)->second, segment)) {
-    Block* before = std::prev(here)->second.last;
-    const bool is_free = before->state == BlockState::cached;
-    if (is_free) uncache(before);
-    join(std::prev(here)->second, segment);
-    if (is_free) block = merge(before, block);
-  }
-  cache(block);
-}
-
-// Makes one run of two that lie side by side.
-void DeviceAllocator::join(Segment& left, Segment& right) {
-  for (Block* block = right.first; block != nullptr; block = block->next) block->segment = &left;
-  left.last->next = right.first;
-  right.first->previous = left.last;
-  left.last = right.last;
-  left.bytes += right.bytes;
-  left.raw_bytes = left.bytes;
-  stats_.segment.decrease(left.heap->tier, 1);
-  segments_.erase(segments_.find(right.address));
 }
 
 // Takes whole handles out of a cached block; from an end of its run, if it is there.
@@ -188,23 +128,10 @@ void DeviceAllocator::take_out_mapped(const Spare& spare, LeavingMemory& leaving
   if (block->previous != nullptr || block->next == nullptr)
     gone.address += gone.bytes - spare.bytes;
   gone.bytes = spare.bytes;
-  take_out(block, gone);
+  segments_.take_out(block, gone);
   if (paused_ != nullptr) return;  // its memory went back before
   leaving.mapped.push_back({&heap, gone});
   count_unmapped(heap, gone.bytes);
-}
-
-// Takes whole handles of a cached block out of the books.
-void DeviceAllocator::take_out(Block* block, const Range& gone) {
-  uncache(block);
-  const std::uintptr_t end = gone.address + gone.bytes;
-  Block* const behind =
-      end < block->address + block->bytes ? split(block, end - block->address) : nullptr;
-  Block* const ahead = block->address < gone.address ? block : nullptr;
-  if (ahead != nullptr) block = split(ahead, gone.address - ahead->address);
-  remove_mapped(block, gone);
-  if (ahead != nullptr) cache(ahead);
-  if (behind != nullptr) cache(behind);
 }
 
 void DeviceAllocator::count_mapped(const Heap& heap, std::size_t bytes) {
@@ -219,36 +146,6 @@ void DeviceAllocator::count_unmapped(const Heap& heap, std::size_t bytes) {
   stats_.reserved_bytes.decrease(heap.tier, bytes);
   stats_.budget_bytes.decrease(bytes);
   kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes -= bytes;
-}
-
-// Forgets a block that is in no index: its run ends before it, and another one begins behind it.
-void DeviceAllocator::remove_mapped(Block* block, const Range& gone) {
-  Segment& segment = *block->segment;
-  Heap& heap = *segment.heap;
-  Block* const before = block->previous;
-  Block* const after = block->next;
-  if (after != nullptr) {
-    const std::uintptr_t address = gone.address + gone.bytes;
-    Segment& behind = segments_[address];
-    behind = segment;
-    behind.address = address;
-    behind.bytes = segment.address + segment.bytes - address;
-    behind.first = after;
-    after->previous = nullptr;
-    for (Block* moved = after; moved != nullptr; moved = moved->next) moved->segment = &behind;
-    behind.raw = reinterpret_cast<void*>(address);
-    behind.raw_bytes = behind.bytes;
-    stats_.segment.increase(heap.tier, 1);
-  }
-  if (before != nullptr) {
-    before->next = nullptr;
-    segment.last = before;
-    segment.bytes = segment.raw_bytes = gone.address - segment.address;
-  } else {
-    stats_.segment.decrease(heap.tier, 1);
-    segments_.erase(segments_.find(segment.address));
-  }
-  blocks_.erase(gone.address);
 }
 
 // Gives handles back that found no place.
@@ -270,7 +167,7 @@ void DeviceAllocator::stop_mapping() {
   const BothLocks locks(locks_);
   virtual_memory_ = nullptr;
   gather_free_memory();
-  if (active_pools_.empty()) release_spares(spares());
+  if (active_pools_.empty()) release_spares(segments_.spares());
 }
 
 }  // namespace umem

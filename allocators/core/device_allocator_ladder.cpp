@@ -215,7 +215,7 @@ Block* DeviceAllocator::try_moving_handles(Attempt& attempt) {
 Block* DeviceAllocator::try_without_cache(Attempt& attempt) {
   if (attempt.has_emptied_cache) return nullptr;
   gather_free_memory();
-  release_spares(spares());
+  release_spares(segments_.spares());
   attempt.has_emptied_cache = attempt.starts_again = true;
   return nullptr;
 }

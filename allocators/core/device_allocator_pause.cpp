@@ -62,7 +62,7 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
   const std::size_t held_before = held_bytes;
   synchronize_events();
   gather_free_memory();
-  release_spares(spares());
+  release_spares(segments_.spares());
 
   std::vector<Range> live, managed;
   for (const auto& [address, segment] : segments_) {
@@ -97,7 +97,7 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
   for (auto& [address, segment] : segments_)
     if (std::exchange(segment.is_alias, false))
       segment.heap->expandable->keep_alias({segment.address, segment.bytes});
-  const std::vector<Run> runs = mapped_runs();
+  const std::vector<Run> runs = segments_.mapped_runs();
   locks_.unlocked([&] {
     for (const Run& run : runs) run.heap->expandable->unmap(run.range, moving_);
   });
@@ -118,14 +118,6 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
   return report;
 }
 
-// Of all expandable segments.
-std::vector<DeviceAllocator::Run> DeviceAllocator::mapped_runs() const {
-  std::vector<Run> runs;
-  for (const auto& [address, segment] : segments_)
-    if (segment.is_expandable) runs.push_back({segment.heap, {segment.address, segment.bytes}});
-  return runs;
-}
-
 void DeviceAllocator::resume() {
   const BothLocks locks(locks_);
   const std::string gpu = "GPU " + std::to_string(device_);
@@ -134,11 +126,11 @@ void DeviceAllocator::resume() {
   const FlagSet closed(cache_closed_);
   // What was freed meanwhile is not mapped again.
   synchronize_events();
-  std::vector<Spare> freed = spares();
+  std::vector<Spare> freed = segments_.spares();
   std::erase_if(freed, [](const Spare& spare) { return !spare.block->segment->is_expandable; });
   release_spares(std::move(freed));
 
-  const std::vector<Run> runs = mapped_runs();
+  const std::vector<Run> runs = segments_.mapped_runs();
   std::size_t bytes = 0;
   for (const Run& run : runs) bytes += run.range.bytes;
   locks_.unlocked([&] {

@@ -5,41 +5,12 @@
 
 namespace umem {
 
-bool DeviceAllocator::pool_in_use(const Segment& segment) const {
-  return segment.heap->pool != nullptr && segment.heap->pool->users > 0;
-}
-
-std::size_t DeviceAllocator::spare_bytes(const Block& block) const {
-  return spare_bytes(*block.segment, {block.address, block.bytes});
-}
-
-// What giving back free memory of a segment would free.
-std::size_t DeviceAllocator::spare_bytes(const Segment& segment, const Range& free) const {
-  if (segment.is_expandable) return segment.heap->expandable->whole_handles(free).bytes;
-  return free.bytes == segment.bytes ? segment.raw_bytes : 0;
-}
-
-// All cached memory that can go back and that no graph may use, by address.
-std::vector<DeviceAllocator::Spare> DeviceAllocator::spares() const {
-  std::vector<Spare> all;
-  for (Block* block = first_spare_; block != nullptr; block = block->spare_next)
-    if (!pool_in_use(*block->segment)) all.push_back({block, spare_bytes(*block)});
-  std::sort(all.begin(), all.end(), [](const Spare& left, const Spare& right) {
-    return left.block->address < right.block->address;
-  });
-  return all;
-}
-
-bool DeviceAllocator::on_device(const Spare& spare) const {
-  return spare.block->segment->heap->on_device;
-}
-
 void DeviceAllocator::empty_cache() {
   const BothLocks locks(locks_);
   if (!active_pools_.empty()) return;  // freeing a segment would break a capture
   synchronize_events();
   gather_free_memory();
-  release_spares(spares());
+  release_spares(segments_.spares());
 }
 
 // Takes the memory out of the books before any call, so that nobody uses it meanwhile.
@@ -106,10 +77,9 @@ EventId DeviceAllocator::record_work(std::vector<Spare>& spares) {
 void DeviceAllocator::take_out_segment(Block* block, LeavingMemory& leaving) {
   const Segment& segment = *block->segment;
   Heap& heap = *segment.heap;
-  uncache(block);
+  segments_.uncache(block);
   append_piece(segment, leaving);
   ++stats_.num_device_free;
-  stats_.segment.decrease(heap.tier, 1);
   stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
   KindStats& kind = kind_stats_[static_cast<std::size_t>(heap.kind)];
   kind.reserved_bytes -= segment.bytes;
@@ -121,9 +91,7 @@ void DeviceAllocator::take_out_segment(Block* block, LeavingMemory& leaving) {
     --heap.pool->segments;
     heap.pool->reserved_bytes -= segment.bytes;
   }
-  const std::uintptr_t address = segment.address;
-  blocks_.erase(block->address);
-  segments_.erase(address);
+  segments_.remove(block);
 }
 
 // Device memory is never moved and need not be announced; pinned memory may be the target of

@@ -70,7 +70,7 @@ std::vector<LiveBlock> DeviceAllocator::unspill() {
   }
   std::vector<LiveBlock> moved;
   for (const std::uintptr_t address : spilled) {
-    Block* block = live_block(address);
+    Block* block = segments_.live_block(address);
     if (block == nullptr || !may_move(*block)) continue;  // freed during an earlier block's call
     moved.push_back(live(*block));
     count_unspilled(*block, true);
@@ -129,7 +129,7 @@ bool DeviceAllocator::waiting_helps(const Attempt& attempt) const {
       if (block->state == BlockState::cached) idle_bytes += spare_bytes(*block);
     }
     serves = serves || (segment.heap == &heap && run.bytes >= bytes);
-    if (pool_in_use(segment) || !segment.heap->on_device) return;
+    if (segment.heap->pool_in_use() || !segment.heap->on_device) return;
     const std::size_t freed = spare_bytes(segment, run) - idle_bytes;
     freed_bytes += freed;
     if (segment.heap == &heap && segment.is_expandable) freed_of_heap += freed;
@@ -144,13 +144,13 @@ bool DeviceAllocator::waiting_helps(const Attempt& attempt) const {
 }
 
 // Cached memory on the device, without the blocks beside `growth`: the request will use them.
-std::vector<DeviceAllocator::Spare> DeviceAllocator::movable_spares(const Range& growth) const {
-  std::vector<Spare> all = spares();
+std::vector<Spare> DeviceAllocator::movable_spares(const Range& growth) const {
+  std::vector<Spare> all = segments_.spares();
   std::erase_if(all, [&](const Spare& spare) {
     const Block& block = *spare.block;
     const bool is_used = growth.bytes != 0 && (block.address + block.bytes == growth.address ||
                                                block.address == growth.address + growth.bytes);
-    return is_used || !on_device(spare);
+    return is_used || !spare.block->segment->heap->on_device;
   });
   return all;
 }
@@ -167,7 +167,7 @@ std::size_t DeviceAllocator::movable_bytes(const Range& growth) const {
 // given back.
 bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t excess,
                                 const Range& growth) {
-  if (excess > idle_device_bytes_) return false;
+  if (excess > segments_.idle_device_bytes()) return false;
   if (room_was_in_vain(heap, bytes)) {
     if (++heap.in_vain < kLeastPatience) return false;
     heap.in_vain = 0;
@@ -251,18 +251,8 @@ std::size_t DeviceAllocator::segment_bytes_for(const Heap& heap, std::size_t byt
   const std::size_t standard_bytes = standard_segment_bytes(heap.tier, bytes);
   if (heap.kind != MemoryKind::pinned) return standard_bytes;
   // At most as much again as is in use: page-locked memory is lost to the host.
-  const std::size_t grown_bytes = std::min(used_bytes(heap), kMostPinnedSegmentBytes);
+  const std::size_t grown_bytes = std::min(segments_.used_bytes(heap), kMostPinnedSegmentBytes);
   return std::max(standard_bytes, grown_bytes / kPageBytes * kPageBytes);
-}
-
-std::size_t DeviceAllocator::used_bytes(const Heap& heap) const {
-  std::size_t bytes = 0;
-  for (const auto& [address, segment] : segments_) {
-    if (segment.heap != &heap) continue;
-    for (const Block* block = segment.first; block != nullptr; block = block->next)
-      if (block->state != BlockState::cached) bytes += block->bytes;
-  }
-  return bytes;
 }
 
 Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& shortage) {
@@ -313,29 +303,22 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
   if (heap.kind == MemoryKind::pinned) count_page_tables(segment_bytes);
 
   // From here on the lock is held: the block is in no heap until it is handed out.
-  Segment& segment = segments_[address] = fresh;
-  Block& block = blocks_[address];
-  block.address = address;
-  block.bytes = segment_bytes;
-  block.segment = &segment;
-  block.advice = heap.profile;
-  segment.first = segment.last = &block;
+  Block* block = segments_.add(fresh);
 
   ++stats_.num_device_alloc;
-  stats_.segment.increase(heap.tier, 1);
   stats_.reserved_bytes.increase(heap.tier, segment_bytes);
   KindStats& kind = kind_stats_[static_cast<std::size_t>(heap.kind)];
   kind.reserved_bytes += segment_bytes;
   if (routes_.is_spill(heap)) kind.spilled_bytes += segment_bytes;
   if (heap.on_device) stats_.budget_bytes.increase(raw_bytes);
-  system_bytes_ += segment.device_bytes;
+  system_bytes_ += fresh.device_bytes;
   heap.grow_patient();
   if (heap.pool != nullptr) {
     ++heap.pool->segments;
     heap.pool->reserved_bytes += segment_bytes;
   }
-  cut(&block, bytes);
-  return &block;
+  segments_.cut(block, bytes);
+  return block;
 }
 
 // Gives the pages of a segment that is not in the books yet their advice and their home.
@@ -397,8 +380,8 @@ void DeviceAllocator::trim_to_budget(std::size_t more_bytes) {
   if (excess_bytes(more_bytes) == 0 || !active_pools_.empty()) return;
   synchronize_events();
   gather_free_memory();
-  std::vector<Spare> cached = spares(), given;
-  std::erase_if(cached, [this](const Spare& spare) { return !on_device(spare); });
+  std::vector<Spare> cached = segments_.spares(), given;
+  std::erase_if(cached, [this](const Spare& spare) { return !spare.block->segment->heap->on_device; });
   take_least(std::move(cached), excess_bytes(more_bytes), given);
   release_spares(std::move(given));
 }

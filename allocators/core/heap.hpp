@@ -91,6 +91,8 @@ struct Heap {
   std::uint32_t turned_away = 0;
   std::uint32_t in_vain = 0;  // requests for which no room was made, see room_was_in_vain()
 
+  bool pool_in_use() const;  // a graph may write to its memory at every replay, freed or not
+
   void grow_patient() {  // it needs new memory
     if (!lent) return;
     lent = false;
@@ -111,5 +113,7 @@ struct Pool {
   std::size_t allocated_bytes = 0;
   std::unordered_map<StreamId, StreamHeaps> heaps;
 };
+
+inline bool Heap::pool_in_use() const { return pool != nullptr && pool->users > 0; }
 
 }  // namespace umem
