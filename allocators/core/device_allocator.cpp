@@ -79,7 +79,7 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
 }
 
 std::pair<Heap*, std::size_t> DeviceAllocator::heap_and_bytes_for(Request& request) {
-  if (!pending_events_.empty()) process_events();
+  if (uses_.has_pending()) uses_.take_finished([this](Block* block) { retire(block); });
   if (!freed_.empty()) poison_freed(request.stream);
   if (!request.in_room) request.in_room = routes_.take_device_room(request.tensor_class, request.bytes);
   const std::uint8_t route = routes_.route_for(
@@ -97,7 +97,10 @@ Pool* DeviceAllocator::pool_for(StreamId stream) {
 
 Heap& DeviceAllocator::heap_for(std::uint8_t route, StreamId stream, Pool* pool) {
   StreamHeaps& heaps = (pool == nullptr ? heaps_ : pool->heaps)[stream];
-  if (heaps.empty()) heaps.resize(routes_.count());
+  if (heaps.empty()) {
+    heaps.resize(routes_.count());
+    if (pool == nullptr) uses_.add(stream);
+  }
   std::unique_ptr<Heap>& heap = heaps[route];
   if (heap == nullptr)
     heap = std::make_unique<Heap>(routes_[route], routes_.profile(routes_[route].profile), stream,
@@ -299,55 +302,14 @@ bool DeviceAllocator::record_stream(std::uintptr_t address, DeviceStream stream)
 
 void DeviceAllocator::wait_for_streams(Block* block) {
   block->state = BlockState::pending;
-  if (!active_pools_.empty()) {
-    bool capturing = driver_.capturing(user_of(*block).stream);
-    for (const DeviceStream& other : block->other_streams)
-      capturing = capturing || driver_.capturing(other.stream);
-    if (capturing) {  // an event recorded now would be a node of the graph, never to be queried
-      deferred_.push_back(block);
-      return;
-    }
-  }
-  const std::vector<DeviceStream> streams = std::exchange(block->other_streams, {});
-  block->pending_events = static_cast<std::uint32_t>(streams.size());
-  std::vector<EventId> events(streams.size());
-  const auto record = [&] {
-    for (std::size_t i = 0; i < streams.size(); ++i)
-      events[i] = driver_.record(streams[i].device, streams[i].stream);
-  };
-  locks_.recording(record);
-  // No event: the driver or the stream is gone, and the end of the work is unknown, so the block is
-  // never reused.
-  for (std::size_t i = 0; i < streams.size(); ++i)
-    if (events[i] != 0) pending_events_[streams[i]].push_back({events[i], block});
-}
-
-void DeviceAllocator::process_events() {
-  for (auto queue = pending_events_.begin(); queue != pending_events_.end();) {
-    std::deque<PendingEvent>& events = queue->second;
-    while (!events.empty() && driver_.finished(events.front().event)) {
-      Block* block = events.front().block;
-      events.pop_front();
-      if (--block->pending_events == 0) retire(block);
-    }
-    queue = events.empty() ? pending_events_.erase(queue) : std::next(queue);
-  }
+  uses_.await(block, user_of(*block).stream, !active_pools_.empty());
 }
 
 void DeviceAllocator::synchronize_events() {
   settle_freed();
-  if (pending_events_.empty()) return;
+  if (!uses_.has_pending()) return;
   ++stats_.num_sync_all_streams;
-  for (auto& [stream, events] : std::exchange(pending_events_, {}))
-    for (const PendingEvent& pending : events) {
-      locks_.unlocked([&] { driver_.wait(pending.event); });
-      if (--pending.block->pending_events == 0) settle(pending.block);
-    }
-}
-
-// At the end of the last capture.
-void DeviceAllocator::finish_deferred() {
-  for (Block* block : std::exchange(deferred_, {})) wait_for_streams(block);
+  uses_.wait_for_all([this](Block* block) { settle(block); });
 }
 
 bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
@@ -412,7 +374,8 @@ void DeviceAllocator::begin_pool(PoolId id, StreamFilter filter) {
 void DeviceAllocator::end_pool(PoolId id) {
   const BothLocks locks(locks_);
   std::erase_if(active_pools_, [&](const ActivePool& active) { return active.id == id; });
-  if (active_pools_.empty()) finish_deferred();
+  if (!active_pools_.empty()) return;
+  for (Block* block : uses_.take_deferred()) wait_for_streams(block);
 }
 
 void DeviceAllocator::release_pool(PoolId id) {

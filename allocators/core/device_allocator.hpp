@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -21,6 +20,7 @@
 #include "core/routes.hpp"
 #include "core/segments.hpp"
 #include "core/statistics.hpp"
+#include "core/stream_uses.hpp"
 #include "core/types.hpp"
 
 namespace umem {
@@ -69,9 +69,6 @@ struct SharedLimits {
     return nullptr;
   }
 };
-
-// Whose free memory may serve another stream: those of the program, or umem's own, too.
-enum class Streams : std::uint8_t { programs, all };
 
 struct LiveBlock {
   std::uintptr_t address;
@@ -206,11 +203,6 @@ class DeviceAllocator {
     PoolId id;
     StreamFilter filter;
   };
-  struct PendingEvent {
-    EventId event;
-    Block* block;
-  };
-  using EventQueues = std::map<DeviceStream, std::deque<PendingEvent>>;  // each in stream order
   // Why a request could not be served, for the error's text.
   struct Shortage {
     enum class Limit : std::uint8_t { source, managed, pinned, device_budget, memory_fraction };
@@ -320,12 +312,9 @@ class DeviceAllocator {
   Block* alias(Heap& heap, std::size_t bytes, const Range& growth);
   void end_alias(Block* block);
   void forget_finished_uses(Heap& heap);
-  EventId record_use(const std::set<StreamId>& owners);
   void end_all_aliases();
-  const Heap& user_of(const Block& block) const;
   Block* free_borrowed(const Heap& heap, std::size_t bytes) const;
   Block* borrow(Heap& heap, std::size_t bytes, Streams from);
-  bool put_behind(const Heap& later, const Heap& earlier);
   void take_back(const Heap* owner, Streams from);
   void gather_free_memory();
   Range growth_for(Heap& heap, std::size_t bytes);
@@ -352,9 +341,7 @@ class DeviceAllocator {
   void settle_freed();
   void settle(Block* block);
   void wait_for_streams(Block* block);
-  void process_events();
   void synchronize_events();
-  void finish_deferred();
 
   void release_spares(std::vector<Spare> spares);
   void take_out_segment(Block* block, LeavingMemory& leaving);
@@ -373,17 +360,15 @@ class DeviceAllocator {
 
   mutable Locks locks_;
   bool cache_closed_ = false;  // the device is being paused or resumed: allocations wait
+  StreamUses uses_{device_, driver_, locks_};
   Routes routes_;
 
   std::unordered_map<StreamId, StreamHeaps> heaps_;
   std::map<PoolId, std::unique_ptr<Pool>> pools_;
   std::vector<ActivePool> active_pools_;
 
-  std::set<StreamId> own_streams_;  // see add_own_stream()
-  EventQueues pending_events_;
   std::vector<EventId> earlier_uses_;  // of aliases that have ended again since
   std::map<StreamId, std::vector<Block*>> freed_;  // by user: they are poisoned before its next one
-  std::vector<Block*> deferred_;  // freed during a capture: their events must wait for its end
 
   DeviceStats stats_;
   Segments segments_{stats_};

@@ -82,7 +82,7 @@ void DeviceAllocator::end_alias(Block* block) {
   // What will be mapped there in another one's place waits for this moment, not for a later one.
   EventId& last_use = heap.last_uses[alias.address];
   if (last_use != 0) earlier_uses_.push_back(last_use);
-  last_use = record_use({heap.stream});
+  last_use = uses_.record({heap.stream});
   if (last_use == 0) heap.expandable->keep_alias(alias);
 }
 

@@ -6,11 +6,6 @@
 
 namespace umem {
 
-// The heap whose stream may use the block: the borrower's.
-const Heap& DeviceAllocator::user_of(const Block& block) const {
-  return block.borrower != nullptr ? *block.borrower : *block.segment->heap;
-}
-
 // A free borrowed block of the size that a request would get.
 Block* DeviceAllocator::free_borrowed(const Heap& heap, std::size_t bytes) const {
   for (Block* block : heap.free_borrowed)
@@ -25,25 +20,18 @@ Block* DeviceAllocator::borrow(Heap& heap, std::size_t bytes, Streams from) {
   Block* best = nullptr;
   for (const auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& other : heaps) {
-      if (from == Streams::programs && own_streams_.contains(stream)) break;
+      if (!uses_.are(from, stream)) break;
       if (other == nullptr || other.get() == &heap || other->expandable == nullptr ||
           other->tier != heap.tier)
         continue;
       Block* const block = other->index.best_fit(bytes);
       if (block != nullptr && (best == nullptr || block->bytes < best->bytes)) best = block;
     }
-  if (best == nullptr || !put_behind(heap, *best->segment->heap)) return nullptr;
+  if (best == nullptr || !uses_.put_behind(heap.stream, best->segment->heap->stream)) return nullptr;
   segments_.uncache(best);
   segments_.cut(best, bytes);
   best->borrower = &heap;
   return best;
-}
-
-// Has the later work of one heap's stream wait for what may still use free memory of another one.
-bool DeviceAllocator::put_behind(const Heap& later, const Heap& earlier) {
-  if (driver_.capturing(later.stream)) return false;
-  const EventId event = record_use({earlier.stream});
-  return event != 0 && driver_.order(device_, later.stream, event);
 }
 
 // Free borrowed blocks of `owner`, or of all heaps, are their owners' again, whose streams use them
@@ -52,13 +40,13 @@ void DeviceAllocator::take_back(const Heap* owner, Streams from) {
   for (auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& heap : heaps) {
       if (heap == nullptr) continue;
-      if (from == Streams::programs && own_streams_.contains(stream)) break;
+      if (!uses_.are(from, stream)) break;
       std::map<const Heap*, bool> is_behind;
       std::erase_if(heap->free_borrowed, [&](Block* block) {
         const Heap* const its_owner = block->segment->heap;
         if (owner != nullptr && its_owner != owner) return false;
         const auto [entry, is_new] = is_behind.try_emplace(its_owner, false);
-        if (is_new) entry->second = put_behind(*its_owner, *heap);
+        if (is_new) entry->second = uses_.put_behind(its_owner->stream, heap->stream);
         if (!entry->second) return false;
         block->borrower = nullptr;
         settle(block);

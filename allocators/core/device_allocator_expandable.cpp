@@ -102,7 +102,7 @@ bool DeviceAllocator::expand(Heap& heap, const Range& growth, Shortage& shortage
     return false;
   }
   EventId last_use = 0;  // of what is mapped there
-  if (heap.expandable->shadow_bytes(growth) != 0 && (last_use = record_use({heap.stream})) == 0) {
+  if (heap.expandable->shadow_bytes(growth) != 0 && (last_use = uses_.record({heap.stream})) == 0) {
     release_moving();
     shortage.limit = Shortage::Limit::source;
     return false;

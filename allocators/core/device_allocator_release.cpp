@@ -29,25 +29,9 @@ void DeviceAllocator::release_spares(std::vector<Spare> spares) {
   locks_.unlocked([&] { give_back(leaving); });
 }
 
-// An event behind all that may still use free memory of these streams; 0 where it cannot be waited
-// for. Not only they may: a program may free a tensor that another stream reads, and have the
-// tensor's stream wait for that one before its next request. So FSDP2 frees gradients. Torch's own
-// allocator keeps that memory to its stream but for cudaFree, which waits for the device. Streams of
-// umem's own are left out: they may have the updates of a whole step in their queues.
-EventId DeviceAllocator::record_use(const std::set<StreamId>& owners) {
-  if (std::ranges::any_of(owners, [&](StreamId it) { return driver_.capturing(it); })) return 0;
-  const bool is_programs =
-      std::ranges::none_of(owners, [&](StreamId it) { return own_streams_.contains(it); });
-  std::vector<StreamId> streams;
-  for (const auto& [stream, heaps] : heaps_)
-    if (!(is_programs && own_streams_.contains(stream)) && !driver_.capturing(stream))
-      streams.push_back(stream);
-  return driver_.record_all(device_, streams);
-}
-
 void DeviceAllocator::add_own_stream(StreamId stream) {
   const std::lock_guard lock(locks_.books);
-  own_streams_.insert(stream);
+  uses_.add_own(stream);
 }
 
 // The driver's memory is freed behind the work of all streams. Unmapping handles and freeing the
@@ -68,7 +52,7 @@ EventId DeviceAllocator::record_work(std::vector<Spare>& spares) {
   for (const Spare& spare : spares)
     if (needs_event(spare)) owners.insert(owner(spare));
   if (owners.empty()) return 0;
-  const EventId event = record_use(owners);
+  const EventId event = uses_.record(owners);
   if (event == 0) std::erase_if(spares, needs_event);
   return event;
 }

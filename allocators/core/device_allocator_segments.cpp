@@ -134,8 +134,7 @@ bool DeviceAllocator::waiting_helps(const Attempt& attempt) const {
     freed_bytes += freed;
     if (segment.heap == &heap && segment.is_expandable) freed_of_heap += freed;
   };
-  for (const auto& [stream, events] : pending_events_)
-    for (const PendingEvent& pending : events) consider(pending.block);
+  uses_.each_pending(consider);
   const std::size_t excess = excess_bytes(attempt.new_bytes());
   const std::size_t movable = movable_bytes(attempt.growth);
   if (serves || excess <= movable) return serves;
@@ -184,7 +183,7 @@ bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t exces
     else if (&owner == &heap)
       ranks[0].push_back(spare);
     else
-      ranks[own_streams_.contains(owner.stream) ? 3 : is_smaller ? 1 : 2].push_back(spare);
+      ranks[!uses_.are(Streams::programs, owner.stream) ? 3 : is_smaller ? 1 : 2].push_back(spare);
   }
   std::vector<Spare> given;
   std::size_t given_bytes = 0;

@@ -114,6 +114,11 @@ struct Pool {
   std::unordered_map<StreamId, StreamHeaps> heaps;
 };
 
+// The heap whose stream may use a block: the borrower's.
+inline const Heap& user_of(const Block& block) {
+  return block.borrower != nullptr ? *block.borrower : *block.segment->heap;
+}
+
 inline bool Heap::pool_in_use() const { return pool != nullptr && pool->users > 0; }
 
 }  // namespace umem
