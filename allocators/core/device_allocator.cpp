@@ -15,7 +15,7 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
       driver_(driver),
       limits_(limits),
       routes_(config.classes),
-      budget_bytes_(config.device_budget_bytes) {}
+      budget_(config.device_budget_bytes, stats_.budget_bytes, limits) {}
 
 DeviceAllocator::~DeviceAllocator() {
   const BothLocks locks(locks_);
@@ -352,12 +352,12 @@ std::optional<Range> DeviceAllocator::base_allocation(std::uintptr_t address) co
 
 void DeviceAllocator::set_memory_fraction(double fraction) {
   const std::lock_guard lock(locks_.books);
-  fraction_ = fraction;
+  budget_.set_fraction(fraction);
 }
 
 double DeviceAllocator::memory_fraction() const {
   const std::lock_guard lock(locks_.books);
-  return fraction_;
+  return budget_.fraction();
 }
 
 void DeviceAllocator::begin_pool(PoolId id, StreamFilter filter) {

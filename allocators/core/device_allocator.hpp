@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -13,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/budget.hpp"
 #include "core/driver.hpp"
 #include "core/heap.hpp"
 #include "core/host_copy.hpp"
@@ -24,51 +24,6 @@
 #include "core/types.hpp"
 
 namespace umem {
-
-// A cap on the bytes of one kind of memory, shared by the devices of the process. 0: no cap.
-class SharedLimit {
- public:
-  explicit SharedLimit(std::size_t limit_bytes) : limit_bytes_(limit_bytes) {}
-
-  bool take(std::size_t bytes) {
-    const std::size_t limit = limit_bytes_.load();
-    std::size_t held = held_bytes_.load();
-    do {
-      if (limit != 0 && (bytes > limit || held > limit - bytes)) return false;
-    } while (!held_bytes_.compare_exchange_weak(held, held + bytes));
-    return true;
-  }
-  void give_back(std::size_t bytes) { held_bytes_.fetch_sub(bytes); }
-  void raise(std::size_t bytes) { limit_bytes_.fetch_add(bytes); }
-  // From now on, so many bytes more than are held; what is held stays.
-  void set_room(std::size_t bytes) {
-    limit_bytes_.store(std::max<std::size_t>(held_bytes_.load() + bytes, 1));
-  }
-  std::size_t held_bytes() const { return held_bytes_.load(); }
-  std::size_t limit_bytes() const { return limit_bytes_.load(); }
-
- private:
-  std::atomic<std::size_t> limit_bytes_;
-  std::atomic<std::size_t> held_bytes_{0};
-};
-
-struct SharedLimits {
-  SharedLimit managed;
-  SharedLimit pinned;
-
-  SharedLimit* of(MemoryKind kind) {  // nullptr: this kind has none
-    switch (kind) {
-      case MemoryKind::managed:
-        return &managed;
-      case MemoryKind::pinned:
-        return &pinned;
-      case MemoryKind::device:
-      case MemoryKind::system:
-        return nullptr;
-    }
-    return nullptr;
-  }
-};
 
 struct LiveBlock {
   std::uintptr_t address;
@@ -203,12 +158,6 @@ class DeviceAllocator {
     PoolId id;
     StreamFilter filter;
   };
-  // Why a request could not be served, for the error's text.
-  struct Shortage {
-    enum class Limit : std::uint8_t { source, managed, pinned, device_budget, memory_fraction };
-    Limit limit = Limit::source;  // the last one that was met
-    bool over_budget = false;     // the request was to be served from the host
-  };
   struct Request {
     std::size_t bytes;
     StreamId stream;
@@ -289,9 +238,6 @@ class DeviceAllocator {
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
   void prepare(Segment& segment);
   bool reserve(const Heap& heap, std::size_t bytes, Shortage& shortage);
-  void release_reserve(MemoryKind kind, std::size_t bytes);
-  std::size_t excess_bytes(std::size_t more_bytes) const;
-  bool over_budget(const Heap& heap, std::size_t bytes) const;
   bool waiting_helps(const Attempt& attempt) const;
   std::vector<Spare> movable_spares(const Range& growth) const;
   std::size_t movable_bytes(const Range& growth) const;
@@ -372,16 +318,13 @@ class DeviceAllocator {
 
   DeviceStats stats_;
   Segments segments_{stats_};
+  Budget budget_;
   std::array<KindStats, kKinds> kind_stats_{};
   std::optional<VirtualMemory*> virtual_memory_;  // none: not asked for yet
   MovingHandles moving_;                 // without handles but while room is made
-  std::size_t budget_bytes_;             // 0: no budget
-  std::size_t page_table_bytes_ = 0;     // of page-locked memory; the budget counts them
-  std::ptrdiff_t others_locked_bytes_ = 0;
   std::size_t system_bytes_ = 0;         // Segment::device_bytes of all segments
   bool has_warned_of_advice_ = false, has_warned_of_prefetch_ = false;
   std::int64_t peak_bytes_ = 0;          // since take_peak_bytes()
-  double fraction_ = 1.0;
   std::unique_ptr<HostCopy> paused_;     // nullptr: it is not. Expandable segments have no memory
   std::shared_ptr<ReleaseListener> release_listener_;
 };

@@ -46,7 +46,7 @@ Block* DeviceAllocator::alias(Heap& heap, std::size_t bytes, const Range& growth
   const std::size_t cost_of_growth =
       kWaitCost + (kMapCost + kUnmapCost) * growth.bytes / expandable.handle_bytes();
   if (!plan || driver_.capturing(heap.stream)) return nullptr;
-  if (plan->cost > cost_of_growth && excess_bytes(growth.bytes) <= movable_bytes(growth))
+  if (plan->cost > cost_of_growth && budget_.excess_bytes(growth.bytes) <= movable_bytes(growth))
     return nullptr;
   const EventId event =
       plan->unmaps ? std::exchange(heap.last_uses.at(expandable.alias_range(*plan).address), 0) : 0;

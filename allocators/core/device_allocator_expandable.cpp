@@ -31,8 +31,8 @@ VirtualMemory* DeviceAllocator::virtual_memory() {
 }
 
 std::size_t DeviceAllocator::large_handle_bytes() const {
-  if (budget_bytes_ == 0) return kMostHandleBytes;
-  return std::clamp(std::bit_floor(budget_bytes_ / kHandlesPerBudget), kLeastHandleBytes,
+  if (budget_.limit_bytes() == 0) return kMostHandleBytes;
+  return std::clamp(std::bit_floor(budget_.limit_bytes() / kHandlesPerBudget), kLeastHandleBytes,
                     kMostHandleBytes);
 }
 
@@ -104,14 +104,14 @@ bool DeviceAllocator::expand(Heap& heap, const Range& growth, Shortage& shortage
   EventId last_use = 0;  // of what is mapped there
   if (heap.expandable->shadow_bytes(growth) != 0 && (last_use = uses_.record({heap.stream})) == 0) {
     release_moving();
-    shortage.limit = Shortage::Limit::source;
+    shortage.limit = Limit::source;
     return false;
   }
   if (!locks_.unlocked([&] {
         if (last_use != 0) driver_.wait(last_use);
         return heap.expandable->map(growth, moving_);
       })) {
-    shortage.limit = Shortage::Limit::source;
+    shortage.limit = Limit::source;
     return false;
   }
   heap.grow_patient();

@@ -75,7 +75,7 @@ Block* DeviceAllocator::try_spilled_before(Attempt& attempt) {
 
 // Whether new memory for a request would exceed the budget.
 bool DeviceAllocator::exceeds_budget(const Attempt& attempt) const {
-  return over_budget(attempt.heap, attempt.new_bytes());
+  return budget_.excludes(attempt.heap, attempt.new_bytes());
 }
 
 Block* DeviceAllocator::try_mapping(Attempt& attempt) {
@@ -155,7 +155,7 @@ Block* DeviceAllocator::try_making_room(Attempt& attempt) {
   const bool is_mapped = attempt.growth.bytes != 0;
   const bool room_was_made =
       make_room(attempt.heap, is_mapped ? attempt.bytes : attempt.new_bytes(),
-                excess_bytes(attempt.new_bytes()), attempt.growth);
+                budget_.excess_bytes(attempt.new_bytes()), attempt.growth);
   attempt.exceeds_budget = exceeds_budget(attempt);
   if (attempt.exceeds_budget) return nullptr;
   if (is_mapped) return take_growth(attempt);
@@ -165,7 +165,7 @@ Block* DeviceAllocator::try_making_room(Attempt& attempt) {
 }
 
 Block* DeviceAllocator::try_spilling(Attempt& attempt) {
-  if (!attempt.exceeds_budget && attempt.shortage.limit != Shortage::Limit::device_budget)
+  if (!attempt.exceeds_budget && attempt.shortage.limit != Limit::device_budget)
     return nullptr;
   release_moving();
   attempt.shortage.over_budget = true;
@@ -197,7 +197,7 @@ Block* DeviceAllocator::try_full_device(Attempt& attempt) {
       {Rung::borrowed, &D::try_borrowing<Streams::all>, true},
       {Rung::room_made, &D::try_moving_handles, true},
   };
-  if (attempt.has_emptied_cache || attempt.shortage.limit != Shortage::Limit::source ||
+  if (attempt.has_emptied_cache || attempt.shortage.limit != Limit::source ||
       growth_for(attempt.heap, attempt.bytes).bytes == 0)
     return nullptr;
   return walk(kFullDevice, attempt);
@@ -224,7 +224,7 @@ Block* DeviceAllocator::try_without_cache(Attempt& attempt) {
 Block* DeviceAllocator::try_spilling_from_full_device(Attempt& attempt) {
   const Shortage& shortage = attempt.shortage;
   const bool device_is_full = attempt.has_emptied_cache && !shortage.over_budget &&
-                              shortage.limit == Shortage::Limit::source && budget_bytes_ != 0 &&
+                              shortage.limit == Limit::source && budget_.limit_bytes() != 0 &&
                               attempt.heap.on_device;
   return device_is_full ? spill(attempt) : nullptr;
 }

@@ -103,11 +103,11 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
   });
   for (const Run& run : runs) count_unmapped(*run.heap, run.range.bytes);
   paused_ = std::move(copy);
-  others_locked_bytes_ += static_cast<std::ptrdiff_t>(paused_->pinned_bytes());
+  budget_.add_locked_by_others(static_cast<std::ptrdiff_t>(paused_->pinned_bytes()));
   count_page_tables();
 
   PauseReport report{.returned_bytes = held_before - held_bytes,
-                     .kept_bytes = held_bytes + page_table_bytes_,
+                     .kept_bytes = held_bytes + budget_.page_table_bytes(),
                      .evicted_bytes = 0,
                      .host_bytes = paused_->bytes()};
   locks_.unlocked([&] {
@@ -153,7 +153,7 @@ void DeviceAllocator::resume() {
                     ", which stays paused: an earlier CUDA call of the program has failed");
   });
   for (const Run& run : runs) count_mapped(*run.heap, run.range.bytes);
-  others_locked_bytes_ -= static_cast<std::ptrdiff_t>(paused_->pinned_bytes());
+  budget_.add_locked_by_others(-static_cast<std::ptrdiff_t>(paused_->pinned_bytes()));
   locks_.unlocked([copy = std::move(paused_)]() mutable { copy.reset(); });
   count_page_tables();
   bring_back();

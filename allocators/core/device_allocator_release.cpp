@@ -94,7 +94,7 @@ void DeviceAllocator::give_back(const LeavingMemory& leaving) {
   for (const auto& [heap, range] : leaving.mapped) heap->expandable->unmap(range, moving_);
   for (const auto& [kind, raw, raw_bytes] : leaving.pieces) {
     source_.deallocate(kind, device_, raw, raw_bytes);
-    release_reserve(kind, raw_bytes);
+    budget_.give_back(kind, raw_bytes);
   }
 }
 
