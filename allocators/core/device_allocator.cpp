@@ -23,9 +23,8 @@ DeviceAllocator::~DeviceAllocator() {
   for (const auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& heap : heaps)
       if (heap != nullptr)
-        for (const auto& [address, event] : heap->last_uses) earlier_uses_.push_back(event);
-  for (const EventId event : earlier_uses_)
-    if (event != 0) driver_.wait(event);
+        mapped_.wait_for_uses(*heap);
+  mapped_.wait_for_earlier_uses();
   LeavingMemory leaving;  // but for the runs of expandable segments, whose heaps end them
   for (const auto& [address, segment] : segments_)
     if (!segment.is_expandable) append_piece(segment, leaving);

@@ -17,6 +17,7 @@
 #include "core/heap.hpp"
 #include "core/host_copy.hpp"
 #include "core/locks.hpp"
+#include "core/mapped_memory.hpp"
 #include "core/routes.hpp"
 #include "core/segments.hpp"
 #include "core/statistics.hpp"
@@ -250,23 +251,13 @@ class DeviceAllocator {
   void count_unspilled(const Block& block, bool on_device);
   LiveBlock live(const Block& block) const;
 
-  VirtualMemory* virtual_memory();
-  bool can_expand(Heap& heap);
-  std::size_t large_handle_bytes() const;
-  Block* free_alias(const Heap& heap, std::size_t bytes) const;
-  std::vector<Spare> mapped_spares(const Heap& heap) const;
-  Block* alias(Heap& heap, std::size_t bytes, const Range& growth);
-  void end_alias(Block* block);
-  void forget_finished_uses(Heap& heap);
   void end_all_aliases();
   Block* free_borrowed(const Heap& heap, std::size_t bytes) const;
   Block* borrow(Heap& heap, std::size_t bytes, Streams from);
   void take_back(const Heap* owner, Streams from);
   void gather_free_memory();
-  Range growth_for(Heap& heap, std::size_t bytes);
   bool expand(Heap& heap, const Range& growth, Shortage& shortage);
   void take_out_mapped(const Spare& spare, LeavingMemory& leaving);
-  void release_moving();
   void count_mapped(const Heap& heap, std::size_t bytes);
   void count_unmapped(const Heap& heap, std::size_t bytes);
   void check_not_paused() const;
@@ -313,15 +304,13 @@ class DeviceAllocator {
   std::map<PoolId, std::unique_ptr<Pool>> pools_;
   std::vector<ActivePool> active_pools_;
 
-  std::vector<EventId> earlier_uses_;  // of aliases that have ended again since
   std::map<StreamId, std::vector<Block*>> freed_;  // by user: they are poisoned before its next one
 
   DeviceStats stats_;
   Segments segments_{stats_};
   Budget budget_;
+  MappedMemory mapped_{device_, driver_, locks_, uses_, segments_, budget_};
   std::array<KindStats, kKinds> kind_stats_{};
-  std::optional<VirtualMemory*> virtual_memory_;  // none: not asked for yet
-  MovingHandles moving_;                 // without handles but while room is made
   std::size_t system_bytes_ = 0;         // Segment::device_bytes of all segments
   bool has_warned_of_advice_ = false, has_warned_of_prefetch_ = false;
   std::int64_t peak_bytes_ = 0;          // since take_peak_bytes()

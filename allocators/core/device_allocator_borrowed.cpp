@@ -55,6 +55,15 @@ void DeviceAllocator::take_back(const Heap* owner, Streams from) {
     }
 }
 
+void DeviceAllocator::end_all_aliases() {
+  for (auto& [stream, heaps] : heaps_)
+    for (std::unique_ptr<Heap>& heap : heaps) {
+      if (heap == nullptr) continue;
+      while (!heap->free_aliases.empty()) mapped_.end_alias(heap->free_aliases.back());
+      mapped_.forget_finished_uses(*heap);
+    }
+}
+
 // All free memory is where it belongs, and can be given back.
 void DeviceAllocator::gather_free_memory() {
   end_all_aliases();

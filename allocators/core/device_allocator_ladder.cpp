@@ -57,7 +57,7 @@ Block* DeviceAllocator::try_ending_aliases(Attempt& attempt) {
   Heap& heap = attempt.heap;
   Block* block = nullptr;
   while (block == nullptr && !heap.free_aliases.empty()) {
-    end_alias(heap.free_aliases.back());
+    mapped_.end_alias(heap.free_aliases.back());
     block = take_cached(heap, attempt.bytes);
   }
   return block;
@@ -79,7 +79,7 @@ bool DeviceAllocator::exceeds_budget(const Attempt& attempt) const {
 }
 
 Block* DeviceAllocator::try_mapping(Attempt& attempt) {
-  attempt.growth = growth_for(attempt.heap, attempt.bytes);
+  attempt.growth = mapped_.growth_for(attempt.heap, attempt.bytes);
   attempt.exceeds_budget = exceeds_budget(attempt);
   return attempt.exceeds_budget || attempt.growth.bytes == 0 ? nullptr : take_growth(attempt);
 }
@@ -118,7 +118,7 @@ Block* DeviceAllocator::try_gathering(Attempt& attempt) {
   if (!attempt.exceeds_budget) return nullptr;
   settle_freed();
   Block* block = walk(kGathering, attempt);
-  if (block == nullptr) attempt.growth = growth_for(attempt.heap, attempt.bytes);
+  if (block == nullptr) attempt.growth = mapped_.growth_for(attempt.heap, attempt.bytes);
   return block;
 }
 
@@ -129,8 +129,11 @@ Block* DeviceAllocator::try_taking_back(Attempt& attempt) {
 }
 
 Block* DeviceAllocator::try_alias(Attempt& attempt) {
-  attempt.growth = growth_for(attempt.heap, attempt.bytes);
-  return attempt.growth.bytes == 0 ? nullptr : alias(attempt.heap, attempt.bytes, attempt.growth);
+  attempt.growth = mapped_.growth_for(attempt.heap, attempt.bytes);
+  if (attempt.growth.bytes == 0) return nullptr;
+  const bool may_grow =
+      budget_.excess_bytes(attempt.growth.bytes) <= movable_bytes(attempt.growth);
+  return mapped_.alias(attempt.heap, attempt.bytes, attempt.growth, may_grow);
 }
 
 template <Streams from>
@@ -167,7 +170,7 @@ Block* DeviceAllocator::try_making_room(Attempt& attempt) {
 Block* DeviceAllocator::try_spilling(Attempt& attempt) {
   if (!attempt.exceeds_budget && attempt.shortage.limit != Limit::device_budget)
     return nullptr;
-  release_moving();
+  mapped_.release_moving();
   attempt.shortage.over_budget = true;
   return spill(attempt);
 }
@@ -198,7 +201,7 @@ Block* DeviceAllocator::try_full_device(Attempt& attempt) {
       {Rung::room_made, &D::try_moving_handles, true},
   };
   if (attempt.has_emptied_cache || attempt.shortage.limit != Limit::source ||
-      growth_for(attempt.heap, attempt.bytes).bytes == 0)
+      mapped_.growth_for(attempt.heap, attempt.bytes).bytes == 0)
     return nullptr;
   return walk(kFullDevice, attempt);
 }

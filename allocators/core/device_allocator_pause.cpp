@@ -99,7 +99,7 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
       segment.heap->expandable->keep_alias({segment.address, segment.bytes});
   const std::vector<Run> runs = segments_.mapped_runs();
   locks_.unlocked([&] {
-    for (const Run& run : runs) run.heap->expandable->unmap(run.range, moving_);
+    for (const Run& run : runs) mapped_.unmap(run);
   });
   for (const Run& run : runs) count_unmapped(*run.heap, run.range.bytes);
   paused_ = std::move(copy);
@@ -136,12 +136,11 @@ void DeviceAllocator::resume() {
   locks_.unlocked([&] {
     std::size_t mapped = 0;
     const auto stay_paused = [&](const std::string& reason) {
-      for (std::size_t i = 0; i < mapped; ++i)
-        runs[i].heap->expandable->unmap(runs[i].range, moving_);
+      for (std::size_t i = 0; i < mapped; ++i) mapped_.unmap(runs[i]);
       throw PauseError(reason);
     };
     for (; mapped < runs.size(); ++mapped)
-      if (!runs[mapped].heap->expandable->map(runs[mapped].range, moving_))
+      if (!mapped_.map(runs[mapped]))
         stay_paused(gpu + " has no room for the " + format_bytes(bytes) +
                     " that umem.pause() gave back, and stays paused: " +
                     format_bytes(driver_.memory(device_).free_bytes) +

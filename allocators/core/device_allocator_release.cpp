@@ -91,7 +91,7 @@ void DeviceAllocator::give_back(const LeavingMemory& leaving) {
   if (leaving.work != 0) driver_.wait(leaving.work);
   if (release_listener_ != nullptr && !leaving.announced.empty())
     release_listener_->before_release(leaving.announced);
-  for (const auto& [heap, range] : leaving.mapped) heap->expandable->unmap(range, moving_);
+  for (const Run& run : leaving.mapped) mapped_.unmap(run);
   for (const auto& [kind, raw, raw_bytes] : leaving.pieces) {
     source_.deallocate(kind, device_, raw, raw_bytes);
     budget_.give_back(kind, raw_bytes);

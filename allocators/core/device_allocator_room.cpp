@@ -66,7 +66,7 @@ bool DeviceAllocator::waiting_helps(const Attempt& attempt) const {
   const std::size_t excess = budget_.excess_bytes(attempt.new_bytes());
   const std::size_t movable = movable_bytes(attempt.growth);
   if (serves || excess <= movable) return serves;
-  for (const Spare& spare : mapped_spares(heap)) freed_of_heap += spare.bytes;
+  for (const Spare& spare : mapped_.spares_of(heap)) freed_of_heap += spare.bytes;
   return excess <= movable + freed_bytes || bytes <= freed_of_heap;
 }
 
@@ -125,9 +125,9 @@ bool DeviceAllocator::make_room(Heap& heap, std::size_t bytes, std::size_t exces
   for (const Spare& spare : given)
     if (spare.block->bytes >= bytes) spare.block->segment->heap->lent = true;
   const bool any = !given.empty();
-  if (growth.bytes != 0) moving_.handle_bytes = heap.expandable->handle_bytes();
+  if (growth.bytes != 0) mapped_.keep_handles_for(heap);
   release_spares(std::move(given));
-  moving_.handle_bytes = 0;
+  mapped_.keep_no_handles();
   return any;
 }
 
