@@ -80,7 +80,8 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
 std::pair<Heap*, std::size_t> DeviceAllocator::heap_and_bytes_for(Request& request) {
   if (uses_.has_pending()) uses_.take_finished([this](Block* block) { retire(block); });
   if (!freed_.empty()) poison_freed(request.stream);
-  if (!request.in_room) request.in_room = routes_.take_device_room(request.tensor_class, request.bytes);
+  if (!request.in_room)
+    request.in_room = routes_.take_device_room(request.tensor_class, request.bytes);
   const std::uint8_t route = routes_.route_for(
       *request.in_room ? TensorClass::other : request.tensor_class, request.bytes);
   Pool* pool = active_pools_.empty() ? nullptr : pool_for(request.stream);
@@ -324,7 +325,8 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
   }
   const BothLocks locks(locks_);
   Block* block = segments_.live_block(address);
-  if (block != nullptr && needs_advice(*block)) apply_advice(block, routes_.profile_of(block->tensor_class));
+  if (block != nullptr && needs_advice(*block))
+    apply_advice(block, routes_.profile_of(block->tensor_class));
   return true;
 }
 
@@ -357,6 +359,23 @@ void DeviceAllocator::set_memory_fraction(double fraction) {
 double DeviceAllocator::memory_fraction() const {
   const std::lock_guard lock(locks_.books);
   return budget_.fraction();
+}
+
+bool DeviceAllocator::add_peer(int peer) {
+  const BothLocks locks(locks_);
+  if (mapped_.virtual_memory() == nullptr) return true;
+  std::vector<Range> mapped;
+  for (const auto& [stream, heaps] : heaps_)
+    for (const std::unique_ptr<Heap>& heap : heaps)
+      if (heap != nullptr && heap->expandable != nullptr) heap->expandable->append_mapped(mapped);
+  return locks_.unlocked([&] { return mapped_.virtual_memory()->add_peer(device_, peer, mapped); });
+}
+
+void DeviceAllocator::stop_mapping() {
+  const BothLocks locks(locks_);
+  mapped_.stop();
+  gather_free_memory();
+  if (active_pools_.empty()) release_spares(segments_.spares());
 }
 
 void DeviceAllocator::begin_pool(PoolId id, StreamFilter filter) {

@@ -27,7 +27,8 @@ Block* DeviceAllocator::borrow(Heap& heap, std::size_t bytes, Streams from) {
       Block* const block = other->index.best_fit(bytes);
       if (block != nullptr && (best == nullptr || block->bytes < best->bytes)) best = block;
     }
-  if (best == nullptr || !uses_.put_behind(heap.stream, best->segment->heap->stream)) return nullptr;
+  if (best == nullptr || !uses_.put_behind(heap.stream, best->segment->heap->stream))
+    return nullptr;
   segments_.uncache(best);
   segments_.cut(best, bytes);
   best->borrower = &heap;

@@ -98,9 +98,9 @@ Block* DeviceAllocator::try_segment(Attempt& attempt) {
 }
 
 // A block from memory that streams have free, without the host waiting for any of them: what they
-// have borrowed of this heap's, or the heap's own at other addresses, or what it borrows. The queues
-// of umem's own streams are long: memory of theirs is waited for last. In the end all free memory is
-// where it belongs.
+// have borrowed of this heap's, or the heap's own at other addresses, or what it borrows. The
+// queues of umem's own streams are long: memory of theirs is waited for last. In the end all free
+// memory is where it belongs.
 Block* DeviceAllocator::try_gathering(Attempt& attempt) {
   using D = DeviceAllocator;
   static constexpr Step kGathering[] = {

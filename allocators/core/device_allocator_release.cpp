@@ -57,6 +57,27 @@ EventId DeviceAllocator::record_work(std::vector<Spare>& spares) {
   return event;
 }
 
+// Takes whole handles out of a cached block; from an end of its run, if it is there.
+void DeviceAllocator::take_out_mapped(const Spare& spare, LeavingMemory& leaving) {
+  Block* block = spare.block;
+  Heap& heap = *block->segment->heap;
+  Range gone = heap.expandable->whole_handles({block->address, block->bytes});
+  if (block->previous != nullptr || block->next == nullptr)
+    gone.address += gone.bytes - spare.bytes;
+  gone.bytes = spare.bytes;
+  segments_.take_out(block, gone);
+  if (paused_ != nullptr) return;  // its memory went back before
+  leaving.mapped.push_back({&heap, gone});
+  count_unmapped(heap, gone.bytes);
+}
+
+void DeviceAllocator::count_unmapped(const Heap& heap, std::size_t bytes) {
+  ++stats_.num_device_free;
+  stats_.reserved_bytes.decrease(heap.tier, bytes);
+  stats_.budget_bytes.decrease(bytes);
+  kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes -= bytes;
+}
+
 // A segment that is one cached block.
 void DeviceAllocator::take_out_segment(Block* block, LeavingMemory& leaving) {
   const Segment& segment = *block->segment;

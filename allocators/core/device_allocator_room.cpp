@@ -1,4 +1,4 @@
-// Room within the budget: what cached memory gives way to a request, and whether waiting would help.
+// Room within the budget: which cached memory gives way to a request, and whether waiting helps.
 #include <algorithm>
 #include <set>
 #include <unordered_set>
@@ -153,7 +153,8 @@ void DeviceAllocator::trim_to_budget(std::size_t more_bytes) {
   synchronize_events();
   gather_free_memory();
   std::vector<Spare> cached = segments_.spares(), given;
-  std::erase_if(cached, [this](const Spare& spare) { return !spare.block->segment->heap->on_device; });
+  std::erase_if(cached,
+                [](const Spare& spare) { return !spare.block->segment->heap->on_device; });
   take_least(std::move(cached), budget_.excess_bytes(more_bytes), given);
   release_spares(std::move(given));
 }

@@ -26,9 +26,9 @@ class Locks {
     memory_.unlock();
   }
 
-  // Makes a call that may take long, for a thread that holds `books`, without it.
-  // Afterwards cached blocks may be used, live ones freed, and neighbours merged: only segments, and
-  // blocks that are neither live nor in a heap, are what they were.
+  // Makes a call that may take long, for a thread that holds `books`, without it. Afterwards
+  // cached blocks may be used, live ones freed, and neighbours merged: only segments, and blocks
+  // that are neither live nor in a heap, are what they were.
   template <class Call>
   auto unlocked(Call&& call) {
     struct Relock {

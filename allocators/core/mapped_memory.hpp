@@ -1,5 +1,4 @@
-// Plain device memory that grows by mapped handles: where they are mapped, and where free ones lie side
-// by side at other addresses meanwhile.
+// Plain device memory that grows by mapped handles.
 #pragma once
 
 #include <optional>
@@ -35,9 +34,9 @@ class MappedMemory {
   VirtualMemory* virtual_memory();
   void stop() { virtual_memory_ = nullptr; }
 
-  // Where the fewest mapped handles make a cached block of `bytes`: at one side of a hole, beside the
-  // free memory there, or in all of it; rather where nothing must be unmapped before. 0 bytes where
-  // the heap does not grow by handles, or its addresses have no place.
+  // Where the fewest mapped handles make a cached block of `bytes`: at one side of a hole, beside
+  // the free memory there, or in all of it; rather where nothing must be unmapped before. 0 bytes
+  // where the heap does not grow by handles, or its addresses have no place.
   Range growth_for(Heap& heap, std::size_t bytes);
   // Maps handles that were given back for it first. False where the driver refuses.
   bool map(Heap& heap, const Range& growth);
@@ -45,16 +44,18 @@ class MappedMemory {
   bool map(const Run& run) { return run.heap->expandable->map(run.range, moving_); }
   void unmap(const Run& run) { run.heap->expandable->unmap(run.range, moving_); }
   // Keeps handles that are unmapped from now on for a heap, or no longer.
-  void keep_handles_for(const Heap& heap) { moving_.handle_bytes = heap.expandable->handle_bytes(); }
+  void keep_handles_for(const Heap& heap) {
+    moving_.handle_bytes = heap.expandable->handle_bytes();
+  }
   void keep_no_handles() { moving_.handle_bytes = 0; }
   // Gives handles back that found no place.
   void release_moving();
 
   // Free memory of the heap that has handles of its own.
   std::vector<Spare> spares_of(const Heap& heap) const;
-  // A block of that, wherever it lies. It was used on the heap's stream, and so is the block: nothing
-  // has to be waited for. nullptr where that memory does not suffice, where the driver refuses, or
-  // where `growth`, which the heap has found and which `may_grow`, takes less time.
+  // A block of that, wherever it lies. It was used on the heap's stream, and so is the block:
+  // nothing has to be waited for. nullptr where that memory does not suffice, where the driver
+  // refuses, or where handles `may_grow` into `growth` and that takes less time.
   Block* alias(Heap& heap, std::size_t bytes, const Range& growth, bool may_grow);
   // Ends a free one: its memory is free where it was before.
   void end_alias(Block* block);

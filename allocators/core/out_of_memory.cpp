@@ -38,8 +38,8 @@ void DeviceAllocator::throw_out_of_memory(std::size_t bytes, TensorClass tensor_
                      held(stats_.reserved_bytes.all) + ", " + held(stats_.allocated_bytes.all) +
                      " of it in tensors. ";
   if (shortage.over_budget)
-    text += "The device budget, " + format_bytes(budget_.limit_bytes()) + ", is spent (" + budget_use() +
-            "), and the host serves no more in its place. Raise device_budget or "
+    text += "The device budget, " + format_bytes(budget_.limit_bytes()) + ", is spent (" +
+            budget_use() + "), and the host serves no more in its place. Raise device_budget or "
             "UMEM_DEVICE_BUDGET. ";
   switch (shortage.limit) {
     case Limit::source:

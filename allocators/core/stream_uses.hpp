@@ -32,8 +32,8 @@ class StreamUses {
     return streams == Streams::all || !own_streams_.contains(stream);
   }
 
-  // An event behind all that may still use free memory of these streams; 0 where it cannot be waited
-  // for.
+  // An event behind all that may still use free memory of these streams; 0 where it cannot be
+  // waited for.
   EventId record(const std::set<StreamId>& owners);
   // Has the later work of one stream wait for what may still use free memory of another one.
   bool put_behind(StreamId later, StreamId earlier);

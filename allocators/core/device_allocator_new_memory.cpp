@@ -1,4 +1,4 @@
-// New segments: how large they are, and where they come from within the limits.
+// New memory within the limits: mapped handles, and segments, how large and where from.
 #include <algorithm>
 
 #include "core/device_allocator.hpp"
@@ -84,6 +84,29 @@ std::size_t DeviceAllocator::segment_bytes_for(const Heap& heap, std::size_t byt
   // At most as much again as is in use: page-locked memory is lost to the host.
   const std::size_t grown_bytes = std::min(segments_.used_bytes(heap), kMostPinnedSegmentBytes);
   return std::max(standard_bytes, grown_bytes / kPageBytes * kPageBytes);
+}
+
+// Maps `growth` as cached memory; handles that were given back for it are used first.
+bool DeviceAllocator::expand(Heap& heap, const Range& growth, Shortage& shortage) {
+  if (!reserve(heap, growth.bytes, shortage)) {
+    mapped_.release_moving();
+    return false;
+  }
+  if (!mapped_.map(heap, growth)) {
+    shortage.limit = Limit::source;
+    return false;
+  }
+  heap.grow_patient();
+  count_mapped(heap, growth.bytes);
+  segments_.add_mapped(heap, growth);
+  return true;
+}
+
+void DeviceAllocator::count_mapped(const Heap& heap, std::size_t bytes) {
+  ++stats_.num_device_alloc;
+  stats_.reserved_bytes.increase(heap.tier, bytes);
+  stats_.budget_bytes.increase(bytes);
+  kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes += bytes;
 }
 
 Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& shortage) {
