@@ -1,3 +1,20 @@
+// Note [Graphs]
+//
+// Allocations during a capture go to the private pool that torch names, whatever stream is
+// captured. Memory that they free serves that pool only, until the graph is gone. Segments needed
+// during a capture are allocated with the thread's capture mode relaxed, as in torch. A block
+// freed during a capture while another stream uses it waits for the end of the capture: an event
+// recorded inside would become a node of the graph.
+//
+// Note [Poison]
+//
+// Every byte of a new block is overwritten on its stream, before its owner gets it. A freed block
+// is, on its stream, at that stream's next request, whatever its size. Not earlier: a program may
+// free a tensor that another stream reads, and have the tensor's stream wait for that one before
+// it asks for memory. With `record_stream`, that is behind the other stream's work, too. What
+// another stream borrows is overwritten when that one gets it. Blocks of graphs' private pools are
+// left alone, because a graph uses them at every replay, freed or not; nothing is added to a graph
+// that the program did not ask for.
 #include "core/device_allocator.hpp"
 
 #include <algorithm>
@@ -231,17 +248,13 @@ void DeviceAllocator::count_active(const Block& block, bool born) {
   }
 }
 
-// No other stream uses the block any more. If it is to be poisoned, that is done before the next
-// request of its stream, and not now: a program may free a tensor that another stream reads, and
-// have the tensor's stream wait for that one before it asks for memory. So FSDP2 frees gradients.
+// No other stream uses the block any more.
 void DeviceAllocator::retire(Block* block) {
   if (!poisons(*block)) return settle(block);
   block->state = BlockState::pending;
   freed_[user_of(*block).stream].push_back(block);
 }
 
-// A graph's memory is the graph's from one replay to the next, freed or not; and nothing is added to
-// a graph that the program did not ask for.
 bool DeviceAllocator::poisons(const Block& block) const {
   return config_.poisons && active_pools_.empty() && block.segment->heap->pool == nullptr;
 }

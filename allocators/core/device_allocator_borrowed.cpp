@@ -1,7 +1,21 @@
 // Free memory of one stream that serves another one, at the addresses where it lies.
 //
-// Handles that move between heaps keep the host waiting for the work of all streams, and take the
-// driver's time. Here one stream waits for the others, and nothing is mapped.
+// Note [Borrowing]
+//
+// Where handles move between heaps, the host waits for the work of all streams, and the driver
+// takes its time: FSDP2 gathers and reduces on streams of their own, and passed handles on twice
+// in each layer. So within a budget that is spent, a free block of another stream's heap serves a
+// request where it lies: the requesting stream waits for the work that all streams with memory
+// have then (`cudaStreamWaitEvent`), and nothing is mapped. Of those, one may still read what
+// another one was given back: FSDP2 frees gradients of its reducing stream while the program's
+// stream updates weights by them, and has the former wait only before its next request. Torch's
+// own allocator keeps such memory to its stream but for `cudaFree`, which waits for the device.
+// Streams of umem's own are left out, as they have the updates of a whole step in their queues:
+// what they use of the program's memory is freed only once a stream of the program waits for them.
+// What is theirs serves others last.
+//
+// A borrowed block that is free serves the borrower's next request of exactly its size. When its
+// owner, or any request, finds nothing else, it is its owner's again, in the same order.
 #include "core/device_allocator.hpp"
 
 namespace umem {

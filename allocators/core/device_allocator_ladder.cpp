@@ -1,5 +1,23 @@
 // The ladder of an allocation: what serves a request that the cache has no block for, from what
 // costs the least on.
+//
+// Note [The ladder]
+//
+// The budget counts mapped handles, all of them and to the byte. A request beyond it first gets
+// free memory of its own range, then of another stream's, where that lies (Note [Aliases], Note
+// [Borrowing]). Then pending events are waited for, if that frees a block of the heap, enough of
+// its memory for an alias, or memory that makes enough room. Then cached segments that no live
+// block uses, and free handles of expandable segments, are given back, of all streams, kinds and
+// heaps, as few as make room; none if all of them would not. Those of a graph's private pool stay.
+// A handle moves by unmapping and mapping, and is not released; handles of the other size are
+// released first, so that the card never holds more than the budget. The host comes last, so that
+// requests return to the device as soon as it has room.
+//
+// A card that is full before the budget is spent, or without a budget, is treated in the same way.
+//
+// Page-locked memory beyond the budget that is free again serves classes that the policy
+// page-locks, before new memory is locked. So weights that were loaded beyond the budget, and
+// change places with others before the first call, leave their memory to them.
 #include "core/device_allocator.hpp"
 
 namespace umem {
@@ -26,8 +44,7 @@ Block* DeviceAllocator::climb(Attempt& attempt) {
       {Rung::spilled_before, &D::try_spilled_before, false},
       {Rung::mapped, &D::try_mapping, false},
       {Rung::segment, &D::try_segment, false},
-      // The budget is spent. The host comes last, so that requests return to the device as soon as
-      // it has room.
+      // The budget is spent.
       {{}, &D::try_gathering, true},
       {{}, &D::try_waiting, true},
       {Rung::room_made, &D::try_making_room, true},
@@ -63,8 +80,6 @@ Block* DeviceAllocator::try_ending_aliases(Attempt& attempt) {
   return block;
 }
 
-// Page-locked memory that was spilled and is free now, for a class that the policy page-locks:
-// weights that were loaded beyond the budget leave it when others take their place on the device.
 Block* DeviceAllocator::try_spilled_before(Attempt& attempt) {
   const Heap& heap = attempt.heap;
   if (heap.kind != MemoryKind::pinned || heap.tier != Tier::large ||
@@ -192,7 +207,6 @@ Block* DeviceAllocator::try_waiting_for_all(Attempt& attempt) {
   return take_cached(attempt.heap, attempt.bytes);
 }
 
-// A card that is full: free memory serves others, as under a budget that is spent.
 Block* DeviceAllocator::try_full_device(Attempt& attempt) {
   using D = DeviceAllocator;
   static constexpr Step kFullDevice[] = {

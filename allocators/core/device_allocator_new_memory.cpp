@@ -1,4 +1,25 @@
 // New memory within the limits: mapped handles, and segments, how large and where from.
+//
+// Note [Sizes of segments]
+//
+// Segments from RMM are whole 2 MiB, of torch's sizes, which decide how much memory small requests
+// reserve. Segments of page-locked memory grow with their use, because registering has a cost for
+// each call: a new one is at most as large as what the heap has in use, since locked memory is
+// lost to the host. In each segment, requests lie one after the other in their order, so that a
+// run of adjacent tensors is copied by one call.
+//
+// Note [Fresh pages]
+//
+// A managed page has no place until its first access, and a first access by the GPU is a page
+// fault. So a fresh segment with `placement: device` is prefetched to the device once, on a
+// separate stream, unless the card has no room for it.
+//
+// Note [System memory]
+//
+// Memory of kind `system` is mapped by umem on boundaries of 2 MiB, so that no segment is asked
+// for twice. Its pages that were advised and never touched take no device memory yet, and count as
+// taken beside the headroom. Freeing it waits for nothing, so a segment first waits for its
+// stream; one whose stream is being captured stays.
 #include <algorithm>
 
 #include "core/device_allocator.hpp"
@@ -6,13 +27,11 @@
 namespace umem {
 namespace {
 
-// Segment sizes follow torch's: they decide how much memory small requests reserve.
 constexpr std::size_t kSmallSegmentBytes = kPageBytes;
 constexpr std::size_t kSmallRequestBytes = std::size_t{1} << 20;
 constexpr std::size_t kMediumSegmentBytes = std::size_t{8} << 20;  // for requests of 1 to 2 MiB
 constexpr std::size_t kLargeSegmentBytes = std::size_t{20} << 20;
 constexpr std::size_t kMinExactSegmentBytes = std::size_t{10} << 20;  // from here, just enough
-// Page-locking has a cost for each call, so segments of page-locked memory grow with their use.
 constexpr std::size_t kMostPinnedSegmentBytes = std::size_t{1} << 30;
 
 std::size_t standard_segment_bytes(Tier tier, std::size_t bytes) {
@@ -81,7 +100,6 @@ bool DeviceAllocator::reserve(const Heap& heap, std::size_t bytes, Shortage& sho
 std::size_t DeviceAllocator::segment_bytes_for(const Heap& heap, std::size_t bytes) const {
   const std::size_t standard_bytes = standard_segment_bytes(heap.tier, bytes);
   if (heap.kind != MemoryKind::pinned) return standard_bytes;
-  // At most as much again as is in use: page-locked memory is lost to the host.
   const std::size_t grown_bytes = std::min(segments_.used_bytes(heap), kMostPinnedSegmentBytes);
   return std::max(standard_bytes, grown_bytes / kPageBytes * kPageBytes);
 }
@@ -192,8 +210,7 @@ void DeviceAllocator::prepare(Segment& segment) {
   note_hint(is_populated, has_warned_of_prefetch_, "prefetch");
 }
 
-// Device memory that new memory of kind `system` may take, in whole pages. Untouched pages take
-// none yet, so that the driver calls them free: what was advised before counts as taken, too.
+// Device memory that new memory of kind `system` may take, in whole pages.
 std::size_t DeviceAllocator::room_beside_headroom() const {
   if (config_.system_headroom_bytes == 0) return SIZE_MAX;
   const MemoryInfo memory = driver_.memory(device_);

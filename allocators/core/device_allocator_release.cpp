@@ -1,4 +1,11 @@
 // Cached memory that goes back to its source: what may go, and how.
+//
+// Note [Giving back]
+//
+// `empty_cache()` and every other rule that gives cached segments back unmaps the handles that lie
+// wholly in free blocks. `cudaFree` waits for the device, but `cuMemUnmap`, and freeing the
+// system's memory, wait for nothing: all streams with memory are waited for before. Handles of a
+// stream that is captured stay, and while a pool is open no segment is given back.
 #include <algorithm>
 
 #include "core/device_allocator.hpp"
@@ -34,10 +41,9 @@ void DeviceAllocator::add_own_stream(StreamId stream) {
   uses_.add_own(stream);
 }
 
-// The driver's memory is freed behind the work of all streams. Unmapping handles and freeing the
-// system's memory wait for nothing: returns an event behind what may use it, to be waited for, and
-// leaves out what cannot be waited for. With the lock: nobody may take the memory from the
-// cache behind the event that is recorded here, and what cannot be waited for stays there.
+// Returns an event behind what may use the memory, to be waited for, and leaves out what cannot be
+// waited for. With the lock: nobody may take the memory from the cache behind the event that is
+// recorded here, and what cannot be waited for stays there.
 EventId DeviceAllocator::record_work(std::vector<Spare>& spares) {
   const auto needs_event = [&](const Spare& spare) {
     const Segment& segment = *spare.block->segment;

@@ -1,4 +1,19 @@
 // Room within the budget: which cached memory gives way to a request, and whether waiting helps.
+//
+// Note [Steady steps]
+//
+// A steady step allocates and frees no segments. In one heap of segments this follows by itself:
+// segments are given back for a larger one, which then serves what they served. Two heaps, such as
+// those of two streams, could take each other's segments in every step. So if a segment is given
+// back for a request that is no larger, and its heap then needs a new one, the heap keeps its
+// segments until 65,536 such requests have been turned away, and then twice as many
+// (Heap::patience). Meanwhile the smaller requests are on the host. Nor is room made again for
+// requests of a size if it was made for two of them and smaller ones have taken it since; after
+// 65,536 such requests it is tried anew.
+//
+// Handles of expandable segments do pass on in every step. Where they did not, temporary tensors
+// of updates were on the host, and took 220 ms of a step (DeepSpeed's ZeRO-2, 0.56 billion
+// parameters, from a profile read by hand: H100 80 GB, driver 580.159.04, torch 2.11, 2026-11-26).
 #include <algorithm>
 #include <set>
 #include <unordered_set>

@@ -1,4 +1,14 @@
 // Heaps: the cached blocks of one stream that may serve the same requests.
+//
+// Note [Heaps]
+//
+// A block that is used again on the stream that freed it needs no event, and so the cache is fast.
+// Blocks of 2 MiB or more own their pages, so a heap of them need not belong to one class: all
+// classes with one profile share it. Gradients use the memory that activations gave back, as in
+// torch's cache, and a step reserves the peak of all its tensors together, not the sum of the
+// peaks of each class. Smaller blocks do share pages, so each class has its own slabs, but for
+// plain device memory, which never moves. When a block passes to a class whose advice differs, it
+// is advised again; merged neighbours under different advice are advised at their next use.
 #pragma once
 
 #include <algorithm>
@@ -56,9 +66,6 @@ inline constexpr std::uint32_t kLeastPatience = 1U << 16, kMostPatience = 1U << 
 
 struct Pool;
 
-// The cached blocks of one stream that may serve the same requests. Blocks of 2 MiB or more own
-// their pages, so all classes with one profile share a heap, and activations reuse blocks that
-// gradients leave. Smaller blocks share pages, so each class has its own heap.
 struct Heap {
   Heap(const Route& route, const Profile& profile, StreamId stream, Pool* pool)
       : profile(route.profile),
@@ -82,10 +89,7 @@ struct Heap {
   // Of aliases before they ended, by address; 0: that work has finished.
   std::unordered_map<std::uintptr_t, EventId> last_uses;
 
-  // Two heaps that take each other's segments in every step would allocate and free without end.
-  // So if a segment is given back for a smaller request of another heap, and this heap then needs
-  // a new one, its segments stay until `patience` such requests have been turned away. Handles pass
-  // between expandable heaps in every step: that takes less time than one use of spilled memory.
+  // See Note [Steady steps] in device_allocator_room.cpp.
   bool lent = false;
   std::uint32_t patience = 0;
   std::uint32_t turned_away = 0;

@@ -1,4 +1,25 @@
 // The two locks of a device.
+//
+// Note [Locks of a device]
+//
+// Asking the driver for memory can take seconds: it waits for kernels, for other threads' calls,
+// for the host. So each device has two locks, and such a call stops no thread that can do without
+// new memory. `books` protects the books: every request and every free takes it, for microseconds.
+// The other one is held, from begin to end, by whatever changes which memory the device has: new
+// segments, mapped handles, memory that goes back, pauses. That is one thread at a time. It is
+// taken first, and its holder releases `books` while it calls the driver, the memory's source or
+// the hint engine. Meanwhile other threads are served from the cache, free, and read statistics; a
+// request that needs new memory too waits for its turn, and looks into the cache again when it
+// comes.
+//
+// New memory is counted against every limit before the call, and no longer after a refusal. Memory
+// that goes back leaves the books before the call. So no two threads exceed a limit together, and
+// nobody uses memory that is about to go. While a device is paused or resumed, requests wait,
+// because the cache is about to lose its memory; frees go on.
+//
+// A free of a tensor that other streams have used records an event on each. CUDA blocks that call
+// where a stream has too much work queued, so it is made without a lock. Whoever takes both locks
+// waits for it: no capture of a graph begins meanwhile, whose node the event would be.
 #pragma once
 
 #include <condition_variable>
@@ -6,9 +27,7 @@
 
 namespace umem {
 
-// `books` protects the books of the device's memory. The other lock is held, from begin to end, by
-// whatever changes which memory the device has: one thread at a time, and it is taken first. lock()
-// takes both.
+// lock() takes both.
 class Locks {
  public:
   std::mutex books;

@@ -7,9 +7,8 @@
 namespace umem {
 namespace {
 
-// Handles are the unit in which memory passes between heaps, and a hole between two tensors keeps
-// less than two of them. The driver takes its time for each, whatever its size (about 40 µs to map
-// one). Fewer handles to a budget, or larger ones, leave no room for tensors that a plan counts on.
+// The driver takes its time for each handle, whatever its size (about 40 µs to map one). Fewer of
+// them to a budget, or larger ones, leave no room for tensors that a plan counts on.
 constexpr std::size_t kLeastHandleBytes = kPageBytes;
 constexpr std::size_t kMostHandleBytes = 4 * kPageBytes;
 constexpr std::size_t kHandlesPerBudget = 192;

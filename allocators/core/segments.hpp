@@ -1,4 +1,10 @@
 // The books of a device's memory: its segments, and the blocks that they are divided into.
+//
+// Note [Splitting]
+//
+// A block is always split to the requested size, however small the remainder: allocated memory is
+// the sum of the rounded requests, and a plan can rely on it. A remainder below 2 MiB serves no
+// large request, and is merged again with the block before or after it when that is freed.
 #pragma once
 
 #include <iterator>

@@ -4,10 +4,7 @@
 
 namespace umem {
 
-// Not only the owners may use it: a program may free a tensor that another stream reads, and have
-// the tensor's stream wait for that one before its next request. So FSDP2 frees gradients. Torch's
-// own allocator keeps that memory to its stream but for cudaFree, which waits for the device.
-// Streams of umem's own are left out: they may have the updates of a whole step in their queues.
+// Not only the owners may use it, see Note [Borrowing] in device_allocator_borrowed.cpp.
 EventId StreamUses::record(const std::set<StreamId>& owners) {
   const auto is_captured = [this](StreamId stream) { return driver_.capturing(stream); };
   if (std::ranges::any_of(owners, is_captured)) return 0;
