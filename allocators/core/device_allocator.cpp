@@ -157,14 +157,10 @@ void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
   block->state = BlockState::live;
   block->requested_bytes = requested_bytes;
   block->tensor_class = tensor_class;
-  stats_.allocation.increase(heap.tier, 1);
-  stats_.allocated_bytes.increase(heap.tier, block->bytes);
+  count_live(*block, true);
+  count_active(*block, true);
   peak_bytes_ = std::max(peak_bytes_, stats_.allocated_bytes.all.current);
   stats_.highest_bytes = std::max(stats_.highest_bytes, stats_.allocated_bytes.all.current);
-  count_active(*block, true);
-  stats_.requested_bytes.increase(heap.tier, requested_bytes);
-  if (heap.pool != nullptr) heap.pool->allocated_bytes += block->bytes;
-  count_class(*block, true);
   if (block->advice != heap.profile) apply_advice(block, heap.profile);
   poison(*block);
   return reinterpret_cast<void*>(block->address);
@@ -207,45 +203,38 @@ void DeviceAllocator::note_hint(bool taken, bool& has_warned, const char* what) 
                  device_, what);
 }
 
+void DeviceAllocator::count_live(const Block& block, bool born) {
+  const Heap& heap = *block.segment->heap;
+  stats_.allocation.change(heap.tier, 1, born);
+  stats_.allocated_bytes.change(heap.tier, block.bytes, born);
+  stats_.requested_bytes.change(heap.tier, block.requested_bytes, born);
+  if (heap.pool != nullptr) heap.pool->allocated_bytes += born ? block.bytes : -block.bytes;
+  count_class(block, born);
+}
+
 void DeviceAllocator::count_class(const Block& block, bool born) {
   ClassStats& stats = stats_.by_class[static_cast<std::size_t>(block.tensor_class)];
-  if (born) {
-    stats.allocation.increase(1);
-    stats.allocated_bytes.increase(block.bytes);
-    stats.requested_bytes.increase(block.requested_bytes);
-  } else {
-    stats.allocation.decrease(1);
-    stats.allocated_bytes.decrease(block.bytes);
-    stats.requested_bytes.decrease(block.requested_bytes);
-  }
+  stats.allocation.change(1, born);
+  stats.allocated_bytes.change(block.bytes, born);
+  stats.requested_bytes.change(block.requested_bytes, born);
+}
+
+void DeviceAllocator::count_active(const Block& block, bool born) {
+  const Tier tier = block.segment->heap->tier;
+  stats_.active.change(tier, 1, born);
+  stats_.active_bytes.change(tier, block.bytes, born);
 }
 
 bool DeviceAllocator::free(std::uintptr_t address) {
   const std::lock_guard lock(locks_.books);
   Block* block = segments_.live_block(address);
   if (block == nullptr) return false;
-  const Heap& heap = *block->segment->heap;
-  stats_.allocation.decrease(heap.tier, 1);
-  stats_.allocated_bytes.decrease(heap.tier, block->bytes);
-  stats_.requested_bytes.decrease(heap.tier, block->requested_bytes);
-  if (heap.pool != nullptr) heap.pool->allocated_bytes -= block->bytes;
-  count_class(*block, false);
+  count_live(*block, false);
   if (block->other_streams.empty())
     retire(block);
   else
     wait_for_streams(block);
   return true;
-}
-
-void DeviceAllocator::count_active(const Block& block, bool born) {
-  const Tier tier = block.segment->heap->tier;
-  if (born) {
-    stats_.active.increase(tier, 1);
-    stats_.active_bytes.increase(tier, block.bytes);
-  } else {
-    stats_.active.decrease(tier, 1);
-    stats_.active_bytes.decrease(tier, block.bytes);
-  }
 }
 
 // No other stream uses the block any more.

@@ -1,13 +1,11 @@
 // The caching allocator of one device: heaps of cached blocks, cut from segments of four kinds.
 #pragma once
 
-#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -76,7 +74,7 @@ struct PauseReport {
 
 using StreamFilter = std::function<bool(StreamId)>;
 
-// Thread-safe (see Locks).
+// Thread-safe, see Note [Locks of a device] in locks.hpp.
 class DeviceAllocator {
  public:
   DeviceAllocator(int device, const Config& config, SegmentSource& source, Driver& driver,
@@ -258,8 +256,7 @@ class DeviceAllocator {
   void gather_free_memory();
   bool expand(Heap& heap, const Range& growth, Shortage& shortage);
   void take_out_mapped(const Spare& spare, LeavingMemory& leaving);
-  void count_mapped(const Heap& heap, std::size_t bytes);
-  void count_unmapped(const Heap& heap, std::size_t bytes);
+  void count_memory(const Heap& heap, std::size_t bytes, std::size_t raw_bytes, bool more);
   void check_not_paused() const;
   void bring_back();
 
@@ -268,6 +265,7 @@ class DeviceAllocator {
   bool advise(const Segment& segment, Range range, std::uint8_t profile);
   void note_hint(bool taken, bool& has_warned, const char* what);
   std::size_t room_beside_headroom() const;
+  void count_live(const Block& block, bool born);
   void count_class(const Block& block, bool born);
 
   void count_active(const Block& block, bool born);

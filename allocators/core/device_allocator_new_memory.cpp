@@ -76,13 +76,8 @@ bool DeviceAllocator::unspilled(const Block& block) const {
 void DeviceAllocator::count_unspilled(const Block& block, bool on_device) {
   std::size_t& spilled_bytes =
       kind_stats_[static_cast<std::size_t>(MemoryKind::managed)].spilled_bytes;
-  if (on_device) {
-    spilled_bytes -= block.bytes;
-    stats_.budget_bytes.increase(block.bytes);
-  } else {
-    spilled_bytes += block.bytes;
-    stats_.budget_bytes.decrease(block.bytes);
-  }
+  spilled_bytes += on_device ? -block.bytes : block.bytes;
+  stats_.budget_bytes.change(block.bytes, on_device);
 }
 
 // Counts new memory of a heap against every limit. False beyond one.
@@ -115,16 +110,20 @@ bool DeviceAllocator::expand(Heap& heap, const Range& growth, Shortage& shortage
     return false;
   }
   heap.grow_patient();
-  count_mapped(heap, growth.bytes);
+  count_memory(heap, growth.bytes, growth.bytes, true);
   segments_.add_mapped(heap, growth);
   return true;
 }
 
-void DeviceAllocator::count_mapped(const Heap& heap, std::size_t bytes) {
-  ++stats_.num_device_alloc;
-  stats_.reserved_bytes.increase(heap.tier, bytes);
-  stats_.budget_bytes.increase(bytes);
-  kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes += bytes;
+// Counts memory that a heap gets, or that has left it; the budget counts what its source has given.
+void DeviceAllocator::count_memory(const Heap& heap, std::size_t bytes, std::size_t raw_bytes,
+                                   bool more) {
+  ++(more ? stats_.num_device_alloc : stats_.num_device_free);
+  stats_.reserved_bytes.change(heap.tier, bytes, more);
+  if (heap.on_device) stats_.budget_bytes.change(raw_bytes, more);
+  KindStats& kind = kind_stats_[static_cast<std::size_t>(heap.kind)];
+  kind.reserved_bytes += more ? bytes : -bytes;
+  if (routes_.is_spill(heap)) kind.spilled_bytes += more ? bytes : -bytes;
 }
 
 Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& shortage) {
@@ -176,13 +175,7 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
 
   // From here on the lock is held: the block is in no heap until it is handed out.
   Block* block = segments_.add(fresh);
-
-  ++stats_.num_device_alloc;
-  stats_.reserved_bytes.increase(heap.tier, segment_bytes);
-  KindStats& kind = kind_stats_[static_cast<std::size_t>(heap.kind)];
-  kind.reserved_bytes += segment_bytes;
-  if (routes_.is_spill(heap)) kind.spilled_bytes += segment_bytes;
-  if (heap.on_device) stats_.budget_bytes.increase(raw_bytes);
+  count_memory(heap, segment_bytes, raw_bytes, true);
   system_bytes_ += fresh.device_bytes;
   heap.grow_patient();
   if (heap.pool != nullptr) {

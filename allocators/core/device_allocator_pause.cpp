@@ -101,7 +101,7 @@ PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
   locks_.unlocked([&] {
     for (const Run& run : runs) mapped_.unmap(run);
   });
-  for (const Run& run : runs) count_unmapped(*run.heap, run.range.bytes);
+  for (const Run& run : runs) count_memory(*run.heap, run.range.bytes, run.range.bytes, false);
   paused_ = std::move(copy);
   budget_.add_locked_by_others(static_cast<std::ptrdiff_t>(paused_->pinned_bytes()));
   count_page_tables();
@@ -151,7 +151,7 @@ void DeviceAllocator::resume() {
         stay_paused("memory cannot be copied back to " + gpu +
                     ", which stays paused: an earlier CUDA call of the program has failed");
   });
-  for (const Run& run : runs) count_mapped(*run.heap, run.range.bytes);
+  for (const Run& run : runs) count_memory(*run.heap, run.range.bytes, run.range.bytes, true);
   budget_.add_locked_by_others(-static_cast<std::ptrdiff_t>(paused_->pinned_bytes()));
   locks_.unlocked([copy = std::move(paused_)]() mutable { copy.reset(); });
   count_page_tables();

@@ -74,14 +74,7 @@ void DeviceAllocator::take_out_mapped(const Spare& spare, LeavingMemory& leaving
   segments_.take_out(block, gone);
   if (paused_ != nullptr) return;  // its memory went back before
   leaving.mapped.push_back({&heap, gone});
-  count_unmapped(heap, gone.bytes);
-}
-
-void DeviceAllocator::count_unmapped(const Heap& heap, std::size_t bytes) {
-  ++stats_.num_device_free;
-  stats_.reserved_bytes.decrease(heap.tier, bytes);
-  stats_.budget_bytes.decrease(bytes);
-  kind_stats_[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes -= bytes;
+  count_memory(heap, gone.bytes, gone.bytes, false);
 }
 
 // A segment that is one cached block.
@@ -90,13 +83,8 @@ void DeviceAllocator::take_out_segment(Block* block, LeavingMemory& leaving) {
   Heap& heap = *segment.heap;
   segments_.uncache(block);
   append_piece(segment, leaving);
-  ++stats_.num_device_free;
-  stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
-  KindStats& kind = kind_stats_[static_cast<std::size_t>(heap.kind)];
-  kind.reserved_bytes -= segment.bytes;
-  if (routes_.is_spill(heap)) kind.spilled_bytes -= segment.bytes;
+  count_memory(heap, segment.bytes, segment.raw_bytes, false);
   if (heap.kind == MemoryKind::pinned) count_page_tables();
-  if (heap.on_device) stats_.budget_bytes.decrease(segment.raw_bytes);
   system_bytes_ -= segment.device_bytes;
   if (heap.pool != nullptr) {
     --heap.pool->segments;

@@ -1,5 +1,7 @@
 #include "core/routes.hpp"
 
+#include <algorithm>
+
 namespace umem {
 namespace {
 
@@ -11,23 +13,37 @@ constexpr Profile kManagedSpillProfile{
     .advice = {.placement = Placement::host, .accessed_by_device = true, .read_mostly = false}};
 constexpr Profile kPinnedSpillProfile{.kind = MemoryKind::pinned, .advice = {}};
 
+template <class Item>
+std::uint8_t add(std::vector<Item>& to, const Item& item) {
+  to.push_back(item);
+  return static_cast<std::uint8_t>(to.size() - 1);
+}
+
+// The number of an item, which is added if it is new.
+template <class Item>
+std::uint8_t number_of(std::vector<Item>& items, const Item& item) {
+  const auto found = std::find(items.begin(), items.end(), item);
+  return found == items.end() ? add(items, item)
+                              : static_cast<std::uint8_t>(found - items.begin());
+}
+
 }  // namespace
 
 Routes::Routes(const std::array<ClassSetting, kClasses>& classes) : classes_(classes) {
-  const std::uint8_t device_profile = profile_number(kDeviceProfile);
-  const std::uint8_t device_small = route_number({device_profile, Tier::small});
-  const std::uint8_t device_large = route_number({device_profile, Tier::large});
+  const std::uint8_t device_profile = number_of(profiles_, kDeviceProfile);
+  const std::uint8_t device_small = number_of(routes_, {device_profile, Tier::small});
+  const std::uint8_t device_large = number_of(routes_, {device_profile, Tier::large});
   for (std::size_t i = 0; i < kClasses; ++i) {
     const ClassSetting& setting = classes_[i];
     // Memory without advice is the same for every policy: one heap serves all classes.
-    const std::uint8_t profile = profile_number(
-        {setting.kind, takes_advice(setting.kind) ? setting.advice : Advice{}});
+    const std::uint8_t profile = number_of(
+        profiles_, {setting.kind, takes_advice(setting.kind) ? setting.advice : Advice{}});
     of_class_[i] = {device_small, device_large, device_small,
-                    route_number({profile, Tier::large})};
+                    number_of(routes_, {profile, Tier::large})};
     // Every class has its own small route, even if another class has the same profile. Only plain
     // device memory never moves, so that classes may share its pages.
     if (setting.kind != MemoryKind::device)
-      of_class_[i].small = add_route({profile, Tier::small});
+      of_class_[i].small = add(routes_, {profile, Tier::small});
   }
   managed_spill_ = add_spill(kManagedSpillProfile);
   pinned_spill_ = add_spill(kPinnedSpillProfile);
@@ -36,27 +52,8 @@ Routes::Routes(const std::array<ClassSetting, kClasses>& classes) : classes_(cla
 // A profile of its own, even if a policy maps a class in the same way: memory that was spilled
 // because of the budget is counted separately.
 Routes::Spill Routes::add_spill(const Profile& profile) {
-  profiles_.push_back(profile);
-  const auto number = static_cast<std::uint8_t>(profiles_.size() - 1);
-  return {number, add_route({number, Tier::small}), add_route({number, Tier::large})};
-}
-
-std::uint8_t Routes::profile_number(const Profile& profile) {
-  for (std::size_t i = 0; i < profiles_.size(); ++i)
-    if (profiles_[i] == profile) return static_cast<std::uint8_t>(i);
-  profiles_.push_back(profile);
-  return static_cast<std::uint8_t>(profiles_.size() - 1);
-}
-
-std::uint8_t Routes::route_number(const Route& route) {
-  for (std::size_t i = 0; i < routes_.size(); ++i)
-    if (routes_[i] == route) return static_cast<std::uint8_t>(i);
-  return add_route(route);
-}
-
-std::uint8_t Routes::add_route(const Route& route) {
-  routes_.push_back(route);
-  return static_cast<std::uint8_t>(routes_.size() - 1);
+  const std::uint8_t number = add(profiles_, profile);
+  return {number, add(routes_, {number, Tier::small}), add(routes_, {number, Tier::large})};
 }
 
 std::uint8_t Routes::route_for(TensorClass tensor_class, std::size_t bytes) const {

@@ -47,9 +47,6 @@ class Routes {
     std::uint8_t profile, small, large;  // the latter are numbers of routes
   };
 
-  std::uint8_t profile_number(const Profile& profile);
-  std::uint8_t route_number(const Route& route);
-  std::uint8_t add_route(const Route& route);
   Spill add_spill(const Profile& profile);
 
   const std::array<ClassSetting, kClasses> classes_;

@@ -47,7 +47,6 @@ class Segments {
   auto begin() const { return segments_.begin(); }
   auto end() const { return segments_.end(); }
   auto lower_bound(std::uintptr_t address) const { return segments_.lower_bound(address); }
-  bool empty() const { return segments_.empty(); }
 
   // nullptr: no live block starts there.
   Block* live_block(std::uintptr_t address);

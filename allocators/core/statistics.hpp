@@ -25,6 +25,7 @@ struct Stat {
     current -= static_cast<std::int64_t>(amount);
     freed += static_cast<std::int64_t>(amount);
   }
+  void change(std::size_t amount, bool more) { more ? increase(amount) : decrease(amount); }
   void reset_peak() { peak = current; }
   void reset_accumulated() { allocated = freed = 0; }
 };
@@ -35,14 +36,12 @@ enum class Tier : std::uint8_t { small, large };
 struct TieredStat {
   Stat all, small_pool, large_pool;
 
-  void increase(Tier tier, std::size_t amount) {
-    all.increase(amount);
-    (tier == Tier::small ? small_pool : large_pool).increase(amount);
+  void change(Tier tier, std::size_t amount, bool more) {
+    all.change(amount, more);
+    (tier == Tier::small ? small_pool : large_pool).change(amount, more);
   }
-  void decrease(Tier tier, std::size_t amount) {
-    all.decrease(amount);
-    (tier == Tier::small ? small_pool : large_pool).decrease(amount);
-  }
+  void increase(Tier tier, std::size_t amount) { change(tier, amount, true); }
+  void decrease(Tier tier, std::size_t amount) { change(tier, amount, false); }
   template <class F>
   void each(F&& f) {
     f(all), f(small_pool), f(large_pool);
