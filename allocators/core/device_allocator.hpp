@@ -179,9 +179,9 @@ class DeviceAllocator {
       return growth.bytes != 0 ? growth.bytes : round_up(bytes, kPageBytes);
     }
   };
-  // A rung of the ladder. None: it has rungs of its own, or serves nothing.
+  // A rung of the ladder.
   struct Step {
-    std::optional<Rung> rung;
+    std::optional<Rung> rung;  // counted; none: steps of its own are, or it never serves
     Block* (DeviceAllocator::*try_it)(Attempt& attempt);
     bool may_block;  // waits, or gives memory back or to others: not while a pool is open
   };
