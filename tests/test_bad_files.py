@@ -139,6 +139,7 @@ POLICIES = [
     ("classes:\n  share: [numba]\n", 2, 3, "classes.share", "did you mean 'share'?"),
     ("zzz: 1\n", 1, 1, "zzz", "unknown key. Valid keys: name, description, extends"),
     ("<<: {name: x}\n", 1, 1, "<<", "unknown key."),
+    ("caching: false\n", 1, 1, "caching", "unknown key"),
     # bad values
     ("defaults:\n  kind: manged\n", 2, 3, "defaults.kind", "did you mean 'managed'?"),
     ("defaults: {kind: 5}\n", 1, 12, "defaults.kind", "should be 'auto', 'managed', 'device'"),

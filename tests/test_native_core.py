@@ -236,6 +236,20 @@ def test_torch_reads_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"Requested memory +\| +3040 KiB", summary)
 
 
+def test_requests_are_counted_by_what_served_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = _allocator()
+    for _ in range(3):
+        allocator.free(allocator.malloc(3 * MIB))
+    served = allocator.stats(0)["served"]
+    assert {name: count for name, count in served.items() if count} == {"segment": 1, "cached": 2}
+    monkeypatch.setattr(
+        torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: allocator.stats(0)
+    )
+    assert torch.cuda.memory_stats(0)["served.cached"] == 2
+    allocator.reset_accumulated_stats(0)
+    assert set(allocator.stats(0)["served"].values()) == {0}
+
+
 def test_torch_reads_the_snapshot() -> None:
     """torch's tools for snapshots read ours."""
     from torch.cuda import _memory_viz
@@ -397,13 +411,6 @@ def test_kinds_are_counted(kind: str) -> None:
         name: 12 * MIB if name == kind else 0 for name in ("managed", "device", "system", "pinned")
     }
     assert allocator.managed_bytes() == (12 * MIB if kind == "managed" else 0)
-
-
-def test_without_a_cache_freed_memory_is_released() -> None:
-    allocator = _allocator(caching=False)
-    for size in (1, 3 * MIB):
-        allocator.free(allocator.malloc(size))
-        assert allocator.managed_bytes() == 0
 
 
 def test_an_allocation_of_0_bytes_has_no_address() -> None:

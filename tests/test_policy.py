@@ -180,8 +180,6 @@ def test_rmm_managed_gives_no_advice() -> None:
         assert rule.mechanism == "fault"
     resolved = resolve(policy, CARD, {})
     assert (resolved.device_budget_bytes, resolved.managed_limit_bytes) == (None, None)
-    assert resolved.caching is False
-    assert all(load_policy(name).caching for name in PRESETS if name != "rmm-managed")
 
 
 def test_unknown_preset_names_the_nearest_and_all() -> None:

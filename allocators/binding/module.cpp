@@ -102,6 +102,9 @@ nb::dict to_dict(const DeviceStats& stats) {
   dict["num_device_alloc"] = stats.num_device_alloc;
   dict["num_device_free"] = stats.num_device_free;
   dict["num_failed_hints"] = stats.num_failed_hints;
+  nb::dict served;
+  for (std::size_t i = 0; i < kRungs; ++i) served[kRungNames[i]] = stats.served[i];
+  dict["served"] = served;
   return dict;
 }
 
@@ -282,7 +285,7 @@ NB_MODULE(_native, module) {
           "__init__",
           [](Config* self, const std::vector<ClassSetting>& classes,
              std::size_t managed_limit_bytes, std::size_t device_budget_bytes,
-             std::size_t system_headroom_bytes, bool caching, std::size_t pinned_limit_bytes,
+             std::size_t system_headroom_bytes, std::size_t pinned_limit_bytes,
              const std::vector<std::size_t>& managed_bytes_of_device, bool advises,
              bool prefetches, bool poisons) {
             if (classes.size() != kClasses)
@@ -293,14 +296,13 @@ NB_MODULE(_native, module) {
                               .pinned_limit_bytes = pinned_limit_bytes,
                               .device_budget_bytes = device_budget_bytes,
                               .system_headroom_bytes = system_headroom_bytes,
-                              .caching = caching,
                               .advises = advises,
                               .prefetches = prefetches,
                               .poisons = poisons};
             std::copy(classes.begin(), classes.end(), self->classes.begin());
           },
           "classes"_a, "managed_limit_bytes"_a = 0, "device_budget_bytes"_a = 0,
-          "system_headroom_bytes"_a = 0, "caching"_a = true, "pinned_limit_bytes"_a = 0,
+          "system_headroom_bytes"_a = 0, "pinned_limit_bytes"_a = 0,
           "managed_bytes_of_device"_a = std::vector<std::size_t>(), "advises"_a = true,
           "prefetches"_a = true, "poisons"_a = false);
 

@@ -41,7 +41,7 @@ void* Allocator::allocate(std::size_t bytes, int device_number, StreamId stream)
     if (!used_[static_cast<std::size_t>(device_number)].load()) introduce(device_number);
     return allocate_on(chosen, bytes, stream);
   } catch (const OutOfMemory&) {
-    // torch runs no post hook when a step raises: end the phase here.
+    // See Note [Classes] in class_context.hpp.
     if (classes_.phase() != TensorClass::weights) classes_.set_phase(TensorClass::activations);
     throw;
   }
@@ -57,9 +57,7 @@ void* Allocator::allocate_on(DeviceAllocator& device, std::size_t bytes, StreamI
   return device.allocate(bytes, stream, tensor_class);
 }
 
-// A rank of several sees all GPUs of the host and uses one: caps go by those that it uses. Mapped
-// memory is accessible to the GPUs that it is mapped for: those that this process uses, from their
-// first allocation on. Mapping for GPUs that other processes use would cost time for each.
+// A rank of several sees all GPUs of the host and uses one: caps go by those that it uses.
 void Allocator::introduce(int device_number) {
   const std::lock_guard lock(used_mutex_);
   const auto number = static_cast<std::size_t>(device_number);
@@ -82,7 +80,6 @@ void Allocator::introduce(int device_number) {
   used_[number].store(true);
 }
 
-// torch names the default stream of another device as it names the block's own: any may be meant.
 bool Allocator::record_stream(std::uintptr_t address, StreamId stream) {
   for (int holder = 0; holder < device_count(); ++holder) {
     DeviceAllocator& device = *devices_[static_cast<std::size_t>(holder)];

@@ -1,4 +1,20 @@
 // The allocator of a process: one DeviceAllocator per device, one class context, one managed cap.
+//
+// Note [Several GPUs]
+//
+// Whatever a process allocates on a GPU may be used by streams of its others. `record_stream` of
+// such a stream waits for an event of the stream's own device. torch names the default streams of
+// all devices alike: then those of all GPUs that the process uses are waited for.
+//
+// A GPU gets access to the mapped memory of the others when the process first allocates on it.
+// Where the driver refuses, both take new memory by `cudaMalloc`, which can be copied without
+// access, and a warning says so.
+//
+// Note [Processes]
+//
+// The allocator is never destroyed: tensors outlive static objects, and CUDA may be gone by then.
+// Locks are held across `fork`, so that a DataLoader worker that drops a tensor finds them free. A
+// child process makes no CUDA calls.
 #pragma once
 
 #include <atomic>

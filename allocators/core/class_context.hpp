@@ -1,4 +1,11 @@
 // The tensor class of new blocks.
+//
+// Note [Classes]
+//
+// The phase (forward, optimizer step, ...) belongs to the process, not to a thread: autograd runs
+// backward passes in its own threads, and loaders fill weights from thread pools. torch runs no
+// post hook when a step raises. Then the failing allocation itself corrects the phase (most such
+// errors are out-of-memory), or the next gradient, or the next step.
 #pragma once
 
 #include <algorithm>
@@ -29,9 +36,8 @@ struct Overrides {
 };
 }  // namespace detail
 
-// The phase (forward, optimizer step, ...) belongs to the process, not to a thread: autograd runs
-// backward passes in its own threads, and loaders fill weights from thread pools. An override
-// belongs to the thread that entered it, and applies to threads without an override too.
+// An override belongs to the thread that entered it, and applies to threads without an override
+// too.
 class ClassContext {
  public:
   TensorClass current() const noexcept {

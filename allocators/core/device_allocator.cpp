@@ -1,3 +1,20 @@
+// Note [Graphs]
+//
+// Allocations during a capture go to the private pool that torch names, whatever stream is
+// captured. Memory that they free serves that pool only, until the graph is gone. Segments needed
+// during a capture are allocated with the thread's capture mode relaxed, as in torch. A block
+// freed during a capture while another stream uses it waits for the end of the capture: an event
+// recorded inside would become a node of the graph.
+//
+// Note [Poison]
+//
+// Every byte of a new block is overwritten on its stream, before its owner gets it. A freed block
+// is, on its stream, at that stream's next request, whatever its size. Not earlier: a program may
+// free a tensor that another stream reads, and have the tensor's stream wait for that one before
+// it asks for memory. With `record_stream`, that is behind the other stream's work, too. What
+// another stream borrows is overwritten when that one gets it. Blocks of graphs' private pools are
+// left alone, because a graph uses them at every replay, freed or not; nothing is added to a graph
+// that the program did not ask for.
 #include "core/device_allocator.hpp"
 
 #include <algorithm>
@@ -6,17 +23,6 @@
 #include <utility>
 
 namespace umem {
-namespace {
-
-constexpr Profile kDeviceProfile{.kind = MemoryKind::device, .advice = {}};
-// Beyond the budget, memory stays on the host and the device uses it in place: managed memory by
-// its advice, all other memory as page-locked host memory.
-constexpr Profile kManagedSpillProfile{
-    .kind = MemoryKind::managed,
-    .advice = {.placement = Placement::host, .accessed_by_device = true, .read_mostly = false}};
-constexpr Profile kPinnedSpillProfile{.kind = MemoryKind::pinned, .advice = {}};
-
-}  // namespace
 
 DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource& source,
                                  Driver& driver, SharedLimits& limits)
@@ -25,90 +31,26 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
       source_(source),
       driver_(driver),
       limits_(limits),
-      budget_bytes_(config.device_budget_bytes) {
-  const std::uint8_t device_profile = profile_number(kDeviceProfile);
-  const std::uint8_t device_small = route_number({device_profile, Tier::small});
-  const std::uint8_t device_large = route_number({device_profile, Tier::large});
-  for (std::size_t i = 0; i < kClasses; ++i) {
-    const ClassSetting& setting = config_.classes[i];
-    // Memory without advice is the same for every policy: one heap serves all classes.
-    const std::uint8_t profile = profile_number(
-        {setting.kind, takes_advice(setting.kind) ? setting.advice : Advice{}});
-    class_routes_[i] = {device_small, device_large, device_small,
-                        route_number({profile, Tier::large})};
-    // Every class has its own small route, even if another class has the same profile. Only plain
-    // device memory never moves, so that classes may share its pages.
-    if (setting.kind != MemoryKind::device)
-      class_routes_[i].small = add_route({profile, Tier::small});
-  }
-  // Separate profiles, even if a policy maps a class in the same way: memory that was spilled
-  // because of the budget is counted separately.
-  const auto spill_routes = [this](const Profile& profile) -> SpillRoutes {
-    profiles_.push_back(profile);
-    const auto number = static_cast<std::uint8_t>(profiles_.size() - 1);
-    return {number, add_route({number, Tier::small}), add_route({number, Tier::large})};
-  };
-  managed_spill_ = spill_routes(kManagedSpillProfile);
-  pinned_spill_ = spill_routes(kPinnedSpillProfile);
-  idle_bytes_.resize(profiles_.size());
-}
+      routes_(config.classes),
+      budget_(config.device_budget_bytes, stats_.budget_bytes, limits) {}
 
 DeviceAllocator::~DeviceAllocator() {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   synchronize_events();
   for (const auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& heap : heaps)
       if (heap != nullptr)
-        for (const auto& [address, event] : heap->last_uses) earlier_uses_.push_back(event);
-  for (const EventId event : earlier_uses_)
-    if (event != 0) driver_.wait(event);
+        mapped_.wait_for_uses(*heap);
+  mapped_.wait_for_earlier_uses();
   LeavingMemory leaving;  // but for the runs of expandable segments, whose heaps end them
   for (const auto& [address, segment] : segments_)
     if (!segment.is_expandable) append_piece(segment, leaving);
   give_back(leaving);
 }
 
-std::uint8_t DeviceAllocator::profile_number(Profile profile) {
-  for (std::size_t i = 0; i < profiles_.size(); ++i)
-    if (profiles_[i] == profile) return static_cast<std::uint8_t>(i);
-  profiles_.push_back(profile);
-  return static_cast<std::uint8_t>(profiles_.size() - 1);
-}
-
-std::uint8_t DeviceAllocator::route_number(Route route) {
-  for (std::size_t i = 0; i < routes_.size(); ++i)
-    if (routes_[i].tier == route.tier && routes_[i].profile == route.profile)
-      return static_cast<std::uint8_t>(i);
-  return add_route(route);
-}
-
-std::uint8_t DeviceAllocator::add_route(Route route) {
-  routes_.push_back(route);
-  return static_cast<std::uint8_t>(routes_.size() - 1);
-}
-
-std::uint8_t DeviceAllocator::route_for(TensorClass tensor_class, std::size_t bytes) const {
-  const auto number = static_cast<std::size_t>(tensor_class);
-  const ClassRoutes& routes = class_routes_[number];
-  const bool too_small = bytes < config_.classes[number].min_bytes;
-  if (bytes >= kPageBytes) return too_small ? routes.device_large : routes.large;
-  return too_small ? routes.device_small : routes.small;
-}
-
 std::size_t DeviceAllocator::set_device_room(TensorClass tensor_class, std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(device_room_[static_cast<std::size_t>(tensor_class)], bytes);
-}
-
-// Whether a request is served as one of class `other`.
-bool DeviceAllocator::take_device_room(TensorClass tensor_class, std::size_t bytes) {
-  std::size_t& room = device_room_[static_cast<std::size_t>(tensor_class)];
-  if (room < bytes) {
-    room = 0;  // later requests do not pass this one
-    return false;
-  }
-  room -= bytes;
-  return true;
+  const std::lock_guard lock(locks_.books);
+  return routes_.set_device_room(tensor_class, bytes);
 }
 
 void* DeviceAllocator::allocate(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
@@ -129,30 +71,36 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
   if (request.bytes > SIZE_MAX / 2) return nullptr;  // a negative size, cast: rounding would wrap
   Heap* heap = nullptr;
   std::size_t bytes = 0;
-  const auto best_cached = [&] {
+  const auto choose_heap = [&] {
     check_not_paused();
     std::tie(heap, bytes) = heap_and_bytes_for(request);
-    return find_cached(*heap, bytes);
   };
-  if (config_.caching) {
-    const std::lock_guard lock(mutex_);
-    if (!cache_closed_)
-      if (const Block* best = best_cached(); best != nullptr && best->advice == heap->profile)
-        return hand_out(take_cached(*heap, bytes), request.bytes, request.tensor_class);
+  {
+    const std::lock_guard lock(locks_.books);
+    if (!cache_closed_) {
+      choose_heap();
+      if (Block* best = find_cached(*heap, bytes);
+          best != nullptr && best->advice == heap->profile) {
+        ++stats_.served[static_cast<std::size_t>(Rung::cached)];
+        return hand_out(take(*heap, best, bytes), request.bytes, request.tensor_class);
+      }
+    }
   }
   // The driver is needed, for advice or for memory, unless the cache was filled in the meantime.
-  const BothLocks locks(*this);
-  Block* block = best_cached() != nullptr ? take_cached(*heap, bytes)
-                                          : grow(*heap, request.tensor_class, bytes, shortage);
+  const BothLocks locks(locks_);
+  choose_heap();
+  Attempt attempt{*heap, request.tensor_class, bytes, shortage};
+  Block* block = climb(attempt);
   return block == nullptr ? nullptr : hand_out(block, request.bytes, request.tensor_class);
 }
 
 std::pair<Heap*, std::size_t> DeviceAllocator::heap_and_bytes_for(Request& request) {
-  if (!pending_events_.empty()) process_events();
+  if (uses_.has_pending()) uses_.take_finished([this](Block* block) { retire(block); });
   if (!freed_.empty()) poison_freed(request.stream);
-  if (!request.in_room) request.in_room = take_device_room(request.tensor_class, request.bytes);
-  const std::uint8_t route =
-      route_for(*request.in_room ? TensorClass::other : request.tensor_class, request.bytes);
+  if (!request.in_room)
+    request.in_room = routes_.take_device_room(request.tensor_class, request.bytes);
+  const std::uint8_t route = routes_.route_for(
+      *request.in_room ? TensorClass::other : request.tensor_class, request.bytes);
   Pool* pool = active_pools_.empty() ? nullptr : pool_for(request.stream);
   return {&heap_for(route, request.stream, pool),
           round_up(request.bytes, step_bytes(routes_[route].tier))};
@@ -166,10 +114,14 @@ Pool* DeviceAllocator::pool_for(StreamId stream) {
 
 Heap& DeviceAllocator::heap_for(std::uint8_t route, StreamId stream, Pool* pool) {
   StreamHeaps& heaps = (pool == nullptr ? heaps_ : pool->heaps)[stream];
-  if (heaps.empty()) heaps.resize(routes_.size());
+  if (heaps.empty()) {
+    heaps.resize(routes_.count());
+    if (pool == nullptr) uses_.add(stream);
+  }
   std::unique_ptr<Heap>& heap = heaps[route];
   if (heap == nullptr)
-    heap = std::make_unique<Heap>(routes_[route].profile, routes_[route].tier, stream, pool);
+    heap = std::make_unique<Heap>(routes_[route], routes_.profile(routes_[route].profile), stream,
+                                  pool);
   return *heap;
 }
 
@@ -181,7 +133,10 @@ Block* DeviceAllocator::find_cached(const Heap& heap, std::size_t bytes) const {
 
 Block* DeviceAllocator::take_cached(Heap& heap, std::size_t bytes) {
   Block* block = find_cached(heap, bytes);
-  if (block == nullptr) return nullptr;
+  return block == nullptr ? nullptr : take(heap, block, bytes);
+}
+
+Block* DeviceAllocator::take(Heap& heap, Block* block, std::size_t bytes) {
   if (block->segment->is_alias) {
     std::erase(heap.free_aliases, block);
     return block;
@@ -191,72 +146,9 @@ Block* DeviceAllocator::take_cached(Heap& heap, std::size_t bytes) {
     count_active(*block, false);
     return block;
   }
-  uncache(block);
-  cut(block, bytes);
+  segments_.uncache(block);
+  segments_.cut(block, bytes);
   return block;
-}
-
-// Leaves `bytes` in the block, and the rest in a cached block after it.
-void DeviceAllocator::cut(Block* block, std::size_t bytes) {
-  if (block->bytes != bytes) cache(split(block, bytes));
-}
-
-// Leaves `bytes` in the block. Returns the rest, which is in no index.
-Block* DeviceAllocator::split(Block* block, std::size_t bytes) {
-  const std::uintptr_t address = block->address + bytes;
-  Block& rest = blocks_[address];
-  rest.address = address;
-  rest.bytes = block->bytes - bytes;
-  rest.segment = block->segment;
-  rest.advice = block->advice;
-  rest.previous = block;
-  rest.next = block->next;
-  (rest.next != nullptr ? rest.next->previous : rest.segment->last) = &rest;
-  block->next = &rest;
-  block->bytes = bytes;
-  return &rest;
-}
-
-void DeviceAllocator::cache(Block* block) {
-  Heap& heap = *block->segment->heap;
-  block->state = BlockState::cached;
-  heap.index.insert(block);
-  if (block->is_split()) {
-    stats_.inactive_split.increase(heap.tier, 1);
-    stats_.inactive_split_bytes.increase(heap.tier, block->bytes);
-  }
-  if (const std::size_t bytes = spare_bytes(*block); bytes != 0) {
-    idle_bytes_[heap.profile] += bytes;
-    block->spare_previous = nullptr;
-    block->spare_next = first_spare_;
-    if (first_spare_ != nullptr) first_spare_->spare_previous = block;
-    first_spare_ = block;
-  }
-}
-
-void DeviceAllocator::uncache(Block* block) {
-  Heap& heap = *block->segment->heap;
-  heap.index.remove(block);
-  if (block->is_split()) {
-    stats_.inactive_split.decrease(heap.tier, 1);
-    stats_.inactive_split_bytes.decrease(heap.tier, block->bytes);
-  }
-  if (const std::size_t bytes = spare_bytes(*block); bytes != 0) {
-    idle_bytes_[heap.profile] -= bytes;
-    Block* const next = block->spare_next;
-    if (next != nullptr) next->spare_previous = block->spare_previous;
-    (block->spare_previous != nullptr ? block->spare_previous->spare_next : first_spare_) = next;
-  }
-}
-
-// Merges two adjacent blocks that are in no index.
-Block* DeviceAllocator::merge(Block* left, Block* right) {
-  if (left->advice != right->advice) left->advice = kMixedAdvice;
-  left->bytes += right->bytes;
-  left->next = right->next;
-  (left->next != nullptr ? left->next->previous : left->segment->last) = left;
-  blocks_.erase(right->address);
-  return left;
 }
 
 void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
@@ -265,14 +157,10 @@ void* DeviceAllocator::hand_out(Block* block, std::size_t requested_bytes,
   block->state = BlockState::live;
   block->requested_bytes = requested_bytes;
   block->tensor_class = tensor_class;
-  stats_.allocation.increase(heap.tier, 1);
-  stats_.allocated_bytes.increase(heap.tier, block->bytes);
+  count_live(*block, true);
+  count_active(*block, true);
   peak_bytes_ = std::max(peak_bytes_, stats_.allocated_bytes.all.current);
   stats_.highest_bytes = std::max(stats_.highest_bytes, stats_.allocated_bytes.all.current);
-  count_active(*block, true);
-  stats_.requested_bytes.increase(heap.tier, requested_bytes);
-  if (heap.pool != nullptr) heap.pool->allocated_bytes += block->bytes;
-  count_class(*block, true);
   if (block->advice != heap.profile) apply_advice(block, heap.profile);
   poison(*block);
   return reinterpret_cast<void*>(block->address);
@@ -283,17 +171,17 @@ void DeviceAllocator::apply_advice(Block* block, std::uint8_t profile) {
   block->advice = profile;
   const Segment& segment = *block->segment;
   const Range range{block->address, block->bytes};
-  note_hint(unlocked([&] { return advise(segment, range, profile); }), has_warned_of_advice_,
+  note_hint(locks_.unlocked([&] { return advise(segment, range, profile); }), has_warned_of_advice_,
             "advice");
 }
 
 // What lies beyond the segment's room on the device keeps its place on the host.
 bool DeviceAllocator::advise(const Segment& segment, Range range, std::uint8_t profile) {
   if (!config_.advises) return false;
-  const Advice& advice = profiles_[profile].advice;
+  const Advice& advice = routes_.profile(profile).advice;
   const std::uintptr_t end = range.address + range.bytes;
   std::uintptr_t border = end;
-  if (profiles_[profile].kind == MemoryKind::system && advice.placement == Placement::device)
+  if (routes_.profile(profile).kind == MemoryKind::system && advice.placement == Placement::device)
     border = std::clamp(segment.address + segment.device_bytes, range.address, end);
   const Advice beyond{.placement = Placement::host,
                       .accessed_by_device = true,
@@ -315,38 +203,33 @@ void DeviceAllocator::note_hint(bool taken, bool& has_warned, const char* what) 
                  device_, what);
 }
 
-void DeviceAllocator::count_class(const Block& block, bool born) {
-  ClassStats& stats = stats_.by_class[static_cast<std::size_t>(block.tensor_class)];
-  if (born) {
-    stats.allocation.increase(1);
-    stats.allocated_bytes.increase(block.bytes);
-    stats.requested_bytes.increase(block.requested_bytes);
-  } else {
-    stats.allocation.decrease(1);
-    stats.allocated_bytes.decrease(block.bytes);
-    stats.requested_bytes.decrease(block.requested_bytes);
-  }
+void DeviceAllocator::count_live(const Block& block, bool born) {
+  const Heap& heap = *block.segment->heap;
+  stats_.allocation.change(heap.tier, 1, born);
+  stats_.allocated_bytes.change(heap.tier, block.bytes, born);
+  stats_.requested_bytes.change(heap.tier, block.requested_bytes, born);
+  if (heap.pool != nullptr) heap.pool->allocated_bytes += born ? block.bytes : -block.bytes;
+  count_class(block, born);
 }
 
-Block* DeviceAllocator::live_block(std::uintptr_t address) {
-  const auto found = blocks_.find(address);
-  return found == blocks_.end() || found->second.state != BlockState::live ? nullptr
-                                                                           : &found->second;
+void DeviceAllocator::count_class(const Block& block, bool born) {
+  ClassStats& stats = stats_.by_class[static_cast<std::size_t>(block.tensor_class)];
+  stats.allocation.change(1, born);
+  stats.allocated_bytes.change(block.bytes, born);
+  stats.requested_bytes.change(block.requested_bytes, born);
+}
+
+void DeviceAllocator::count_active(const Block& block, bool born) {
+  const Tier tier = block.segment->heap->tier;
+  stats_.active.change(tier, 1, born);
+  stats_.active_bytes.change(tier, block.bytes, born);
 }
 
 bool DeviceAllocator::free(std::uintptr_t address) {
-  // Without a cache, memory is given back here.
-  const auto memory = config_.caching ? std::unique_lock<std::mutex>()
-                                      : std::unique_lock<std::mutex>(memory_mutex_);
-  const std::lock_guard lock(mutex_);
-  Block* block = live_block(address);
+  const std::lock_guard lock(locks_.books);
+  Block* block = segments_.live_block(address);
   if (block == nullptr) return false;
-  const Heap& heap = *block->segment->heap;
-  stats_.allocation.decrease(heap.tier, 1);
-  stats_.allocated_bytes.decrease(heap.tier, block->bytes);
-  stats_.requested_bytes.decrease(heap.tier, block->requested_bytes);
-  if (heap.pool != nullptr) heap.pool->allocated_bytes -= block->bytes;
-  count_class(*block, false);
+  count_live(*block, false);
   if (block->other_streams.empty())
     retire(block);
   else
@@ -354,33 +237,18 @@ bool DeviceAllocator::free(std::uintptr_t address) {
   return true;
 }
 
-void DeviceAllocator::count_active(const Block& block, bool born) {
-  const Tier tier = block.segment->heap->tier;
-  if (born) {
-    stats_.active.increase(tier, 1);
-    stats_.active_bytes.increase(tier, block.bytes);
-  } else {
-    stats_.active.decrease(tier, 1);
-    stats_.active_bytes.decrease(tier, block.bytes);
-  }
-}
-
-// No other stream uses the block any more. If it is to be poisoned, that is done before the next
-// request of its stream, and not now: a program may free a tensor that another stream reads, and
-// have the tensor's stream wait for that one before it asks for memory. So FSDP2 frees gradients.
+// No other stream uses the block any more.
 void DeviceAllocator::retire(Block* block) {
-  if (!config_.caching || !poisons(*block)) return settle(block);
+  if (!poisons(*block)) return settle(block);
   block->state = BlockState::pending;
   freed_[user_of(*block).stream].push_back(block);
 }
 
-// A graph's memory is the graph's from one replay to the next, freed or not; and nothing is added to
-// a graph that the program did not ask for.
 bool DeviceAllocator::poisons(const Block& block) const {
   return config_.poisons && active_pools_.empty() && block.segment->heap->pool == nullptr;
 }
 
-// On the stream whose requests the block serves. With `mutex_`, though the driver may keep the
+// On the stream whose requests the block serves. With `books`, though the driver may keep the
 // caller waiting: nobody gets the block before.
 void DeviceAllocator::poison(const Block& block) {
   if (poisons(block))
@@ -420,25 +288,12 @@ void DeviceAllocator::settle(Block* block) {
     return;
   }
   if (unspilled(*block)) count_unspilled(*block, false);  // what is next in its place is spilled
-  if (Block* next = block->next; next != nullptr && next->state == BlockState::cached) {
-    uncache(next);
-    merge(block, next);
-  }
-  if (Block* previous = block->previous;
-      previous != nullptr && previous->state == BlockState::cached) {
-    uncache(previous);
-    block = merge(previous, block);
-  }
-  cache(block);
-  // A graph may write to its pool's blocks at every replay, freed or not.
-  if (!config_.caching && spare_bytes(*block) != 0 && !pool_in_use(*block->segment) &&
-      active_pools_.empty())
-    release_spares({{block, spare_bytes(*block)}});
+  segments_.put_back(block);
 }
 
 bool DeviceAllocator::record_stream(std::uintptr_t address, DeviceStream stream) {
-  const std::lock_guard lock(mutex_);
-  Block* block = live_block(address);
+  const std::lock_guard lock(locks_.books);
+  Block* block = segments_.live_block(address);
   if (block == nullptr) return false;
   std::vector<DeviceStream>& streams = block->other_streams;
   if (stream != DeviceStream{device_, user_of(*block).stream} &&
@@ -449,67 +304,20 @@ bool DeviceAllocator::record_stream(std::uintptr_t address, DeviceStream stream)
 
 void DeviceAllocator::wait_for_streams(Block* block) {
   block->state = BlockState::pending;
-  if (!active_pools_.empty()) {
-    bool capturing = driver_.capturing(user_of(*block).stream);
-    for (const DeviceStream& other : block->other_streams)
-      capturing = capturing || driver_.capturing(other.stream);
-    if (capturing) {  // an event recorded now would be a node of the graph, never to be queried
-      deferred_.push_back(block);
-      return;
-    }
-  }
-  const std::vector<DeviceStream> streams = std::exchange(block->other_streams, {});
-  block->pending_events = static_cast<std::uint32_t>(streams.size());
-  std::vector<EventId> events(streams.size());
-  const auto record = [&] {
-    for (std::size_t i = 0; i < streams.size(); ++i)
-      events[i] = driver_.record(streams[i].device, streams[i].stream);
-  };
-  if (awaits_records_) {
-    record();
-  } else {
-    ++recording_;
-    unlocked(record);
-    if (--recording_ == 0 && awaits_records_) recorded_.notify_one();
-  }
-  // No event: the driver or the stream is gone, and the end of the work is unknown, so the block is
-  // never reused.
-  for (std::size_t i = 0; i < streams.size(); ++i)
-    if (events[i] != 0) pending_events_[streams[i]].push_back({events[i], block});
-}
-
-void DeviceAllocator::process_events() {
-  for (auto queue = pending_events_.begin(); queue != pending_events_.end();) {
-    std::deque<PendingEvent>& events = queue->second;
-    while (!events.empty() && driver_.finished(events.front().event)) {
-      Block* block = events.front().block;
-      events.pop_front();
-      if (--block->pending_events == 0) retire(block);
-    }
-    queue = events.empty() ? pending_events_.erase(queue) : std::next(queue);
-  }
+  uses_.await(block, user_of(*block).stream, !active_pools_.empty());
 }
 
 void DeviceAllocator::synchronize_events() {
   settle_freed();
-  if (pending_events_.empty()) return;
+  if (!uses_.has_pending()) return;
   ++stats_.num_sync_all_streams;
-  for (auto& [stream, events] : std::exchange(pending_events_, {}))
-    for (const PendingEvent& pending : events) {
-      unlocked([&] { driver_.wait(pending.event); });
-      if (--pending.block->pending_events == 0) settle(pending.block);
-    }
-}
-
-// At the end of the last capture.
-void DeviceAllocator::finish_deferred() {
-  for (Block* block : std::exchange(deferred_, {})) wait_for_streams(block);
+  uses_.wait_for_all([this](Block* block) { settle(block); });
 }
 
 bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
   {
-    const std::lock_guard lock(mutex_);
-    Block* block = live_block(address);
+    const std::lock_guard lock(locks_.books);
+    Block* block = segments_.live_block(address);
     if (block == nullptr) return false;
     if (block->tensor_class == tensor_class) return true;
     count_class(*block, false);
@@ -517,9 +325,10 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
     count_class(*block, true);
     if (!needs_advice(*block)) return true;
   }
-  const BothLocks locks(*this);
-  Block* block = live_block(address);
-  if (block != nullptr && needs_advice(*block)) apply_advice(block, profile_of_class(*block));
+  const BothLocks locks(locks_);
+  Block* block = segments_.live_block(address);
+  if (block != nullptr && needs_advice(*block))
+    apply_advice(block, routes_.profile_of(block->tensor_class));
   return true;
 }
 
@@ -527,43 +336,52 @@ bool DeviceAllocator::retag(std::uintptr_t address, TensorClass tensor_class) {
 // host because of the budget. A block that shares pages stays too.
 bool DeviceAllocator::needs_advice(const Block& block) const {
   const Heap& heap = *block.segment->heap;
-  const std::uint8_t profile = profile_of_class(block);
-  return heap.tier == Tier::large && block.advice != managed_spill_.profile &&
-         profiles_[profile].kind == profiles_[heap.profile].kind &&
-         takes_advice(profiles_[profile].kind) && block.advice != profile;
-}
-
-std::uint8_t DeviceAllocator::profile_of_class(const Block& block) const {
-  return routes_[class_routes_[static_cast<std::size_t>(block.tensor_class)].large].profile;
+  const std::uint8_t profile = routes_.profile_of(block.tensor_class);
+  return heap.tier == Tier::large && block.advice != routes_.managed_spill_profile() &&
+         routes_.profile(profile).kind == heap.kind &&
+         takes_advice(routes_.profile(profile).kind) && block.advice != profile;
 }
 
 void DeviceAllocator::set_release_listener(std::shared_ptr<ReleaseListener> listener) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   // The old listener is destroyed after the locks are released: it may have to end threads.
   release_listener_.swap(listener);
 }
 
+std::optional<Range> DeviceAllocator::base_allocation(std::uintptr_t address) const {
+  const std::lock_guard lock(locks_.books);
+  return segments_.find(address);
+}
+
 void DeviceAllocator::set_memory_fraction(double fraction) {
-  const std::lock_guard lock(mutex_);
-  fraction_ = fraction;
+  const std::lock_guard lock(locks_.books);
+  budget_.set_fraction(fraction);
 }
 
 double DeviceAllocator::memory_fraction() const {
-  const std::lock_guard lock(mutex_);
-  return fraction_;
+  const std::lock_guard lock(locks_.books);
+  return budget_.fraction();
 }
 
-std::optional<Range> DeviceAllocator::base_allocation(std::uintptr_t address) const {
-  const std::lock_guard lock(mutex_);
-  auto after = segments_.upper_bound(address);
-  if (after == segments_.begin()) return std::nullopt;
-  const Segment& segment = std::prev(after)->second;
-  if (address >= segment.address + segment.bytes) return std::nullopt;
-  return Range{segment.address, segment.bytes};
+bool DeviceAllocator::add_peer(int peer) {
+  const BothLocks locks(locks_);
+  if (mapped_.virtual_memory() == nullptr) return true;
+  std::vector<Range> mapped;
+  for (const auto& [stream, heaps] : heaps_)
+    for (const std::unique_ptr<Heap>& heap : heaps)
+      if (heap != nullptr && heap->expandable != nullptr) heap->expandable->append_mapped(mapped);
+  return locks_.unlocked([&] { return mapped_.virtual_memory()->add_peer(device_, peer, mapped); });
+}
+
+void DeviceAllocator::stop_mapping() {
+  const BothLocks locks(locks_);
+  mapped_.stop();
+  gather_free_memory();
+  if (active_pools_.empty()) release_spares(segments_.spares());
 }
 
 void DeviceAllocator::begin_pool(PoolId id, StreamFilter filter) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   std::unique_ptr<Pool>& pool = pools_[id];
   if (pool == nullptr) {
     pool = std::make_unique<Pool>();
@@ -574,13 +392,14 @@ void DeviceAllocator::begin_pool(PoolId id, StreamFilter filter) {
 }
 
 void DeviceAllocator::end_pool(PoolId id) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   std::erase_if(active_pools_, [&](const ActivePool& active) { return active.id == id; });
-  if (active_pools_.empty()) finish_deferred();
+  if (!active_pools_.empty()) return;
+  for (Block* block : uses_.take_deferred()) wait_for_streams(block);
 }
 
 void DeviceAllocator::release_pool(PoolId id) {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   const auto found = pools_.find(id);
   if (found == pools_.end() || found->second->users == 0) return;
   Pool& pool = *found->second;
@@ -588,28 +407,28 @@ void DeviceAllocator::release_pool(PoolId id) {
 }
 
 DeviceStats DeviceAllocator::stats() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   return stats_;
 }
 
 void DeviceAllocator::reset_peak_stats() {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   stats_.reset_peak();
 }
 
 std::size_t DeviceAllocator::take_peak_bytes() {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   return static_cast<std::size_t>(
       std::exchange(peak_bytes_, stats_.allocated_bytes.all.current));
 }
 
 void DeviceAllocator::reset_accumulated_stats() {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   stats_.reset_accumulated();
 }
 
 std::vector<PoolStats> DeviceAllocator::pool_stats() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   std::vector<PoolStats> all;
   for (const auto& [id, pool] : pools_)
     all.push_back({id, pool->reserved_bytes, pool->allocated_bytes, pool->users > 0});
@@ -617,12 +436,12 @@ std::vector<PoolStats> DeviceAllocator::pool_stats() const {
 }
 
 std::array<KindStats, kKinds> DeviceAllocator::kind_stats() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   return kind_stats_;
 }
 
 std::vector<SegmentSnapshot> DeviceAllocator::segments() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   std::vector<SegmentSnapshot> all;
   for (const auto& [address, segment] : segments_) {
     const Heap& heap = *segment.heap;
@@ -630,7 +449,7 @@ std::vector<SegmentSnapshot> DeviceAllocator::segments() const {
                              .bytes = segment.bytes,
                              .stream = heap.stream,
                              .tier = heap.tier,
-                             .kind = profiles_[heap.profile].kind,
+                             .kind = heap.kind,
                              .pool = heap.pool == nullptr ? PoolId{0, 0} : heap.pool->id,
                              .is_expandable = segment.is_expandable,
                              .blocks = {}};
@@ -643,7 +462,7 @@ std::vector<SegmentSnapshot> DeviceAllocator::segments() const {
 }
 
 void DeviceAllocator::append_live_blocks(std::vector<LiveBlock>& to) const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(locks_.books);
   for (const auto& [address, segment] : segments_)
     for (const Block* block = segment.first; block != nullptr; block = block->next)
       if (block->state == BlockState::live) to.push_back(live(*block));
@@ -651,7 +470,7 @@ void DeviceAllocator::append_live_blocks(std::vector<LiveBlock>& to) const {
 
 LiveBlock DeviceAllocator::live(const Block& block) const {
   return {block.address,      block.requested_bytes, block.bytes,
-          block.tensor_class, device_,               profiles_[block.segment->heap->profile].kind};
+          block.tensor_class, device_,               block.segment->heap->kind};
 }
 
 }  // namespace umem

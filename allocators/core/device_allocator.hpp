@@ -1,163 +1,28 @@
 // The caching allocator of one device: heaps of cached blocks, cut from segments of four kinds.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
-#include "core/block.hpp"
+#include "core/budget.hpp"
 #include "core/driver.hpp"
-#include "core/expandable_segment.hpp"
-#include "core/free_index.hpp"
+#include "core/heap.hpp"
 #include "core/host_copy.hpp"
+#include "core/locks.hpp"
+#include "core/mapped_memory.hpp"
+#include "core/routes.hpp"
+#include "core/segments.hpp"
 #include "core/statistics.hpp"
+#include "core/stream_uses.hpp"
 #include "core/types.hpp"
 
 namespace umem {
-
-// A cap on the bytes of one kind of memory, shared by the devices of the process. 0: no cap.
-class SharedLimit {
- public:
-  explicit SharedLimit(std::size_t limit_bytes) : limit_bytes_(limit_bytes) {}
-
-  bool take(std::size_t bytes) {
-    const std::size_t limit = limit_bytes_.load();
-    std::size_t held = held_bytes_.load();
-    do {
-      if (limit != 0 && (bytes > limit || held > limit - bytes)) return false;
-    } while (!held_bytes_.compare_exchange_weak(held, held + bytes));
-    return true;
-  }
-  void give_back(std::size_t bytes) { held_bytes_.fetch_sub(bytes); }
-  void raise(std::size_t bytes) { limit_bytes_.fetch_add(bytes); }
-  // From now on, so many bytes more than are held; what is held stays.
-  void set_room(std::size_t bytes) {
-    limit_bytes_.store(std::max<std::size_t>(held_bytes_.load() + bytes, 1));
-  }
-  std::size_t held_bytes() const { return held_bytes_.load(); }
-  std::size_t limit_bytes() const { return limit_bytes_.load(); }
-
- private:
-  std::atomic<std::size_t> limit_bytes_;
-  std::atomic<std::size_t> held_bytes_{0};
-};
-
-struct SharedLimits {
-  SharedLimit managed;
-  SharedLimit pinned;
-
-  SharedLimit* of(MemoryKind kind) {  // nullptr: this kind has none
-    switch (kind) {
-      case MemoryKind::managed:
-        return &managed;
-      case MemoryKind::pinned:
-        return &pinned;
-      case MemoryKind::device:
-      case MemoryKind::system:
-        return nullptr;
-    }
-    return nullptr;
-  }
-};
-
-// The kind of a heap's segments, and the advice that they get.
-struct Profile {
-  MemoryKind kind = MemoryKind::managed;
-  Advice advice;
-
-  bool operator==(const Profile&) const = default;
-};
-
-constexpr bool takes_advice(MemoryKind kind) {
-  return kind == MemoryKind::managed || kind == MemoryKind::system;
-}
-
-constexpr bool resides_on_device(const Profile& profile) {
-  switch (profile.kind) {
-    case MemoryKind::device:
-      return true;
-    case MemoryKind::managed:
-    case MemoryKind::system:
-      return profile.advice.placement != Placement::host;
-    case MemoryKind::pinned:
-      return false;
-  }
-  return false;
-}
-
-// Granularity of blocks of a tier, in size and address.
-constexpr std::size_t step_bytes(Tier tier) {
-  return tier == Tier::small ? kMinBlockBytes : kLargeStepBytes;
-}
-
-// Of Heap::patience: many steps of a training.
-inline constexpr std::uint32_t kLeastPatience = 1U << 16, kMostPatience = 1U << 30;
-
-// Whose free memory may serve another stream: those of the program, or umem's own, too.
-enum class Streams : std::uint8_t { programs, all };
-
-struct Pool;
-
-// The cached blocks of one stream that may serve the same requests. Blocks of 2 MiB or more own
-// their pages, so all classes with one profile share a heap, and activations reuse blocks that
-// gradients leave. Smaller blocks share pages, so each class has its own heap.
-struct Heap {
-  Heap(std::uint8_t profile_number, Tier tier, StreamId stream, Pool* pool)
-      : profile(profile_number),
-        tier(tier),
-        stream(stream),
-        pool(pool),
-        index(step_bytes(tier)) {}
-
-  const std::uint8_t profile;
-  const Tier tier;
-  const StreamId stream;
-  Pool* const pool;  // nullptr: not private
-  FreeIndex index;
-  std::unique_ptr<ExpandableSegment> expandable;  // nullptr: segments are the source's
-  std::vector<Block*> free_aliases;  // not in the index: smaller requests would keep them alive
-  std::vector<Block*> free_borrowed;  // of other streams' segments; not in the index either
-  // Of aliases before they ended, by address; 0: that work has finished.
-  std::unordered_map<std::uintptr_t, EventId> last_uses;
-
-  // Two heaps that take each other's segments in every step would allocate and free without end.
-  // So if a segment is given back for a smaller request of another heap, and this heap then needs
-  // a new one, its segments stay until `patience` such requests have been turned away. Handles pass
-  // between expandable heaps in every step: that takes less time than one use of spilled memory.
-  bool lent = false;
-  std::uint32_t patience = 0;
-  std::uint32_t turned_away = 0;
-  std::uint32_t in_vain = 0;  // requests for which no room was made, see room_was_in_vain()
-
-  void grow_patient() {  // it needs new memory
-    if (!lent) return;
-    lent = false;
-    turned_away = 0;
-    patience = std::clamp(2 * patience, kLeastPatience, kMostPatience);
-  }
-};
-
-// The heaps of one stream, by route number (see DeviceAllocator::Route), made when first used.
-using StreamHeaps = std::vector<std::unique_ptr<Heap>>;
-
-// A private pool: allocations of a captured graph stay reserved until the graph is destroyed.
-struct Pool {
-  PoolId id;
-  std::size_t users = 0;  // begin_pool calls less release_pool calls; 0: its cache may go
-  std::size_t segments = 0;
-  std::size_t reserved_bytes = 0;
-  std::size_t allocated_bytes = 0;
-  std::unordered_map<StreamId, StreamHeaps> heaps;
-};
 
 struct LiveBlock {
   std::uintptr_t address;
@@ -209,12 +74,7 @@ struct PauseReport {
 
 using StreamFilter = std::function<bool(StreamId)>;
 
-// Thread-safe, by two locks. `mutex_` protects the books. `memory_mutex_` is held, from begin to
-// end, by whatever changes which memory the device has: one thread at a time, and it is taken first.
-// Asking the driver for memory, or giving it back, may take seconds, so `mutex_` is released
-// meanwhile (`unlocked`), and other threads use the cache, free and read statistics. So it is while a
-// free records events, which blocks where a stream's queue is full; whoever takes both locks waits
-// until no thread records any.
+// Thread-safe, see Note [Locks of a device] in locks.hpp.
 class DeviceAllocator {
  public:
   DeviceAllocator(int device, const Config& config, SegmentSource& source, Driver& driver,
@@ -287,67 +147,15 @@ class DeviceAllocator {
   void append_live_blocks(std::vector<LiveBlock>& to) const;
 
   // Both locks, for fork: the child must not inherit one that another thread held.
-  void lock() {
-    memory_mutex_.lock();
-    std::unique_lock lock(mutex_);
-    awaits_records_ = true;
-    recorded_.wait(lock, [this] { return recording_ == 0; });
-    awaits_records_ = false;
-    lock.release();
-  }
-  void unlock() {
-    mutex_.unlock();
-    memory_mutex_.unlock();
-  }
+  void lock() { locks_.lock(); }
+  void unlock() { locks_.unlock(); }
 
  private:
-  using BothLocks = std::lock_guard<DeviceAllocator>;
+  using BothLocks = std::lock_guard<Locks>;
 
-  // Makes a call that may take long, for a thread that holds `mutex_`, without it.
-  // Afterwards cached blocks may be used, live ones freed, and neighbours merged: only segments, and
-  // blocks that are neither live nor in a heap, are what they were.
-  template <class Call>
-  auto unlocked(Call&& call) {
-    struct Relock {
-      std::mutex& mutex;
-      ~Relock() { mutex.lock(); }
-    };
-    mutex_.unlock();
-    const Relock relock{mutex_};
-    return call();
-  }
-
-  // The route of requests of one class and size range: each stream and pool has a heap per route.
-  struct Route {
-    std::uint8_t profile;
-    Tier tier;
-  };
-  struct ClassRoutes {
-    std::uint8_t device_small, device_large, small, large;  // numbers into routes_
-  };
   struct ActivePool {
     PoolId id;
     StreamFilter filter;
-  };
-  struct PendingEvent {
-    EventId event;
-    Block* block;
-  };
-  using EventQueues = std::map<DeviceStream, std::deque<PendingEvent>>;  // each in stream order
-  // Heaps on the host for what the budget keeps off the device.
-  struct SpillRoutes {
-    std::uint8_t profile = 0, small = 0, large = 0;  // the latter are numbers into routes_
-  };
-  // Cached memory that can go back: a whole segment, or whole handles of a cached block.
-  struct Spare {
-    Block* block;
-    std::size_t bytes;
-  };
-  // Why a request could not be served, for the error's text.
-  struct Shortage {
-    enum class Limit : std::uint8_t { source, managed, pinned, device_budget, memory_fraction };
-    Limit limit = Limit::source;  // the last one that was met
-    bool over_budget = false;     // the request was to be served from the host
   };
   struct Request {
     std::size_t bytes;
@@ -355,10 +163,27 @@ class DeviceAllocator {
     TensorClass tensor_class;
     std::optional<bool> in_room{};  // whether it is served as one of class `other`
   };
-  // A run of mapped handles.
-  struct Run {
-    Heap* heap;
-    Range range;
+  // A request on its way down the ladder.
+  struct Attempt {
+    Heap& heap;
+    TensorClass tensor_class;
+    std::size_t bytes;
+    Shortage& shortage;
+    Range growth{};  // where handles would be mapped for it; of no bytes: a segment of its own
+    bool exceeds_budget = false;     // new memory would
+    bool has_emptied_cache = false;  // for it
+    bool starts_again = false;       // from the first rung
+    std::optional<Stopwatch> stopwatch{};  // runs once the cache has no block
+
+    std::size_t new_bytes() const {
+      return growth.bytes != 0 ? growth.bytes : round_up(bytes, kPageBytes);
+    }
+  };
+  // A rung of the ladder.
+  struct Step {
+    std::optional<Rung> rung;  // counted; none: steps of its own are, or it never serves
+    Block* (DeviceAllocator::*try_it)(Attempt& attempt);
+    bool may_block;  // waits, or gives memory back or to others: not while a pool is open
   };
   // Memory that has left the books and is still to be given back.
   struct LeavingMemory {
@@ -373,12 +198,6 @@ class DeviceAllocator {
     std::vector<Run> mapped;
   };
 
-  std::uint8_t profile_number(Profile profile);
-  std::uint8_t route_number(Route route);
-  std::uint8_t add_route(Route route);
-  std::uint8_t route_for(TensorClass tensor_class, std::size_t bytes) const;
-  bool take_device_room(TensorClass tensor_class, std::size_t bytes);
-
   void* serve(Request request, Shortage& shortage);
   std::pair<Heap*, std::size_t> heap_and_bytes_for(Request& request);
   Pool* pool_for(StreamId stream);
@@ -386,83 +205,69 @@ class DeviceAllocator {
 
   Block* find_cached(const Heap& heap, std::size_t bytes) const;
   Block* take_cached(Heap& heap, std::size_t bytes);
-  Block* grow(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
-  Block* place(Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
-  Block* spill(const Heap& heap, TensorClass tensor_class, std::size_t bytes, Shortage& shortage);
-  std::size_t least_segment_bytes(std::size_t bytes) const;
+  Block* take(Heap& heap, Block* block, std::size_t bytes);
+
+  Block* climb(Attempt& attempt);
+  Block* walk(std::span<const Step> steps, Attempt& attempt);
+  Block* try_cached(Attempt& attempt);
+  Block* try_ending_aliases(Attempt& attempt);
+  Block* try_spilled_before(Attempt& attempt);
+  Block* try_mapping(Attempt& attempt);
+  Block* try_segment(Attempt& attempt);
+  Block* try_gathering(Attempt& attempt);
+  template <Streams from>
+  Block* try_taking_back(Attempt& attempt);
+  Block* try_alias(Attempt& attempt);
+  template <Streams from>
+  Block* try_borrowing(Attempt& attempt);
+  Block* try_gathered_alias(Attempt& attempt);
+  Block* try_waiting(Attempt& attempt);
+  Block* try_making_room(Attempt& attempt);
+  Block* try_spilling(Attempt& attempt);
+  Block* try_waiting_for_all(Attempt& attempt);
+  Block* try_full_device(Attempt& attempt);
+  Block* try_moving_handles(Attempt& attempt);
+  Block* try_without_cache(Attempt& attempt);
+  Block* try_spilling_from_full_device(Attempt& attempt);
+  Block* take_growth(Attempt& attempt);
+  Block* spill(Attempt& attempt);
+  bool exceeds_budget(const Attempt& attempt) const;
+
   std::size_t segment_bytes_for(const Heap& heap, std::size_t bytes) const;
-  std::size_t used_bytes(const Heap& heap) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
   void prepare(Segment& segment);
-  bool reserve(const Profile& profile, std::size_t bytes, Shortage& shortage);
-  void release_reserve(MemoryKind kind, std::size_t bytes);
-  std::size_t excess_bytes(std::size_t more_bytes) const;
-  bool over_budget(const Profile& profile, std::size_t bytes) const;
-  bool waiting_helps(const Heap& heap, std::size_t bytes, std::size_t more_bytes,
-                     const Range& growth) const;
+  bool reserve(const Heap& heap, std::size_t bytes, Shortage& shortage);
+  bool waiting_helps(const Attempt& attempt) const;
   std::vector<Spare> movable_spares(const Range& growth) const;
   std::size_t movable_bytes(const Range& growth) const;
   bool make_room(Heap& heap, std::size_t bytes, std::size_t excess, const Range& growth);
   bool room_was_in_vain(const Heap& heap, std::size_t bytes) const;
-  std::size_t idle_device_bytes() const;
   void trim_to_budget(std::size_t more_bytes);
   void count_page_tables(std::size_t more_locked_bytes = 0);
-  std::uint8_t profile_of_class(const Block& block) const;
-  Block* take_spilled(const Heap& heap, std::size_t bytes);
-  bool is_spill(const Heap& heap) const;
   bool unspilled(const Block& block) const;
   bool needs_advice(const Block& block) const;
   void count_unspilled(const Block& block, bool on_device);
   LiveBlock live(const Block& block) const;
 
-  VirtualMemory* virtual_memory();
-  bool can_expand(Heap& heap);
-  std::size_t large_handle_bytes() const;
-  Block* free_alias(const Heap& heap, std::size_t bytes) const;
-  std::vector<Spare> mapped_spares(const Heap& heap) const;
-  Block* alias(Heap& heap, std::size_t bytes, const Range& growth);
-  void end_alias(Block* block);
-  void forget_finished_uses(Heap& heap);
-  EventId record_use(const std::set<StreamId>& owners);
-  Block* end_aliases_for(Heap& heap, std::size_t bytes);
   void end_all_aliases();
-  const Heap& user_of(const Block& block) const;
   Block* free_borrowed(const Heap& heap, std::size_t bytes) const;
   Block* borrow(Heap& heap, std::size_t bytes, Streams from);
-  bool put_behind(const Heap& later, const Heap& earlier);
-  bool take_back(const Heap* owner, Streams from);
-  Block* block_from(Streams streams, Heap& heap, std::size_t bytes);
-  Block* gather_block(Heap& heap, std::size_t bytes);
+  void take_back(const Heap* owner, Streams from);
   void gather_free_memory();
-  Range growth_for(Heap& heap, std::size_t bytes);
   bool expand(Heap& heap, const Range& growth, Shortage& shortage);
-  void add_mapped(Heap& heap, const Range& mapped);
-  void join(Segment& left, Segment& right);
   void take_out_mapped(const Spare& spare, LeavingMemory& leaving);
-  void take_out(Block* block, const Range& gone);
-  Block* add_run(Heap& heap, const Range& mapped);
-  void release_moving();
-  void remove_mapped(Block* block, const Range& gone);
-  void count_mapped(const Heap& heap, std::size_t bytes);
-  void count_unmapped(const Heap& heap, std::size_t bytes);
-  std::vector<Run> mapped_runs() const;
+  void count_memory(const Heap& heap, std::size_t bytes, std::size_t raw_bytes, bool more);
   void check_not_paused() const;
   void bring_back();
-  std::size_t spare_bytes(const Segment& segment, const Range& free) const;
 
-  Block* split(Block* block, std::size_t bytes);
-  void cut(Block* block, std::size_t bytes);
-  void cache(Block* block);
-  void uncache(Block* block);
-  Block* merge(Block* left, Block* right);
   void* hand_out(Block* block, std::size_t requested_bytes, TensorClass tensor_class);
   void apply_advice(Block* block, std::uint8_t profile);
   bool advise(const Segment& segment, Range range, std::uint8_t profile);
   void note_hint(bool taken, bool& has_warned, const char* what);
   std::size_t room_beside_headroom() const;
+  void count_live(const Block& block, bool born);
   void count_class(const Block& block, bool born);
 
-  Block* live_block(std::uintptr_t address);
   void count_active(const Block& block, bool born);
   void retire(Block* block);
   bool poisons(const Block& block) const;
@@ -471,14 +276,8 @@ class DeviceAllocator {
   void settle_freed();
   void settle(Block* block);
   void wait_for_streams(Block* block);
-  void process_events();
   void synchronize_events();
-  void finish_deferred();
 
-  bool pool_in_use(const Segment& segment) const;
-  std::size_t spare_bytes(const Block& block) const;
-  std::vector<Spare> spares() const;
-  bool on_device(const Spare& spare) const;
   void release_spares(std::vector<Spare> spares);
   void take_out_segment(Block* block, LeavingMemory& leaving);
   EventId record_work(std::vector<Spare>& spares);
@@ -494,43 +293,25 @@ class DeviceAllocator {
   Driver& driver_;
   SharedLimits& limits_;
 
-  std::mutex memory_mutex_;
-  mutable std::mutex mutex_;
-  std::condition_variable recorded_;
-  std::size_t recording_ = 0;    // threads that record events without `mutex_`
-  bool awaits_records_ = false;  // a thread waits for their end: others record with `mutex_`
+  mutable Locks locks_;
   bool cache_closed_ = false;  // the device is being paused or resumed: allocations wait
-  std::vector<Profile> profiles_;
-  std::vector<Route> routes_;
-  std::array<ClassRoutes, kClasses> class_routes_{};
-  SpillRoutes managed_spill_, pinned_spill_;
-  std::array<std::size_t, kClasses> device_room_{};
+  StreamUses uses_{device_, driver_, locks_};
+  Routes routes_;
 
-  std::unordered_map<std::uintptr_t, Block> blocks_;    // by address: live, pending and cached
-  std::map<std::uintptr_t, Segment> segments_;          // by address
   std::unordered_map<StreamId, StreamHeaps> heaps_;
   std::map<PoolId, std::unique_ptr<Pool>> pools_;
   std::vector<ActivePool> active_pools_;
 
-  std::set<StreamId> own_streams_;  // see add_own_stream()
-  EventQueues pending_events_;
-  std::vector<EventId> earlier_uses_;  // of aliases that have ended again since
   std::map<StreamId, std::vector<Block*>> freed_;  // by user: they are poisoned before its next one
-  std::vector<Block*> deferred_;  // freed during a capture: their events must wait for its end
 
   DeviceStats stats_;
+  Segments segments_{stats_};
+  Budget budget_;
+  MappedMemory mapped_{device_, driver_, locks_, uses_, segments_, budget_};
   std::array<KindStats, kKinds> kind_stats_{};
-  Block* first_spare_ = nullptr;         // of a list: looking for spares must not take long
-  std::vector<std::size_t> idle_bytes_;  // of all spares, by profile
-  std::optional<VirtualMemory*> virtual_memory_;  // none: not asked for yet
-  MovingHandles moving_;                 // without handles but while room is made
-  std::size_t budget_bytes_;             // 0: no budget
-  std::size_t page_table_bytes_ = 0;     // of page-locked memory; the budget counts them
-  std::ptrdiff_t others_locked_bytes_ = 0;
   std::size_t system_bytes_ = 0;         // Segment::device_bytes of all segments
   bool has_warned_of_advice_ = false, has_warned_of_prefetch_ = false;
   std::int64_t peak_bytes_ = 0;          // since take_peak_bytes()
-  double fraction_ = 1.0;
   std::unique_ptr<HostCopy> paused_;     // nullptr: it is not. Expandable segments have no memory
   std::shared_ptr<ReleaseListener> release_listener_;
 };

@@ -1,15 +1,24 @@
 // Free memory of one stream that serves another one, at the addresses where it lies.
 //
-// Handles that move between heaps keep the host waiting for the work of all streams, and take the
-// driver's time. Here one stream waits for the others, and nothing is mapped.
+// Note [Borrowing]
+//
+// Where handles move between heaps, the host waits for the work of all streams, and the driver
+// takes its time: FSDP2 gathers and reduces on streams of their own, and passed handles on twice
+// in each layer. So within a budget that is spent, a free block of another stream's heap serves a
+// request where it lies: the requesting stream waits for the work that all streams with memory
+// have then (`cudaStreamWaitEvent`), and nothing is mapped. Of those, one may still read what
+// another one was given back: FSDP2 frees gradients of its reducing stream while the program's
+// stream updates weights by them, and has the former wait only before its next request. Torch's
+// own allocator keeps such memory to its stream but for `cudaFree`, which waits for the device.
+// Streams of umem's own are left out, as they have the updates of a whole step in their queues:
+// what they use of the program's memory is freed only once a stream of the program waits for them.
+// What is theirs serves others last.
+//
+// A borrowed block that is free serves the borrower's next request of exactly its size. When its
+// owner, or any request, finds nothing else, it is its owner's again, in the same order.
 #include "core/device_allocator.hpp"
 
 namespace umem {
-
-// The heap whose stream may use the block: the borrower's.
-const Heap& DeviceAllocator::user_of(const Block& block) const {
-  return block.borrower != nullptr ? *block.borrower : *block.segment->heap;
-}
 
 // A free borrowed block of the size that a request would get.
 Block* DeviceAllocator::free_borrowed(const Heap& heap, std::size_t bytes) const {
@@ -25,74 +34,49 @@ Block* DeviceAllocator::borrow(Heap& heap, std::size_t bytes, Streams from) {
   Block* best = nullptr;
   for (const auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& other : heaps) {
-      if (from == Streams::programs && own_streams_.contains(stream)) break;
+      if (!uses_.are(from, stream)) break;
       if (other == nullptr || other.get() == &heap || other->expandable == nullptr ||
           other->tier != heap.tier)
         continue;
       Block* const block = other->index.best_fit(bytes);
       if (block != nullptr && (best == nullptr || block->bytes < best->bytes)) best = block;
     }
-  if (best == nullptr || !put_behind(heap, *best->segment->heap)) return nullptr;
-  uncache(best);
-  cut(best, bytes);
+  if (best == nullptr || !uses_.put_behind(heap.stream, best->segment->heap->stream))
+    return nullptr;
+  segments_.uncache(best);
+  segments_.cut(best, bytes);
   best->borrower = &heap;
   return best;
 }
 
-// Has the later work of one heap's stream wait for what may still use free memory of another one.
-bool DeviceAllocator::put_behind(const Heap& later, const Heap& earlier) {
-  if (driver_.capturing(later.stream)) return false;
-  const EventId event = record_use({earlier.stream});
-  return event != 0 && driver_.order(device_, later.stream, event);
-}
-
 // Free borrowed blocks of `owner`, or of all heaps, are their owners' again, whose streams use them
 // behind what may still use them. Where streams cannot be put in order, blocks stay borrowed.
-// Returns whether any are taken back.
-bool DeviceAllocator::take_back(const Heap* owner, Streams from) {
-  bool any = false;
+void DeviceAllocator::take_back(const Heap* owner, Streams from) {
   for (auto& [stream, heaps] : heaps_)
     for (const std::unique_ptr<Heap>& heap : heaps) {
       if (heap == nullptr) continue;
-      if (from == Streams::programs && own_streams_.contains(stream)) break;
+      if (!uses_.are(from, stream)) break;
       std::map<const Heap*, bool> is_behind;
       std::erase_if(heap->free_borrowed, [&](Block* block) {
         const Heap* const its_owner = block->segment->heap;
         if (owner != nullptr && its_owner != owner) return false;
         const auto [entry, is_new] = is_behind.try_emplace(its_owner, false);
-        if (is_new) entry->second = put_behind(*its_owner, *heap);
+        if (is_new) entry->second = uses_.put_behind(its_owner->stream, heap->stream);
         if (!entry->second) return false;
         block->borrower = nullptr;
         settle(block);
-        any = true;
         return true;
       });
     }
-  return any;
 }
 
-// A block from memory that some streams have free, without the host waiting for any of them: what
-// they have borrowed of this heap's, or the heap's own at other addresses, or what it borrows.
-Block* DeviceAllocator::block_from(Streams streams, Heap& heap, std::size_t bytes) {
-  const bool has_more = take_back(&heap, streams);
-  if (has_more || streams == Streams::programs) {  // else its own was looked at before
-    if (Block* block = take_cached(heap, bytes)) return block;
-    if (const Range growth = growth_for(heap, bytes); growth.bytes != 0)
-      if (Block* block = alias(heap, bytes, growth)) return block;
-    if (Block* block = end_aliases_for(heap, bytes)) return block;
-  }
-  return borrow(heap, bytes, streams);
-}
-
-// Such a block, or else all free memory is where it belongs.
-Block* DeviceAllocator::gather_block(Heap& heap, std::size_t bytes) {
-  // The queues of umem's own streams are long: memory of theirs is waited for last.
-  for (const Streams streams : {Streams::programs, Streams::all})
-    if (Block* block = block_from(streams, heap, bytes)) return block;
-  gather_free_memory();
-  if (const Range growth = growth_for(heap, bytes); growth.bytes != 0)
-    if (Block* block = alias(heap, bytes, growth)) return block;
-  return borrow(heap, bytes, Streams::all);
+void DeviceAllocator::end_all_aliases() {
+  for (auto& [stream, heaps] : heaps_)
+    for (std::unique_ptr<Heap>& heap : heaps) {
+      if (heap == nullptr) continue;
+      while (!heap->free_aliases.empty()) mapped_.end_alias(heap->free_aliases.back());
+      mapped_.forget_finished_uses(*heap);
+    }
 }
 
 // All free memory is where it belongs, and can be given back.

@@ -1,45 +1,23 @@
 // Cached memory that goes back to its source: what may go, and how.
+//
+// Note [Giving back]
+//
+// `empty_cache()` and every other rule that gives cached segments back unmaps the handles that lie
+// wholly in free blocks. `cudaFree` waits for the device, but `cuMemUnmap`, and freeing the
+// system's memory, wait for nothing: all streams with memory are waited for before. Handles of a
+// stream that is captured stay, and while a pool is open no segment is given back.
 #include <algorithm>
 
 #include "core/device_allocator.hpp"
 
 namespace umem {
 
-bool DeviceAllocator::pool_in_use(const Segment& segment) const {
-  return segment.heap->pool != nullptr && segment.heap->pool->users > 0;
-}
-
-std::size_t DeviceAllocator::spare_bytes(const Block& block) const {
-  return spare_bytes(*block.segment, {block.address, block.bytes});
-}
-
-// What giving back free memory of a segment would free.
-std::size_t DeviceAllocator::spare_bytes(const Segment& segment, const Range& free) const {
-  if (segment.is_expandable) return segment.heap->expandable->whole_handles(free).bytes;
-  return free.bytes == segment.bytes ? segment.raw_bytes : 0;
-}
-
-// All cached memory that can go back and that no graph may use, by address.
-std::vector<DeviceAllocator::Spare> DeviceAllocator::spares() const {
-  std::vector<Spare> all;
-  for (Block* block = first_spare_; block != nullptr; block = block->spare_next)
-    if (!pool_in_use(*block->segment)) all.push_back({block, spare_bytes(*block)});
-  std::sort(all.begin(), all.end(), [](const Spare& left, const Spare& right) {
-    return left.block->address < right.block->address;
-  });
-  return all;
-}
-
-bool DeviceAllocator::on_device(const Spare& spare) const {
-  return resides_on_device(profiles_[spare.block->segment->heap->profile]);
-}
-
 void DeviceAllocator::empty_cache() {
-  const BothLocks locks(*this);
+  const BothLocks locks(locks_);
   if (!active_pools_.empty()) return;  // freeing a segment would break a capture
   synchronize_events();
   gather_free_memory();
-  release_spares(spares());
+  release_spares(segments_.spares());
 }
 
 // Takes the memory out of the books before any call, so that nobody uses it meanwhile.
@@ -55,39 +33,22 @@ void DeviceAllocator::release_spares(std::vector<Spare> spares) {
   std::erase_if(pools_, [](const auto& entry) {
     return entry.second->users == 0 && entry.second->segments == 0;
   });
-  unlocked([&] { give_back(leaving); });
-}
-
-// An event behind all that may still use free memory of these streams; 0 where it cannot be waited
-// for. Not only they may: a program may free a tensor that another stream reads, and have the
-// tensor's stream wait for that one before its next request. So FSDP2 frees gradients. Torch's own
-// allocator keeps that memory to its stream but for cudaFree, which waits for the device. Streams of
-// umem's own are left out: they may have the updates of a whole step in their queues.
-EventId DeviceAllocator::record_use(const std::set<StreamId>& owners) {
-  if (std::ranges::any_of(owners, [&](StreamId it) { return driver_.capturing(it); })) return 0;
-  const bool is_programs =
-      std::ranges::none_of(owners, [&](StreamId it) { return own_streams_.contains(it); });
-  std::vector<StreamId> streams;
-  for (const auto& [stream, heaps] : heaps_)
-    if (!(is_programs && own_streams_.contains(stream)) && !driver_.capturing(stream))
-      streams.push_back(stream);
-  return driver_.record_all(device_, streams);
+  locks_.unlocked([&] { give_back(leaving); });
 }
 
 void DeviceAllocator::add_own_stream(StreamId stream) {
-  const std::lock_guard lock(mutex_);
-  own_streams_.insert(stream);
+  const std::lock_guard lock(locks_.books);
+  uses_.add_own(stream);
 }
 
-// The driver's memory is freed behind the work of all streams. Unmapping handles and freeing the
-// system's memory wait for nothing: returns an event behind what may use it, to be waited for, and
-// leaves out what cannot be waited for. With `mutex_`: nobody may take the memory from the
-// cache behind the event that is recorded here, and what cannot be waited for stays there.
+// Returns an event behind what may use the memory, to be waited for, and leaves out what cannot be
+// waited for. With the lock: nobody may take the memory from the cache behind the event that is
+// recorded here, and what cannot be waited for stays there.
 EventId DeviceAllocator::record_work(std::vector<Spare>& spares) {
   const auto needs_event = [&](const Spare& spare) {
     const Segment& segment = *spare.block->segment;
     return segment.is_expandable ||
-           profiles_[segment.heap->profile].kind == MemoryKind::system;
+           segment.heap->kind == MemoryKind::system;
   };
   const auto owner = [](const Spare& spare) { return spare.block->segment->heap->stream; };
   std::erase_if(spares, [&](const Spare& spare) {
@@ -97,40 +58,45 @@ EventId DeviceAllocator::record_work(std::vector<Spare>& spares) {
   for (const Spare& spare : spares)
     if (needs_event(spare)) owners.insert(owner(spare));
   if (owners.empty()) return 0;
-  const EventId event = record_use(owners);
+  const EventId event = uses_.record(owners);
   if (event == 0) std::erase_if(spares, needs_event);
   return event;
+}
+
+// Takes whole handles out of a cached block; from an end of its run, if it is there.
+void DeviceAllocator::take_out_mapped(const Spare& spare, LeavingMemory& leaving) {
+  Block* block = spare.block;
+  Heap& heap = *block->segment->heap;
+  Range gone = heap.expandable->whole_handles({block->address, block->bytes});
+  if (block->previous != nullptr || block->next == nullptr)
+    gone.address += gone.bytes - spare.bytes;
+  gone.bytes = spare.bytes;
+  segments_.take_out(block, gone);
+  if (paused_ != nullptr) return;  // its memory went back before
+  leaving.mapped.push_back({&heap, gone});
+  count_memory(heap, gone.bytes, gone.bytes, false);
 }
 
 // A segment that is one cached block.
 void DeviceAllocator::take_out_segment(Block* block, LeavingMemory& leaving) {
   const Segment& segment = *block->segment;
   Heap& heap = *segment.heap;
-  const Profile& profile = profiles_[heap.profile];
-  uncache(block);
+  segments_.uncache(block);
   append_piece(segment, leaving);
-  ++stats_.num_device_free;
-  stats_.segment.decrease(heap.tier, 1);
-  stats_.reserved_bytes.decrease(heap.tier, segment.bytes);
-  KindStats& kind = kind_stats_[static_cast<std::size_t>(profile.kind)];
-  kind.reserved_bytes -= segment.bytes;
-  if (is_spill(heap)) kind.spilled_bytes -= segment.bytes;
-  if (profile.kind == MemoryKind::pinned) count_page_tables();
-  if (resides_on_device(profile)) stats_.budget_bytes.decrease(segment.raw_bytes);
+  count_memory(heap, segment.bytes, segment.raw_bytes, false);
+  if (heap.kind == MemoryKind::pinned) count_page_tables();
   system_bytes_ -= segment.device_bytes;
   if (heap.pool != nullptr) {
     --heap.pool->segments;
     heap.pool->reserved_bytes -= segment.bytes;
   }
-  const std::uintptr_t address = segment.address;
-  blocks_.erase(block->address);
-  segments_.erase(address);
+  segments_.remove(block);
 }
 
 // Device memory is never moved and need not be announced; pinned memory may be the target of
 // copies.
 void DeviceAllocator::append_piece(const Segment& segment, LeavingMemory& leaving) const {
-  const MemoryKind kind = profiles_[segment.heap->profile].kind;
+  const MemoryKind kind = segment.heap->kind;
   leaving.pieces.push_back({kind, segment.raw, segment.raw_bytes});
   if (kind != MemoryKind::device) leaving.announced.push_back({segment.address, segment.bytes});
 }
@@ -140,10 +106,10 @@ void DeviceAllocator::give_back(const LeavingMemory& leaving) {
   if (leaving.work != 0) driver_.wait(leaving.work);
   if (release_listener_ != nullptr && !leaving.announced.empty())
     release_listener_->before_release(leaving.announced);
-  for (const auto& [heap, range] : leaving.mapped) heap->expandable->unmap(range, moving_);
+  for (const Run& run : leaving.mapped) mapped_.unmap(run);
   for (const auto& [kind, raw, raw_bytes] : leaving.pieces) {
     source_.deallocate(kind, device_, raw, raw_bytes);
-    release_reserve(kind, raw_bytes);
+    budget_.give_back(kind, raw_bytes);
   }
 }
 

@@ -33,9 +33,8 @@ struct AliasPlan {
 
 // A place is a part of the addresses that one handle fills. The first ones are for growth, the
 // others for aliases: places at which handles are mapped a second time, so that free memory between
-// tensors serves a large request at once. A handle is owned at one place, and what is mapped
-// elsewhere (a shadow) is not used meanwhile. Shadows stay mapped: the next step of a training needs
-// them again, and nothing has to be called or waited for.
+// tensors serves a large request at once (Note [Aliases] in mapped_memory.hpp). A handle is owned at
+// one place, and what is mapped elsewhere (a shadow) is not used meanwhile.
 class ExpandableSegment {
  public:
   // nullptr where the addresses cannot be reserved. They begin at a multiple of `handle_bytes`.

@@ -1,4 +1,6 @@
-// Best fit in constant time: one list of cached blocks for every size, and a bitmap over the lists.
+// Best fit: one list of cached blocks for every size up to 256 MiB (2 MiB in slabs), and a bitmap
+// over the lists, so the search takes the same time however much is cached. Larger ones are in a
+// tree.
 #pragma once
 
 #include <array>

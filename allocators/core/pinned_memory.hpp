@@ -1,4 +1,15 @@
 // Page-locked host memory: huge pages on the GPU's NUMA node, touched by many threads, then locked.
+//
+// Note [Page-locked memory]
+//
+// `cudaHostAlloc` has one thread fault in small pages, and takes ten times as long
+// (docs/allocator.md). umem maps anonymous memory in huge pages (`MADV_HUGEPAGE`), on the GPU's
+// NUMA node where the host lets it choose, has up to 16 threads touch segments from 64 MiB on, and
+// then registers them (`cudaHostRegister`). There is no CUDA in it, so that mapping, touching and
+// failing are tested natively.
+//
+// A child made by `fork` does not have this memory (`MADV_DONTFORK`): the kernel would copy locked
+// pages into it, all of them at once.
 #pragma once
 
 #include <memory>
@@ -18,8 +29,7 @@ class PageLocker {
   virtual void unlock(Range range) noexcept = 0;
 };
 
-// Thread-safe. cudaHostAlloc has one thread fault in small pages, and takes ten times as long
-// (docs/allocator.md).
+// Thread-safe.
 class PinnedMemory {
  public:
   static constexpr int kAnyNode = -1;

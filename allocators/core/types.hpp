@@ -66,7 +66,6 @@ struct Config {
   std::size_t pinned_limit_bytes = 0;     // most page-locked host memory; 0: no limit
   std::size_t device_budget_bytes = 0;    // 0: no budget
   std::size_t system_headroom_bytes = 0;  // device bytes that kind `system` leaves free
-  bool caching = true;                    // false: every free goes back to the source at once
   bool advises = true;                    // false: as with a driver that takes no advice
   bool prefetches = true;                 // false: as with one that moves no pages when asked
   bool poisons = false;                   // overwrite what is freed, and what is handed out

@@ -65,7 +65,7 @@ void small_tensors_have_handles_of_their_own() {
   check_exact(machine);
 }
 
-// Only plain device memory is mapped by handles, and none where the policy wants no cache.
+// Only plain device memory is mapped by handles.
 void other_kinds_come_from_their_source() {
   for (const MemoryKind kind : {MemoryKind::managed, MemoryKind::pinned, MemoryKind::system}) {
     Machine machine({.config = config_of(kind), .virtual_memory = true});
@@ -73,12 +73,6 @@ void other_kinds_come_from_their_source() {
     CHECK_EQUAL(machine.source.held_bytes(kind), 20 * MiB);
     CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
   }
-  Config config = config_of(MemoryKind::device);
-  config.caching = false;
-  Machine machine({.config = config, .virtual_memory = true});
-  machine.free(machine.allocate(20 * MiB));
-  CHECK_EQUAL(machine.source.requests(), 1U);
-  CHECK_EQUAL(mapped(machine).created(), 0U);
 }
 
 void without_addresses_segments_are_the_sources() {

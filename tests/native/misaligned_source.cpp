@@ -7,24 +7,20 @@ namespace {
 constexpr std::size_t kOffsetBytes = 256;
 
 void blocks_are_aligned() {
-  for (const bool caching : {true, false}) {
-    Config config;
-    config.caching = caching;
-    Machine machine({.config = config, .offset_bytes = kOffsetBytes});
-    for (const std::size_t bytes : {std::size_t{1}, MiB + 1, 2 * MiB, 3 * MiB + 1, 30 * MiB}) {
-      const std::uintptr_t address = machine.allocate(bytes);
-      const std::size_t alignment = bytes < kPageBytes ? kMinBlockBytes : kLargeStepBytes;
-      CHECK_EQUAL(address % alignment, 0U);
-      CHECK(machine.source.holds(address, round_up(bytes, alignment)));
-      const auto base = machine.allocator.base_allocation(address);
-      CHECK(machine.source.holds(base->address, base->bytes));
-      check_consistent(machine.device);
-      machine.free(address);
-    }
-    machine.device.empty_cache();
-    CHECK_EQUAL(machine.source.held_bytes(), 0U);
-    CHECK_EQUAL(machine.allocator.managed_bytes(), 0U);
+  Machine machine({.config = {}, .offset_bytes = kOffsetBytes});
+  for (const std::size_t bytes : {std::size_t{1}, MiB + 1, 2 * MiB, 3 * MiB + 1, 30 * MiB}) {
+    const std::uintptr_t address = machine.allocate(bytes);
+    const std::size_t alignment = bytes < kPageBytes ? kMinBlockBytes : kLargeStepBytes;
+    CHECK_EQUAL(address % alignment, 0U);
+    CHECK(machine.source.holds(address, round_up(bytes, alignment)));
+    const auto base = machine.allocator.base_allocation(address);
+    CHECK(machine.source.holds(base->address, base->bytes));
+    check_consistent(machine.device);
+    machine.free(address);
   }
+  machine.device.empty_cache();
+  CHECK_EQUAL(machine.source.held_bytes(), 0U);
+  CHECK_EQUAL(machine.allocator.managed_bytes(), 0U);
 }
 
 // The cap is on what the source holds, the part before the first page included.

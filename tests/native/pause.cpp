@@ -148,25 +148,22 @@ void tensors_may_be_freed_meanwhile() {
 }
 
 void nothing_is_allocated_meanwhile() {
-  for (const bool caches : {true, false}) {
-    Config config = budget_config(0);
-    config.caching = caches;
-    config.classes[static_cast<std::size_t>(TensorClass::weights)].kind = MemoryKind::managed;
-    Machine machine({.config = config, .devices = 2, .virtual_memory = true});
-    machine.free(machine.allocate(4 * MiB));
-    machine.allocator.pause(0, kHost);
-    for (const TensorClass tensor_class : {TensorClass::activations, TensorClass::weights}) {
-      const auto allocate = [&] { machine.allocate(4 * MiB, kMain, tensor_class); };
-      CHECK(contains(pause_error(allocate), "umem.resume()"));
-    }
-    CHECK(contains(pause_error([&] { machine.allocator.allocate(100, 0, kMain); }), "GPU 0"));
-    CHECK_EQUAL(machine.device.stats().num_ooms, 0);
-    CHECK(machine.allocate(0) == 0);  // needs no memory
-    // Other devices go on, and their access to what is mapped later is kept.
-    CHECK(machine.allocator.allocate(4 * MiB, 1, kMain) != nullptr);
-    machine.device.resume();
-    CHECK(machine.allocate(4 * MiB) != 0);
+  Config config = budget_config(0);
+  config.classes[static_cast<std::size_t>(TensorClass::weights)].kind = MemoryKind::managed;
+  Machine machine({.config = config, .devices = 2, .virtual_memory = true});
+  machine.free(machine.allocate(4 * MiB));
+  machine.allocator.pause(0, kHost);
+  for (const TensorClass tensor_class : {TensorClass::activations, TensorClass::weights}) {
+    const auto allocate = [&] { machine.allocate(4 * MiB, kMain, tensor_class); };
+    CHECK(contains(pause_error(allocate), "umem.resume()"));
   }
+  CHECK(contains(pause_error([&] { machine.allocator.allocate(100, 0, kMain); }), "GPU 0"));
+  CHECK_EQUAL(machine.device.stats().num_ooms, 0);
+  CHECK(machine.allocate(0) == 0);  // needs no memory
+  // Other devices go on, and their access to what is mapped later is kept.
+  CHECK(machine.allocator.allocate(4 * MiB, 1, kMain) != nullptr);
+  machine.device.resume();
+  CHECK(machine.allocate(4 * MiB) != 0);
 }
 
 void peers_that_came_meanwhile_have_access() {

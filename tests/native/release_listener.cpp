@@ -118,7 +118,7 @@ void every_way_back_is_heard() {
   const EventId event = hints.engine.record(0, 3);
   Ticket freed = 0, live = 0;
   {
-    Allocator allocator({.caching = false}, std::make_unique<WatchedSource>(hints.driver),
+    Allocator allocator(Config{}, std::make_unique<WatchedSource>(hints.driver),
                         std::make_unique<HostDriver>(0), 1);
     allocator.set_release_listener(hints.engine.release_listener());
     const auto allocate = [&] {
@@ -127,6 +127,7 @@ void every_way_back_is_heard() {
     const Range range = allocate();
     freed = hints.prefetch(range, event);
     allocator.device(0).free(range.address);
+    allocator.empty_cache();
     hints.expect(freed, Outcome::forgotten);
     live = hints.prefetch(allocate(), event);
     hints.expect_open(live);

@@ -358,7 +358,7 @@ class Worker {
 
 // Every kind of memory, differing advice, small blocks on the device, limits that are met at times.
 // Where device memory is mapped, more classes have it, so that streams borrow from each other.
-Config stress_config(bool caching, bool virtual_memory) {
+Config stress_config(bool virtual_memory) {
   Config config = config_of(MemoryKind::managed);
   config.classes[0].advice.read_mostly = true;
   config.classes[1].kind = MemoryKind::device;
@@ -370,14 +370,13 @@ Config stress_config(bool caching, bool virtual_memory) {
   config.managed_limit_bytes = 2 * GiB;
   config.pinned_limit_bytes = 1 * GiB;
   config.device_budget_bytes = kBudgetBytes;
-  config.caching = caching;
   return config;
 }
 
-void stress(std::size_t steps, std::uint64_t seed, bool caching, std::size_t offset_bytes,
+void stress(std::size_t steps, std::uint64_t seed, std::size_t offset_bytes,
             bool virtual_memory = false) {
   const auto start = std::chrono::steady_clock::now();
-  Machine machine({.config = stress_config(caching, virtual_memory),
+  Machine machine({.config = stress_config(virtual_memory),
                    .devices = kDevices,
                    .capacity_bytes = 3 * GiB,
                    .offset_bytes = offset_bytes,
@@ -480,8 +479,8 @@ void stress(std::size_t steps, std::uint64_t seed, bool caching, std::size_t off
   }
   CHECK_EQUAL(mapped != nullptr ? mapped->held_bytes() : 0, 0U);
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-  std::cout << "passed: " << (caching ? "cached" : "uncached")
-            << (virtual_memory ? ", mapped" : "") << ", addresses at +" << offset_bytes << ": " << kThreads * kRounds * steps_of_round << " steps, "
+  std::cout << "passed: " << (virtual_memory ? "mapped" : "not mapped") << ", addresses at +"
+            << offset_bytes << ": " << kThreads * kRounds * steps_of_round << " steps, "
             << allocations << " allocations, " << retried << " retries, " << refused
             << " out of memory, " << peak_bytes / MiB << " MiB held at most at rest, "
             << seconds.count() << " s" << std::endl;
@@ -494,9 +493,7 @@ int main(int argc, char** argv) {
   const std::size_t steps = argc > 1 ? std::stoull(argv[1]) : 100000;
   const std::uint64_t seed = argc > 2 ? std::stoull(argv[2]) : std::random_device{}();
   std::cout << "seed " << seed << std::endl;
-  umem::stress(steps, seed, true, 0);
-  umem::stress(steps, seed, true, 0, true);
-  umem::stress(steps / 5, seed, true, 256);
-  umem::stress(steps / 5, seed, false, 0);
-  umem::stress(steps / 5, seed, false, 256);
+  umem::stress(steps, seed, 0);
+  umem::stress(steps, seed, 0, true);
+  umem::stress(steps / 5, seed, 256);
 }

@@ -174,7 +174,6 @@ def _bounds_table(
         headroom = format_bytes(policy.limits.system_headroom_bytes)
         table.add_row("free beside kind system", headroom)
     table.add_row("planner", planner)
-    table.add_row("freed blocks", "kept for reuse" if policy.caching else "returned at once")
     table.add_row("shared with", ", ".join(policy.share) or "none")
     return table
 

@@ -426,9 +426,6 @@ class Policy(_Record):
     page fault), none (no plan: above the budget the allocator maps new memory on the host; so it is
     wherever no class has managed or system memory, which alone has pages to plan). The environment
     variable UMEM_PLANNER overrides it."""
-    caching: StrictBool = True
-    """Keep freed blocks for reuse; false returns each block to RMM at once, which synchronizes
-    with the device every time, as RMM without a pool does."""
     share: tuple[ShareLibrary, ...] = Field(default=(), json_schema_extra={"uniqueItems": True})
     """Libraries whose arrays come from the same memory and count in the same statistics."""
     defaults: ClassRule = Field(default_factory=ClassRule)

@@ -64,8 +64,6 @@ class ResolvedPolicy:
     """Device memory that kind system leaves free."""
     planner: PolicyPlanner
     """How the budget is kept while a model trains."""
-    caching: bool
-    """Whether freed blocks are kept for reuse."""
     rules: tuple[ClassRule, ...]
     """One rule per class, in the order of :class:`umem.core.classes.TensorClass`; none of kind
     auto."""
@@ -160,7 +158,6 @@ def resolve(
         budget_reason=budget_reason,
         system_headroom_bytes=headroom_bytes,
         planner=planner if kinds & {"managed", "system"} else "none",
-        caching=policy.caching,
         rules=tuple(rule for rule, _ in chosen),
         reasons=tuple(reason for _, reason in chosen),
         share=policy.share,

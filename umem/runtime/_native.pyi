@@ -37,7 +37,6 @@ class Config:
         managed_limit_bytes: int = 0,  # 0: no cap
         device_budget_bytes: int = 0,  # 0: no budget
         system_headroom_bytes: int = 0,
-        caching: bool = True,  # False: every free goes back to RMM at once
         pinned_limit_bytes: int = 0,  # most page-locked host memory, of all GPUs; 0: no limit
         managed_bytes_of_device: list[int] = [],  # added to the cap by each GPU in use
         advises: bool = True,  # False: as with a driver that takes no advice
@@ -100,7 +99,8 @@ class Allocator:
 
         Beside it `budget_bytes` (current/peak/...): what counts against the device budget, that is
         segments on the device, cached ones too, and the page tables there of page-locked memory.
-        And `highest_bytes`: the most bytes of live blocks ever, which nothing resets."""
+        And `highest_bytes`: the most bytes of live blocks ever, which nothing resets. And `served`:
+        how many requests each rung of the allocator's ladder has served, by its name."""
     def class_stats(self, device: int) -> list[dict[str, dict[str, int]]]:
         """Per class: stat (allocation, allocated_bytes, requested_bytes) -> current/peak/..."""
     def pool_stats(self, device: int) -> list[dict[str, Any]]:

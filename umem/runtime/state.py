@@ -117,7 +117,6 @@ def native_config(
         managed_bytes_of_device=list(managed_bytes_of_device),
         device_budget_bytes=resolved.device_budget_bytes or 0,
         system_headroom_bytes=resolved.system_headroom_bytes,
-        caching=resolved.caching,
         pinned_limit_bytes=pinned_limit_bytes,
         advises="advice" not in refused,
         prefetches="prefetch" not in refused,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -400,6 +401,8 @@ void check_consistent(const DeviceAllocator& device) {
   check_current(stats.active, active);
   check_current(stats.active_bytes, active_bytes);
   check_current(stats.allocation, allocation);
+  CHECK_EQUAL(std::accumulate(stats.served.begin(), stats.served.end(), std::int64_t{0}),
+              stats.allocation.all.allocated);
   check_current(stats.allocated_bytes, allocated_bytes);
   check_current(stats.requested_bytes, requested_bytes);
   check_current(stats.inactive_split, split);
