@@ -198,7 +198,6 @@ def test_state_is_fetched_ahead_and_leaves_behind_the_step() -> None:
     run.stream()
     run.step()
     run.backward()
-    assert run.training is not None
     pieces = [piece for unit in run.training.step.units for piece in unit.pieces]
     staged = [it for it in pieces if it.state is not None and it.state.homes]
     assert [it.fetched is not None for it in staged[:3]] == [True, True, False]

@@ -12,16 +12,27 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fresh_attributes import forget_guards
 from lazy_lanes import HostStateMemory, LazyLanes
-from streamed_programs import WIDTH, Branches, Net, NetWithFlat, Program, Tied, bits
-from streamed_uses import USES
+from streamed_programs import (
+    WIDTH,
+    Adapters,
+    Branches,
+    Checkpointed,
+    Net,
+    Program,
+    WeightProgram,
+    bits,
+    fail,
+    stream_weights,
+)
+from streamed_programs import compare as compare_programs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,7 +46,6 @@ from umem.runtime.unguarded import Unguarded
 from umem.streaming.stage.lanes import Copy
 from umem.streaming.weights import staged_weights
 from umem.streaming.weights.experts import find_experts
-from umem.streaming.weights.staged_weights import is_movable_weight
 from umem.streaming.weights.streamed_weights import (
     ExtraSlots,
     StreamedBlock,
@@ -44,80 +54,14 @@ from umem.streaming.weights.streamed_weights import (
 )
 
 
-def fail(error: Exception) -> None:
-    raise error
-
-
-def stream_weights(
-    model: nn.Module,
-    lanes: Any,
-    memory: HostStateMemory,
-    slots: int = 2,
-    extra: Mapping[str, ExtraSlots] | None = None,
-    cached_share: float = 0.0,
-) -> StreamedWeights:
-    """Stage all weights of a model that can be."""
-    weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
-    owners = [it for block in find_blocks(model, None) for it in set(block.module.parameters())]
-    blocks = []
-    for block in find_blocks(model, None):
-        parts = [
-            it
-            for it in block.module.parameters()
-            if is_movable_weight(it) and sum(it is other for other in owners) == 1
-        ]
-        if parts:
-            experts = find_experts(block.module)
-            blocks.append(StreamedBlock(block.name, block.module, parts, experts, cached_share))
-    weights.set_blocks(blocks, slots, extra=extra)
-    return weights
-
-
-@dataclass
-class WeightProgram(Program):
-    """A program whose weights are streamed, and whose optimizer runs its steps itself."""
-
-    streamed: StreamedWeights | None = None
-    extra: Any = None
-    """Further buffers in the passes of each block."""
-    cached_share: float = 0.0
-    """Of experts."""
-
-    def stream(self) -> None:
-        if self.lanes is not None:
-            lanes = self.lanes(self.model)
-            self.memory = HostStateMemory(most_buffers=self.most_buffers, lanes=lanes)
-            self.streamed = stream_weights(
-                self.model, lanes, self.memory, self.slots, self.extra or {}, self.cached_share
-            )
-
-    @property
-    def counts(self) -> WeightCounts:
-        """Of a run that streams."""
-        assert self.streamed is not None
-        return self.streamed.counts
-
-
-def compare(
-    change: Callable[[Program], None] = lambda _: None,
-    eagerness: float = 0.0,
-    seed: int = 0,
-    steps: int = 3,
-    **program: Any,
-) -> WeightProgram:
-    """Run a program both ways, compare all bits, and return the streamed run."""
-    streamed = WeightProgram(lambda model: LazyLanes(model, eagerness, seed), **program)
-    found = streamed.run(change, steps)
-    assert bits(found) == bits(WeightProgram(None, **program).run(change, steps))
-    return streamed
-
-
 def halve(places: list[tuple[int, int]]) -> None:
     """Change floats past torch."""
     for address, count in places:
         memory = (ctypes.c_float * count).from_address(address)
         memory[:] = [0.5 * value for value in memory]
 
+
+compare = partial(compare_programs, kind=WeightProgram)
 
 address_of = torch.Tensor.data_ptr  # as it is while no guard waits at this attribute
 
@@ -189,63 +133,6 @@ def test_held_weights_are_used_at_home_until_their_release(eagerness: float) -> 
     assert weights.counts.fetched - before == others + 2
 
 
-@pytest.mark.parametrize("eagerness", [0.0, 0.8])
-@pytest.mark.parametrize("use", USES)
-def test_no_use_sees_another_value(use: Callable[[Program], None], eagerness: float) -> None:
-    compare(use, eagerness)
-
-
-@pytest.mark.parametrize("make_model", [NetWithFlat, Tied, Branches])
-@pytest.mark.parametrize("slots", [1, 2, 3, 8])
-@pytest.mark.parametrize("eagerness", [0.0, 0.5])
-def test_no_bit_changes(make_model: Callable[[], nn.Module], slots: int, eagerness: float) -> None:
-    compare(make_model=make_model, slots=slots, eagerness=eagerness)
-
-
-class Checkpointed(Net):
-    """The layers are checkpoints."""
-
-    use_reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x) * self.scale
-        for layer in self.layers:
-            layer_out: Any = checkpoint(layer, x, use_reentrant=self.use_reentrant)
-            x = x + torch.tanh(layer_out)
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
-
-
-class CheckpointedReentrant(Checkpointed):
-    use_reentrant = True
-
-
-class Frozen(Net):
-    """Adapters over frozen layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            layer.requires_grad_(False)
-        self.adapters = nn.ParameterList(torch.zeros(WIDTH, WIDTH) for _ in self.layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x) * self.scale
-        for layer, adapter in zip(self.layers, self.adapters, strict=True):
-            x = x + torch.tanh(layer(x) + x @ adapter)
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
-
-
-@pytest.mark.parametrize("make_model", [Checkpointed, CheckpointedReentrant, Frozen])
-@pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize("batches", [1, 2])
-def test_no_bit_changes_where_blocks_are_checkpoints_or_frozen(
-    make_model: Callable[[], nn.Module], slots: int, batches: int
-) -> None:
-    compare(make_model=make_model, slots=slots, batches=batches, eagerness=0.5)
-
-
 def test_blocks_are_fetched_ahead_of_both_passes() -> None:
     program = compare(steps=8)
     blocks = 7
@@ -278,7 +165,7 @@ EXTRA = {
 """Three further buffers, but for the turn from the forward to the backward pass."""
 
 
-@pytest.mark.parametrize("make_model", [Net, Checkpointed, Frozen, Branches])
+@pytest.mark.parametrize("make_model", [Net, Checkpointed, Adapters, Branches])
 @pytest.mark.parametrize("most_buffers", [None, 3])
 def test_no_bit_changes_with_further_buffers(
     make_model: Callable[[], nn.Module], most_buffers: int | None
@@ -745,7 +632,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("make_model", [Net, Checkpointed, Frozen])
+@pytest.mark.parametrize("make_model", [Net, Checkpointed, Adapters])
 @pytest.mark.parametrize("slots", [2, 8])
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_bit_changes_where_weights_are_used_otherwise(
