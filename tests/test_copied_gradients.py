@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from streamed_programs import BACK, UNITS, WIDTH, Net, Program, begin, compare
+from streamed_programs import BACK, REPEATED, UNITS, WIDTH, Net, Program, begin, compare
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -101,22 +101,15 @@ def differentiate_twice(program: Program) -> None:
         it.grad = it.grad.detach()
 
 
+EARLY = [accumulate, write_past_versions, write_in_a_hook, backward_twice, keep_gradients]
+EARLY += [keep_views, differentiate_twice]
+REPEATED.update(EARLY)
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("copied", [UNITS, LAST])
-@pytest.mark.parametrize(
-    "change",
-    [
-        accumulate,
-        write_past_versions,
-        write_in_a_hook,
-        backward_twice,
-        keep_gradients,
-        keep_views,
-        pytest.param(
-            differentiate_twice, marks=pytest.mark.filterwarnings("ignore:Using backward")
-        ),
-    ],
-)
+@pytest.mark.parametrize("change", EARLY)
 def test_no_bit_changes_where_gradients_are_used_early(
     change: Callable[[Program], None], copied: frozenset[str]
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,9 @@ from streamed_uses import USES
 from torch import nn
 
 from umem.core.errors import PlanError
+from umem.streaming.step.slot_pool import SlotPool
 from umem.streaming.step.temporary_slots import TemporaryPlan
+from umem.streaming.training import StreamedTraining
 
 NEEDS_GRADIENTS = frozenset(
     (
@@ -223,6 +226,92 @@ def test_uses_in_any_order(
         compare(change, eagerness, seed, expected=expected, **options)
     except PlanError:
         assert engine.refuses  # one after another, such as a step behind a step
+
+
+# ---- several optimizers of one model ----
+
+
+def adamw_and_sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+    every = list(model.parameters())
+    return [
+        torch.optim.AdamW([it for it in every if it.ndim > 1], lr=1e-2),
+        torch.optim.SGD([it for it in every if it.ndim == 1], lr=1e-2, momentum=0.9),
+    ]
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("no Muon in this torch")
+    blocks = [it for name, it in model.named_parameters() if "layers" in name]
+    hidden = [it for it in blocks if it.ndim == 2]
+    known = set(map(id, hidden))
+    return [
+        torch.optim.Muon(hidden, lr=1e-2),
+        torch.optim.AdamW([it for it in model.parameters() if id(it) not in known], lr=1e-2),
+    ]
+
+
+def one_for_each_block(model: nn.Module) -> list[torch.optim.Optimizer]:
+    made = [torch.optim.AdamW(it.parameters(), lr=1e-2) for it in model.children()]
+    return [*made, torch.optim.SGD([model.get_parameter("scale")], lr=1e-2, momentum=0.9)]
+
+
+@dataclass(eq=False)
+class SeveralOptimizers(Program):
+    """From the second step on, the second optimizer steps in every second one only."""
+
+    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] = adamw_and_sgd
+    trainings: list[StreamedTraining] = field(default_factory=list)
+    is_skipped: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.optimizers = self.make_optimizers(self.model)
+        states = lambda: [it.state_dict() for it in self.optimizers]  # noqa: E731
+        self.optimizer = SimpleNamespace(state_dict=states)
+
+    def stream(self) -> None:
+        if self.lanes is not None:
+            self.begin_lanes(self.lanes)
+            pool = SlotPool(self.memory, self.lazy)
+            self.trainings = [
+                StreamedTraining(
+                    self.model, it, self.lazy, self.memory, weights=self.weights, pool=pool
+                )
+                for it in self.optimizers
+            ]
+
+    def step(self) -> None:
+        self.model.zero_grad()
+        for _ in range(self.batches):
+            self.backward()
+        self.seen.append(nn.utils.clip_grad_norm_(self.model.parameters(), 0.5))
+        for number, optimizer in enumerate(self.optimizers):
+            if number != 1 or not self.is_skipped:
+                optimizer.step()
+        self.is_skipped = not self.is_skipped
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("streams_weights", [False, True])
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("make_optimizers", [adamw_and_sgd, muon_and_adamw, one_for_each_block])
+def test_optimizers_of_one_model(
+    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
+    streams_weights: bool,
+    batches: int,
+    eagerness: float,
+) -> None:
+    run = compare(
+        eagerness=eagerness,
+        seed=1,
+        steps=5,
+        kind=SeveralOptimizers,
+        make_optimizers=make_optimizers,
+        streams_weights=streams_weights,
+        batches=batches,
+    )
+    assert run.trainings[0].counts.streamed > 0
 
 
 # ---- models of other shapes ----

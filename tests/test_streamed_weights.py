@@ -13,7 +13,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ import torch
 from fresh_attributes import forget_guards
 from lazy_lanes import HostStateMemory, LazyLanes
 from streamed_programs import (
+    REPEATED,
     WIDTH,
     Adapters,
     Branches,
@@ -30,6 +31,7 @@ from streamed_programs import (
     WeightProgram,
     bits,
     fail,
+    nothing,
     stream_weights,
 )
 from streamed_programs import compare as compare_programs
@@ -630,6 +632,20 @@ CHANGES = [
     functional_call,
     per_sample,
 ]
+REPEATED.update(it for it in CHANGES if callable(it))
+
+
+@cache
+def amid_inferences(change: Callable[[Program], None]) -> Callable[[Program], None]:
+    """The change, between calls of few and of many tokens."""
+
+    def infer_and_change(program: Program) -> None:
+        infer(program)
+        change(program)
+        infer(program)
+
+    REPEATED.add(infer_and_change)
+    return infer_and_change
 
 
 @pytest.mark.parametrize("make_model", [Net, Checkpointed, Adapters])
@@ -784,20 +800,15 @@ def write_tables(program: Program) -> None:
 @pytest.mark.parametrize("cached_share", [0.0, 0.2])
 @pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense])
 @pytest.mark.parametrize("slots", [2, 8])
-@pytest.mark.parametrize("change", [lambda _: None, write_tables, *CHANGES])
+@pytest.mark.parametrize("change", [nothing, write_tables, *CHANGES])
 def test_no_bit_changes_where_few_experts_are_used(
     change: Callable[[Program], None],
     slots: int,
     make_model: Callable[[], nn.Module],
     cached_share: float,
 ) -> None:
-    def infer_and_change(program: Program) -> None:
-        infer(program)
-        change(program)
-        infer(program)
-
     program = compare(
-        infer_and_change,
+        amid_inferences(change),
         slots=slots,
         make_model=make_model,
         eagerness=0.5,
@@ -805,7 +816,6 @@ def test_no_bit_changes_where_few_experts_are_used(
     )
     # With a buffer for each block, copies from a training's passes are still there.
     assert slots == 8 or program.counts.experts_in_place > 0
-    assert program.streamed is not None
     use = program.streamed.expert_use()
     assert cached_share or use == (0, 0)
     assert not cached_share or slots == 8 or min(use) > 0
@@ -819,16 +829,14 @@ def test_no_bit_changes_where_few_experts_are_used(
 def test_no_bit_changes_where_few_modules_of_experts_are_called(
     change: Callable[[Program], None], slots: int
 ) -> None:
-    def infer_and_change(program: Program) -> None:
-        infer(program)
-        change(program)
-        infer(program)
-
     program = compare(
-        infer_and_change, slots=slots, make_model=MixtureOfModules, eagerness=0.5, cached_share=0.2
+        amid_inferences(change),
+        slots=slots,
+        make_model=MixtureOfModules,
+        eagerness=0.5,
+        cached_share=0.2,
     )
     assert slots == 8 or program.counts.experts_in_place > 0
-    assert program.streamed is not None
     assert program.streamed.expert_use() == (0, 0)
 
 

@@ -197,7 +197,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One run of a training program.
 
@@ -264,38 +264,43 @@ class Program:
 
     def stream(self) -> None:
         """Begin streaming, in a run that does."""
-        if self.lanes is not None:
-            self.lazy = lanes = self.lanes(self.model)
-            self.memory = HostStateMemory(
-                staged_bytes=STAGED_BYTES,
-                most_buffers=self.most_buffers,
-                parameters=self.model.parameters(),
-                lanes=lanes,
-            )
-            if self.streams_weights:
-                self.weights = ModelWeights(
-                    self.model,
-                    lanes,
-                    self.memory,
-                    NoRoom(),
-                    ActivationStore("cpu"),
-                    min_bytes=WIDTH * WIDTH,
-                )
-                self.weights.begin_call()
-            self.training = StreamedTraining(
+        if self.lanes is None:
+            return
+        self.begin_lanes(self.lanes)
+        self.training = StreamedTraining(
+            self.model,
+            self.optimizer,
+            self.lazy,
+            self.memory,
+            self.tuner,
+            step_in_backward=self.in_backward,
+            weights=self.weights,
+        )
+        self.training.temporary.set_plan(self.temporary)
+        self.training.step.units.set_plan(
+            self.resident, self.slots, temporary=len(self.temporary.made_in)
+        )
+        self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)
+
+    def begin_lanes(self, lanes: Callable[[nn.Module], LazyLanes]) -> None:
+        """Make the lanes, the memory, and what streams the weights."""
+        self.lazy = lanes(self.model)
+        self.memory = HostStateMemory(
+            staged_bytes=STAGED_BYTES,
+            most_buffers=self.most_buffers,
+            parameters=self.model.parameters(),
+            lanes=self.lazy,
+        )
+        if self.streams_weights:
+            self.weights = ModelWeights(
                 self.model,
-                self.optimizer,
-                lanes,
+                self.lazy,
                 self.memory,
-                self.tuner,
-                step_in_backward=self.in_backward,
-                weights=self.weights,
+                NoRoom(),
+                ActivationStore("cpu"),
+                min_bytes=WIDTH * WIDTH,
             )
-            self.training.temporary.set_plan(self.temporary)
-            self.training.step.units.set_plan(
-                self.resident, self.slots, temporary=len(self.temporary.made_in)
-            )
-            self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)
+            self.weights.begin_call()
 
     def is_first(self, what: object) -> bool:
         """Whether this is the first call with this argument."""
@@ -373,7 +378,7 @@ def stream_weights(
     return weights
 
 
-@dataclass
+@dataclass(eq=False)
 class WeightProgram(Program):
     """A program whose weights are streamed, and whose optimizer runs its steps itself."""
 
@@ -422,22 +427,35 @@ def nothing(_program: Program) -> None:
 REPEATED: set[Callable[[Program], None]] = {nothing}
 """Changes that several tests make: their stock runs are kept."""
 
-_OF_STOCK = ("make_model", "make_optimizer", "batches", "clips", "plain", "prepare")
+_OF_STOCK = (
+    *("make_model", "make_optimizer", "make_optimizers"),
+    *("batches", "clips", "plain", "prepare"),
+)
 """The options that a stock run heeds."""
+
+_OF_WEIGHTS = ("extra", "cached_share")
+"""Those that only `WeightProgram` has."""
 
 
 @lru_cache(maxsize=64)
-def _repeated(change: Callable[[Program], None], steps: int, *options: tuple[str, Any]) -> Any:
-    return bits(Program(None, **dict(options)).run(change, steps))
+def _repeated(
+    kind: type[Program],
+    change: Callable[[Program], None],
+    steps: int,
+    *options: tuple[str, Any],
+) -> Any:
+    return bits(kind(None, **dict(options)).run(change, steps))
 
 
 def stock_bits(
     change: Callable[[Program], None], steps: int = 3, kind: type[Program] = Program, **options: Any
 ) -> Any:
     """All bits of a stock run."""
-    if change in REPEATED:
-        return _repeated(change, steps, *(it for it in options.items() if it[0] in _OF_STOCK))
-    return bits(kind(None, **options).run(change, steps))
+    kind = Program if kind is WeightProgram else kind  # their stock runs are equal
+    options = {name: it for name, it in options.items() if name not in _OF_WEIGHTS}
+    if change not in REPEATED:
+        return bits(kind(None, **options).run(change, steps))
+    return _repeated(kind, change, steps, *(it for it in options.items() if it[0] in _OF_STOCK))
 
 
 def compare(
