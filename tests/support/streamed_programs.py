@@ -451,11 +451,11 @@ def stock_bits(
     change: Callable[[Program], None], steps: int = 3, kind: type[Program] = Program, **options: Any
 ) -> Any:
     """All bits of a stock run."""
-    kind = Program if kind is WeightProgram else kind  # their stock runs are equal
+    chosen: Any = Program if kind is WeightProgram else kind  # their stock runs are equal
     options = {name: it for name, it in options.items() if name not in _OF_WEIGHTS}
     if change not in REPEATED:
-        return bits(kind(None, **options).run(change, steps))
-    return _repeated(kind, change, steps, *(it for it in options.items() if it[0] in _OF_STOCK))
+        return bits(chosen(None, **options).run(change, steps))
+    return _repeated(chosen, change, steps, *(it for it in options.items() if it[0] in _OF_STOCK))
 
 
 def compare(
