@@ -11,8 +11,8 @@ import ctypes
 import dataclasses
 import gc
 import io
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 from found_trainings import Streams, streaming
 from lazy_lanes import LazyLanes
-from rank_processes import result_file, run_ranks_once
+from rank_processes import meeting, run_ranks_once
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -659,23 +659,18 @@ def compile_blocks(program: Program, _: pytest.MonkeyPatch) -> None:
 
 def run_rank(rank: int, folder: Path) -> None:
     """The main function of a rank's process: all runs, one after the other."""
-    meeting = (folder / "meeting").as_uri()
-    distributed.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
-    found: dict[str, Any] = {
-        name: [train(name, it) for it in (None, Streams(eagerness=0.0))] for name in MODELS
-    }
-    more: dict[str, Callable[[Streams | None], Any]] = {
-        "end": end_while_updates_run,
-        "held weights": lambda it: held(it, lambda program: program.weights),
-        "held state": lambda it: held(it, state_of),
-        "two models": two_models,
-        "without names": lambda it: some_steps(it, lose_names),
-        "compiled": lambda it: some_steps(it, compile_blocks),
-    }
-    for name, run in more.items():
-        found[name] = [run(it) for it in (None, Streams(eagerness=0.0))]
-    result_file(folder, rank).write_text(json.dumps(found))
-    distributed.destroy_process_group()
+    with meeting(rank, folder, RANKS) as found:
+        runs: dict[str, Callable[[Streams | None], Any]] = {
+            **{name: partial(train, name) for name in MODELS},
+            "end": end_while_updates_run,
+            "held weights": lambda it: held(it, lambda program: program.weights),
+            "held state": lambda it: held(it, state_of),
+            "two models": two_models,
+            "without names": lambda it: some_steps(it, lose_names),
+            "compiled": lambda it: some_steps(it, compile_blocks),
+        }
+        for name, run in runs.items():
+            found[name] = [run(it) for it in (None, Streams(eagerness=0.0))]
 
 
 Runs = dict[str, Any]

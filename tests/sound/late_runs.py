@@ -17,8 +17,6 @@ from umem.streaming.weights.model_weights import ModelWeights
 
 __all__ = ["LateRun"]
 
-on_export(note_export)  # as umem.enable does
-
 _MIN_WEIGHT_BYTES = 512
 
 on_export(note_export)  # as `umem.enable` does, until the process ends
