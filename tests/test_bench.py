@@ -37,16 +37,11 @@ from umem_bench.results import (
     Method,
     Run,
     ScaleSettings,
-    Variant,
     read_results,
     write_results,
 )
-from umem_bench.scale.measure import ScaleJob
-from umem_bench.scale.measure import measure as measure_scale
 from umem_bench.scale.run import BUDGETS_BYTES, CASES, parse_rows, run_scale
-from umem_bench.training.measure import time_steps
 from umem_bench.training.run import run_training
-from umem_bench.training.variants import TrainingJob, make_training
 
 from umem import PolicyError, UmemError, UnsupportedError
 from umem.cuda import bindings
@@ -397,76 +392,16 @@ def test_the_loss_in_chunks_is_that_of_transformers(method: Method, chunk_tokens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_steps_in_the_backward_pass_do_the_arithmetic_of_stock(method: Method) -> None:
-    def training(variant: Variant) -> Any:
-        asked = {"model": TINY, "method": method, "variant": variant, "budget_bytes": None}
-        limits = {"steps": 1, "deterministic": False, "managed_limit_bytes": GIB, "device": "cpu"}
-        return make_training(TrainingJob.model_validate(asked | limits))
-
-    stock, ours = training("stock"), training("backward-step")
-
-    losses, own_losses = ([float(it.step()).hex() for _ in range(3)] for it in (stock, ours))
-
-    assert own_losses == losses
-    assert losses[0] != losses[-1]
-    pairs = zip(ours.model.parameters(), stock.model.parameters(), strict=True)
-    assert all(torch.equal(own, other) for own, other in pairs)
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What umem is asked for, by variants that run on the CPU."""
-    seen: dict[str, Any] = {}
-
-    def select(*words: object) -> None:
-        seen["umem"] = (os.environ["UMEM_DEVICE_BUDGET"], *words)
-
+def test_all_variants_generate_by_the_same_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
     for name in ("UMEM_POLICY", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER", "UMEM_MANAGED_LIMIT"):
         monkeypatch.setenv(name, "another's")
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "another's")
-    monkeypatch.setattr("umem_bench.scale.measure.select", select)
-    monkeypatch.setattr("umem_bench.generate.measure.select", select)
-    return seen
 
+    def select(*words: object) -> None:
+        asked["umem"] = (os.environ["UMEM_DEVICE_BUDGET"], *words)
 
-@pytest.mark.slow
-def test_all_variants_train_by_the_same_script(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def time_on_cpu(training: Any, steps: int, losses: list[torch.Tensor], _: object) -> Any:
-        return time_steps(training, steps, losses, None)
-
-    monkeypatch.setattr("umem_bench.scale.measure.time_steps", time_on_cpu)
-    monkeypatch.setattr("umem.manage", lambda *_, **options: asked.update(options))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    def trained(variant: str, method: str = "sft", *, clip: bool = True) -> dict[str, Any]:
-        limit_bytes = GIB if variant.startswith("umem") else None
-        job = {"model": CASES["tiny"], "method": method, "variant": variant, "policy": "sft",
-               "limit_bytes": limit_bytes, "steps": 2, "accumulate": 2, "clip": clip,
-               "deterministic": False, "card": None}  # fmt: skip
-        (answer,) = measure_scale(ScaleJob.model_validate(job))
-        return answer
-
-    stock, lora, whole = trained("stock"), trained("stock", "lora"), trained("stock", clip=False)
-    for variant in ("umem", "umem-waiting", "save-on-cpu"):
-        assert trained(variant)["losses_hex"] == stock["losses_hex"], variant
-    assert trained("umem", "lora")["losses_hex"] == lora["losses_hex"]
-    assert trained("umem-backward", clip=False)["losses_hex"] == whole["losses_hex"]
-    assert whole["losses_hex"] != stock["losses_hex"]
-    assert asked == {"umem": (str(GIB), "umem", "sft", GIB), "step_in_backward": True}
-    assert os.environ["UMEM_MANAGED_LIMIT"] == str(GIB)
-    assert "UMEM_PLANNER" not in os.environ
-    assert len(stock["steps_s"]) == 2
-    assert stock["wall_s"] >= sum(stock["steps_s"])
-
-
-@pytest.mark.slow
-def test_all_variants_generate_by_the_same_script(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
     def place(_: object, **options: Any) -> dict[str, str]:
         asked["accelerate"] = options["max_memory"]
         return {"": "cpu"}
@@ -475,6 +410,7 @@ def test_all_variants_generate_by_the_same_script(
         asked["deepspeed"] = config["zero_optimization"]
         return SimpleNamespace(module=model), None, None, None
 
+    monkeypatch.setattr("umem_bench.generate.measure.select", select)
     monkeypatch.setattr("umem_bench.generate.measure._status", lambda *_: None)
     monkeypatch.setattr("accelerate.infer_auto_device_map", place)
     # transformers looks for DeepSpeed when it is loaded, and must not find the stand-in.
