@@ -280,7 +280,7 @@ class Training:
 
 
 def exact(machine: Machine, steps: int = 8, **options: Any) -> Training:
-    """A streamed training behind some steps, whose bits are stock's."""
+    """A streamed training after some steps, whose bits are stock's."""
     of_stock = ("is_checkpointed", "make_model", "clips")
     run = Training(machine, **options)
     stock = Training(**{name: it for name, it in options.items() if name in of_stock})

@@ -486,7 +486,7 @@ def compare(
 def begin(
     steps: int = 0, lanes: Callable[[nn.Module], LazyLanes] = LazyLanes, **options: Any
 ) -> Any:
-    """A program that streams from its second step on, behind some further steps."""
+    """A program that streams from its second step on, after some further steps."""
     program = Program(lanes, **options)
     program.step()
     program.stream()
