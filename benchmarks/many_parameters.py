@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.streaming.stage.lanes import HostLanes
-from umem.streaming.stage.staged_state import StateMemory, is_whole
+from umem.streaming.stage import HostLanes, StateMemory, is_whole
 from umem.streaming.training import StreamedTraining
 
 BLOCKS, PARAMETERS, ELEMENTS = 60, 393, 16

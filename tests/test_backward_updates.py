@@ -9,108 +9,50 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lazy_lanes import HostStateMemory, LazyLanes
 from rank_processes import one_rank
-from streamed_programs import Branches, Net, NetWithFlat, Program, Tied, bits, compare
-from streamed_uses import USES
+from streamed_programs import (
+    EAGERNESS,
+    REPEATED,
+    UNITS,
+    WATCHED,
+    Net,
+    Program,
+    begin,
+    bits,
+    compare,
+    nothing,
+)
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.core.errors import PlanError
-from umem.streaming.gradients.freed_gradient import is_freed
-from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.gradients import is_freed
+from umem.streaming.stage import HostLanes
 from umem.streaming.training import StreamedTraining
-
-EAGERNESS = [0.0, 0.8]
-UNITS = ["", "stem", *(f"layers.{it}" for it in range(4)), "norm", "head"]
-WATCHED = 3
-"""Plain steps after which units are updated in the backward pass."""
 
 Change = Callable[[Program], None]
 
 
-def run(change: Change, eagerness: float = 0.0, seed: int = 7, **program: Any) -> Program:
-    """Run a program both ways; what it raises comes before it has seen another value."""
-    arguments = {"clips": False, "plain": WATCHED, **program}
-    stock = Program(None, **arguments)
-    expected = stock.run(change)
-    streamed = Program(lambda it: LazyLanes(it, eagerness, seed), in_backward=True, **arguments)
-    try:
-        found = streamed.run(change)
-    except Exception:
-        assert bits(streamed.seen) == bits(stock.seen[: len(streamed.seen)])
-        raise
-    assert bits(found) == bits(expected)
-    return streamed
+def run(change: Change = nothing, eagerness: float = 0.0, **program: Any) -> Any:
+    """Run a program both ways, whose units are updated in the backward pass."""
+    asked = {"clips": False, "plain": WATCHED, "in_backward": True, "seed": 7, **program}
+    return compare(change, eagerness, **asked)
+
+
+def begun() -> Any:
+    """A program whose units are updated in the backward pass."""
+    made = begin(WATCHED, in_backward=True, clips=False)
+    assert updates(made) > 0
+    return made
 
 
 def updates(program: Program) -> int:
     """Units that were updated in the backward pass."""
-    assert program.training is not None
     return program.training.counts.ahead
 
 
-def nothing(_program: Program) -> None:
-    """A plain loop."""
-
-
 # ------------------------------------------------------------------ what is exact
-
-REFUSED = frozenset(
-    (
-        *("logged_norms", "zero_in_place", "step_again", "convert", "skip_a_step"),
-        *("accumulate_into_old_gradients", "step_with_a_closure", "view_of_gradients"),
-        *("hook_before_step", "new_group", "share_state", "clip_late", "scale_one_gradient"),
-    )
-)
-"""Uses that need gradients behind a step, or another number of steps than of backward passes."""
-
-
-@pytest.mark.parametrize("eagerness", EAGERNESS)
-@pytest.mark.parametrize("plain", [0, WATCHED])
-@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
-def test_whatever_the_program_does(use: Change, plain: int, eagerness: float) -> None:
-    if use.__name__ in REFUSED:
-        with pytest.raises(PlanError, match=r"without step_in_backward"):
-            run(use, eagerness, plain=plain)
-    else:
-        assert updates(run(use, eagerness, plain=plain)) >= 8 * (plain - 2)
-
-
-@pytest.mark.parametrize("use", [it for it in USES if it.__name__ not in REFUSED])
-def test_whatever_the_program_does_with_a_flat_parameter(use: Change) -> None:
-    assert updates(run(use, eagerness=0.5, make_model=NetWithFlat)) >= 8 * (WATCHED - 2)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=40)
-@given(
-    uses=st.lists(
-        st.sampled_from([it for it in USES if it.__name__ not in REFUSED]), min_size=2, max_size=4
-    ),
-    eagerness=st.floats(0, 0.99),
-    seed=st.integers(0, 100),
-    slots=st.integers(1, 6),
-    resident=st.sets(st.sampled_from(["stem", "layers.0", "layers.2", "head", ""])),
-)
-def test_uses_in_any_order(
-    uses: list[Change], eagerness: float, seed: int, slots: int, resident: set[str]
-) -> None:
-    def change(program: Program) -> None:
-        for use in uses:
-            use(program)
-
-    try:
-        Program(None, clips=False, plain=WATCHED).run(change)
-    except (RuntimeError, ValueError):  # some do not go together
-        return
-    try:
-        run(change, eagerness, seed, slots=slots, resident=frozenset(resident))
-    except PlanError:
-        return  # one after another, such as a step behind a step
 
 
 OPTIMIZERS: list[Any] = [
@@ -126,21 +68,20 @@ OPTIMIZERS: list[Any] = [
 @pytest.mark.parametrize("eagerness", EAGERNESS)
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 def test_optimizers(make_optimizer: Callable[[Any], Any], eagerness: float) -> None:
-    assert updates(run(nothing, eagerness, make_optimizer=make_optimizer)) > 0
+    assert updates(run(eagerness=eagerness, make_optimizer=make_optimizer)) > 0
 
 
 def test_state_that_is_not_there_is_left_to_the_step() -> None:
-    streamed = run(nothing, make_optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-2))
+    streamed = run(make_optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-2))
     assert updates(streamed) == 0
-    assert streamed.training is not None
     assert not streamed.training.status().step_in_backward
 
 
 @pytest.mark.parametrize("eagerness", EAGERNESS)
-@pytest.mark.parametrize("resident", [["head", "layers.1"], UNITS])
+@pytest.mark.parametrize("resident", [["head", "layers.1"], sorted(UNITS)])
 def test_resident_state_is_updated_there_too(resident: list[str], eagerness: float) -> None:
     steps = WATCHED - 2 + 4
-    updated = updates(run(nothing, eagerness, resident=frozenset(resident)))
+    updated = updates(run(eagerness=eagerness, resident=frozenset(resident)))
     assert updated == len(UNITS) * steps
 
 
@@ -150,7 +91,7 @@ def test_a_new_plan_moves_state_while_there_are_no_gradients() -> None:
     def plan(program: Program) -> None:
         if program.training is not None and updates(program):
             units = program.training.step.units
-            changed = frozenset(UNITS[len(program.seen) % 2 :: 2])
+            changed = frozenset(sorted(UNITS)[len(program.seen) % 2 :: 2])
             units.set_plan(changed, 2)
             before = updates(program)
             passes(program)
@@ -163,51 +104,6 @@ def test_a_new_plan_moves_state_while_there_are_no_gradients() -> None:
     assert updates(run(plan)) > 0
 
 
-class Stopped(Net):
-    """Uses weights that no gradient goes to: the graph has them without a version counter."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x @ self.head.weight.detach().t() @ self.head.weight.data)
-
-
-class Frozen(Net):
-    """Some weights get no gradient, and a block lacks one of two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2].requires_grad_(False)
-        self.layers[1].weight.requires_grad_(False)
-
-
-class Checkpointed(Net):
-    """Blocks that are computed again in the backward pass."""
-
-    use_reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x) * self.scale
-        for layer in self.layers:
-            x = x + torch.tanh(checkpoint(layer, x, use_reentrant=self.use_reentrant))
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
-
-
-class Nested(Checkpointed):
-    """The same by backward passes within the backward pass."""
-
-    use_reentrant = True
-
-
-@pytest.mark.parametrize("eagerness", EAGERNESS)
-@pytest.mark.parametrize(
-    "make_model",
-    [Stopped, Tied, Branches, Frozen, Checkpointed, Nested],
-    ids=lambda it: it.__name__,
-)
-def test_models_of_other_shapes(make_model: Any, eagerness: float) -> None:
-    assert updates(run(nothing, eagerness, make_model=make_model)) > 0
-
-
 def test_weights_that_a_graph_keeps_wait_for_the_step() -> None:
     class Late(Net):
         """The gradient of the stem comes from weights of the head, long after the head's own."""
@@ -217,7 +113,7 @@ def test_weights_that_a_graph_keeps_wait_for_the_step() -> None:
             y: torch.Tensor = self.head(self.norm(x + torch.tanh(self.layers[0](x))))
             return y
 
-    streamed = run(nothing, make_model=Late)
+    streamed = run(make_model=Late)
     assert updates(streamed) > 0
 
 
@@ -233,7 +129,6 @@ def test_a_weight_that_the_backward_pass_reads_later_is_seen_in_the_watched_step
 
     with pytest.raises(PlanError, match="weights are used between"):
         run(
-            nothing,
             make_model=Custom,
             make_optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
         )
@@ -374,7 +269,7 @@ def test_hooks_and_schedulers_see_the_optimizer(eagerness: float) -> None:
 
 
 def test_gradients_are_freed_within_the_backward_pass() -> None:
-    program = streaming()
+    program = begun()
     seen: list[int] = []
 
     def count(_gradient: torch.Tensor) -> None:
@@ -393,19 +288,6 @@ def test_gradients_are_freed_within_the_backward_pass() -> None:
 
 
 # ------------------------------------------------------------------ what is refused
-
-
-def streaming(eagerness: float = 0.0, **program: Any) -> Program:
-    """A program whose units are updated in the backward pass."""
-    made = Program(
-        lambda it: LazyLanes(it, eagerness), in_backward=True, **{"clips": False, **program}
-    )
-    made.step()
-    made.stream()
-    for _ in range(WATCHED):
-        made.step()
-    assert updates(made) > 0
-    return made
 
 
 def passes(program: Program) -> torch.Tensor:
@@ -572,6 +454,7 @@ BETWEEN = [
     *(drop_gradients, replace_gradients, scale, use_a_closure, clear_state_between),
     *(replace_state_between, fail_and_go_on, read_later_in_the_pass, keep_gradients_of_a_pass),
 ]
+REPEATED.update(BETWEEN)
 
 
 @pytest.mark.parametrize("eagerness", EAGERNESS)
@@ -612,7 +495,6 @@ def test_an_optimizer_that_was_refused_once_stays_refused() -> None:
     for _ in range(2):
         with pytest.raises(PlanError, match="used between"):
             program.step()
-    assert program.training is not None
     program.training.close()
     program.step()
 
@@ -692,7 +574,7 @@ def test_loading_a_part_is_no_way_out_of_the_watched_steps(part: str) -> None:
 
 
 def test_loading_a_part_is_no_way_out() -> None:
-    program = streaming()
+    program = begun()
     saved = copy.deepcopy(program.model.state_dict())
     fail_late(program)
     with pytest.raises(PlanError, match="lacks weights"):
@@ -705,9 +587,8 @@ def test_loading_a_part_is_no_way_out() -> None:
 
 
 def test_close_waits_for_the_step() -> None:
-    program = streaming()
+    program = begun()
     passes(program)
-    assert program.training is not None
     with pytest.raises(PlanError, match="close"):
         program.training.close()
     program.optimizer.step()
@@ -721,12 +602,7 @@ def test_a_training_that_streams_already_may_move_its_step() -> None:
         if program.training is not None:
             program.training.move_into_backward()
 
-    assert updates(compare_moved(move)) > 0
-
-
-def compare_moved(move: Change) -> Program:
-    """A program that begins to update in the backward pass in its third step."""
-    return compare(move, clips=False, steps=6)
+    assert updates(compare(move, clips=False, steps=6)) > 0
 
 
 def test_distributed_trainings_are_refused() -> None:

@@ -1,95 +1,76 @@
-"""Benchmarks: results files, tables, limits, and worker processes.
+"""The benchmark: one short run of each suite, what its rows compute, and its worker processes.
 
-The figures here are made up, except those of the native core, which is measured.
+tests/gpu/test_bench.py runs the suites that need a GPU; test_bench_tables.py has what users read.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from training_runs import GIB, TINY, made_up_header
+import torch
+from training_runs import GIB, TINY, made_up_header, settings
 from typer.testing import CliRunner
-from umem_bench.allocators import checks, heading, tables, worker_limit_bytes
+from umem_bench.allocators import worker_limit_bytes
 from umem_bench.before_after import run_against
+from umem_bench.bounds import BUDGETS_PERCENT
 from umem_bench.cli import app
-from umem_bench.machine import git_commit, header, managed_limit_bytes
+from umem_bench.generate.measure import GenerateJob
+from umem_bench.generate.measure import measure as measure_generation
+from umem_bench.generate.run import CASES as GENERATED
+from umem_bench.llama import ChunkedLoss, build_llama
+from umem_bench.machine import managed_limit_bytes
 from umem_bench.results import (
+    METHODS,
     Measurement,
-    ResultsFileError,
+    Method,
     Run,
+    ScaleSettings,
     read_results,
     write_results,
 )
-from umem_bench.tables import markdown
-from umem_bench.timing import loops_for, time_calls, time_loops_s
-from umem_bench.workers import Worker, WorkerError
+from umem_bench.scale.run import BUDGETS_BYTES, CASES, parse_rows, run_scale
+from umem_bench.training.run import run_training
 
-from umem import PolicyError, UmemError
+from umem import PolicyError, UmemError, UnsupportedError
+from umem.cuda import bindings
+from umem.pages.plan import PLANNERS
 
-CASE = "1 MiB, 1 thread"
-STEP = "SFT, small"
+CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]
+MIB = 1 << 20
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.device_count() > 0, reason="it is about a machine without a GPU"
+)
 
 
-def alloc(allocator: str, *rounds_us: float, error: str | None = None) -> Measurement:
-    times_s = tuple(it * 1e-6 for it in rounds_us)
-    return Measurement(
-        benchmark="alloc", case=CASE, subject=allocator, rounds_s=times_s, error=error
-    )
+def bench(*words: str, status: int = 0) -> str:
+    """What a command prints, whose exit status is this one."""
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == status, done.output
+    return done.output
 
 
-def step(
-    allocator: str, step_s: float, reserved_bytes: int | None, loss: float = 9.0
-) -> Measurement:
-    figures = {"peak_reserved_bytes": reserved_bytes, "peak_allocated_bytes": GIB}
-    return Measurement(
-        benchmark="step",
-        case=STEP,
-        subject=allocator,
-        rounds_s=(step_s * 0.99, step_s, step_s * 1.02),
-        figures={name: it for name, it in figures.items() if it and reserved_bytes},
-        loss_hex=loss.hex(),
-    )
-
-
-def made_up_run(*measurements: Measurement) -> Run:
-    measurements = measurements or (
-        alloc("torch", 1, 2, 3),
-        alloc("umem", 2.1, 2.2, 2.3),
-        alloc("rmm-pool", error="not installed"),
-        step("torch", 0.016, 2 * GIB),
-        step("umem", 0.0161, 2 * GIB + GIB // 8),
-        step("rmm-managed", 0.32, None),
-    )
-    return Run(made_up_header("allocators", {"policy": "sft", "rounds": 3}), measurements)
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    path = tmp_path / "results.jsonl"
-    write_results(made_up_run(), path)
-    return path
-
-
-# ---- what is measured ----
+# ---- one run of each suite ----
 
 
 @pytest.mark.slow
 def test_core_measures_and_writes_provenance_first(tmp_path: Path) -> None:
     path = tmp_path / "new" / "core.jsonl"
 
-    done = CliRunner().invoke(app, ["core", "--quick", "--rounds", "2", "--output", str(path)])
+    printed = bench("core", "--quick", "--rounds", "2", "--output", str(path))
 
-    assert done.exit_code == 0, done.output
     header = json.loads(path.read_text().splitlines()[0])
     assert header["format"] == "umem-bench-2"
     assert header["machine"]["cpu"]
@@ -98,34 +79,208 @@ def test_core_measures_and_writes_provenance_first(tmp_path: Path) -> None:
     times = {it.case: it.rounds_s for it in read_results(path).measurements("core")}
     assert len(times) == 7
     assert all(len(rounds_s) == 2 and min(rounds_s) > 0 for rounds_s in times.values())
-    assert "random sizes, 8 threads" in done.stdout
+    assert "random sizes, 8 threads" in printed
 
 
-def test_packages_of_a_results_file_have_the_names_that_pip_knows() -> None:
-    names = set(header("systems", {}, "annotated-types").packages)
-
-    assert {"torch", "annotated-types"} <= names
-    assert not {"annotated", "rmm-cu12", "rmm-cu13"} & names
-
-
+@needs_no_gpu
 @pytest.mark.slow
-def test_a_worker_that_fails_says_why_and_the_run_goes_on(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("fork_server")
+def test_an_allocator_that_fails_says_why_and_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "alloc.jsonl"
+
     words = ["alloc", "--quick", "--allocators", "torch", "--output", str(path)]
+    said = bench(*words, status=1)
 
-    done = subprocess.run(
-        [sys.executable, "-m", "umem_bench", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "benchmarks")},
-    )
-
-    assert done.returncode == 1, done.stderr
-    assert "torch failed: UnsupportedError" in done.stderr
+    assert "torch failed: UnsupportedError" in said
     found = read_results(path).measurements("alloc")
     assert len(found) == 6
     assert all("umem doctor" in str(it.error) and not it.rounds_s for it in found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
+def test_training_trains_the_same_model_and_says_what_it_cannot_do(tmp_path: Path) -> None:
+    path = tmp_path / "training.jsonl"
+    said: list[str] = []
+    asked = settings(variants=("stock", "umem-planned", "save-on-cpu"), deterministic=True)
+
+    run = run_training(asked, said.append, lambda it: write_results(it, path), device="cpu")
+
+    assert read_results(path) == run
+    first, adapters = (it for it in run.trainings if it.variant == "stock")
+    for it in (first, adapters):
+        losses = [float.fromhex(loss) for loss in it.losses_hex]
+        assert it.state == "measured"
+        assert len(it.steps_s) == 3
+        assert losses == sorted(losses, reverse=True)
+        assert it.process_s > sum(it.steps_s)
+    # Adapters begin as the model that they are put on.
+    assert adapters.losses_hex[0] == first.losses_hex[0] != adapters.losses_hex[1]
+    # The CPU counts no peak, so that no budget is a share of it.
+    budgeted = [it for it in run.trainings if it.variant == "umem-planned"]
+    assert {(it.state, "not measured" in str(it.reason)) for it in budgeted} == {("left out", True)}
+    saving = next(it for it in run.trainings if it.variant == "save-on-cpu")
+    assert (saving.state, "needs a GPU" in str(saving.reason)) == ("failed", True)
+    assert len(said) == len(run.trainings)
+    assert " ms a step" in said[0]
+
+
+@needs_no_gpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
+def test_scale_trains_and_its_floor_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "scale.jsonl"
+    words = ["scale", "--rows", "tiny:stock,tiny:floor,tiny:umem", "--steps", "2"]
+
+    options = ["--deterministic", "--policy", "sft", "--minutes", "8", "--output", str(path)]
+    bench(*words, *options, status=1)  # umem's process has no GPU
+
+    rows = {it.variant: it for it in read_results(path).scales}
+    stock, floor = rows["stock"], rows["floor"]
+    assert stock.state == floor.state == "measured"
+    assert len(stock.steps_s) == 2
+    assert stock.wall_s == pytest.approx(sum(stock.steps_s), rel=0.01)
+    # The floor's weights stay as they were made.
+    assert floor.losses_hex[0] == stock.losses_hex[0]
+    assert floor.losses_hex[1] != stock.losses_hex[1]
+    assert stock.first_step_s
+    assert stock.host_process_bytes
+    assert (rows["umem"].state, "GPU" in str(rows["umem"].reason)) == ("failed", True)
+
+
+@needs_no_gpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("fork_server")
+def test_generate_generates_text_and_its_file_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "generate.jsonl"
+
+    bench("generate", "--rows", "tiny", "--tokens", "6", "--rounds", "2", "-o", str(path))
+
+    (stock,) = read_results(path).generations
+    assert (stock.state, len(stock.token_s)) == ("measured", 2)
+    assert all((stock.built_s, stock.first_s, stock.tokens_hash, stock.logits_hash))
+    assert "| stock |" in bench("report", str(path), "--markdown", "--tables", "tiny")
+
+
+@needs_no_gpu
+@pytest.mark.slow
+def test_load_loads_a_model_and_its_file_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
+    path = tmp_path / "load.jsonl"
+    words = ["load", "--rows", "tiny", "--rounds", "1", "--cold", "--folder", str(tmp_path)]
+
+    bench(*words, "-o", str(path))
+
+    read, stock = read_results(path).loads
+    assert (read.state, stock.state) == ("measured", "measured")
+    (parts,) = stock.parts
+    assert min(parts.imports_s, parts.load_s) > 0
+    assert parts.total_s < stock.process_s
+    assert stock.tokens_hash
+    assert stock.logits_hash
+    assert not stock.notes
+    assert [it.name for it in tmp_path.iterdir()] == [path.name], "the files are removed"
+    shown = bench("report", str(path), "--markdown")
+    assert "| stock |" in shown
+    assert "dropped from the page cache" in shown
+
+
+@pytest.mark.slow
+def test_planning_measures_every_planner(tmp_path: Path) -> None:
+    path = tmp_path / "planning.jsonl"
+    words = ["planning", "--models", "llama-tiny", "--modes", "sft,lora", "--quick"]
+
+    printed = bench(*words, "--rounds", "2", "--output", str(path))
+
+    run = read_results(path)
+    names = ("llama-tiny-lora", "llama-tiny-sft")
+    assert sorted(it.case for it in run.measurements("recording")) == sorted(names)
+    plans = {(it.case, it.subject): it for it in run.measurements("plan")}
+    assert set(plans) == {(name, planner) for name in names for planner in PLANNERS}
+    for it in plans.values():
+        assert len(it.rounds_s) == 2
+        assert it.figures["step_s"] >= it.figures["lower_bound_s"] * (1 - 1e-9)
+        assert it.figures["plan_bytes"] > 0
+    assert "Recorded steps" in printed
+
+
+@pytest.mark.slow
+def test_bounds_holds_plans_against_them(tmp_path: Path) -> None:
+    document = {
+        "format": "umem-trace/1",
+        "name": "small",
+        "tensors": [{"id": 1, "bytes": MIB, "class": "weights", "persistent": True}],
+        "phases": [{"name": "forward", "duration_us": 1000, "reads": [1], "writes": [1]}],
+    }
+    (tmp_path / "small.json.gz").write_text(json.dumps(document), encoding="utf-8")
+    path = tmp_path / "bounds.jsonl"
+
+    bench("bounds", str(tmp_path), "--models", "none", "--output", str(path), "--check")
+
+    found = [it for it in read_results(path).results if isinstance(it, Measurement)]
+    assert [it.benchmark for it in found] == [f"{it} % of a100-g10" for it in BUDGETS_PERCENT]
+    for it in found:
+        assert it.figures["step_s"] == pytest.approx(1e-3)
+        assert it.figures["fluid_s"] == pytest.approx(1e-3, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_against_measures_a_checkout_and_says_which_one_cannot_be(tmp_path: Path) -> None:
+    found = run_against(tmp_path, 1, lambda _: None, "llama-tiny")
+
+    *measured, failed = found
+    assert {it.subject for it in measured} == {"after"}
+    assert any("plan of llama-tiny" in it.case for it in measured)
+    assert all(len(it.rounds_s) == 1 for it in measured)
+    assert failed.subject == "before"
+    assert "status 1" in str(failed.error)
+
+
+# ---- options, limits and files that go on ----
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "step --allocators=torch,jemalloc",
+        "step --size=huge",
+        "step --rounds=0",
+        "generate --rows llama-3:umem",
+        "generate --rows llama-2-7b:swap",
+        "generate --tokens 4",
+        "generate --host much",
+        "load --rows tiny:umem",
+        "scale --rows llama-2-7b-lora:deepspeed-3",
+        "scale --budget much",
+        "planning --models llama-3",
+        *(
+            f"training --{it}"
+            for it in ("workloads=medium", "methods=qlora", "variants=vllm", "budgets=0",
+                       "budgets=120", "budgets=60,half", "steps=0", "batch=0", "seconds-limit=0")
+        ),
+    ],
+)  # fmt: skip
+def test_unknown_choices_end_with_status_2(words: str) -> None:
+    bench(*words.split(), status=2)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    "words",
+    [
+        "training",
+        "scale --rows tiny:floor,llama-2-7b-bf16:floor",
+        "generate --rows tiny,llama-2-7b:umem",
+        "load --rows llama-2-7b",
+    ],
+)
+def test_large_cases_need_a_gpu(words: str) -> None:
+    done = CliRunner().invoke(app, words.split())
+
+    assert isinstance(done.exception, UnsupportedError)
+    assert "umem doctor" in str(done.exception)
 
 
 def test_workers_share_less_than_16_gib_of_managed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,97 +297,147 @@ def test_workers_share_less_than_16_gib_of_managed_memory(monkeypatch: pytest.Mo
         worker_limit_bytes(["umem"])
 
 
-@pytest.mark.parametrize("option", ["--allocators=torch,jemalloc", "--size=huge", "--rounds=0"])
-def test_unknown_choices_end_with_status_2(option: str) -> None:
-    assert CliRunner().invoke(app, ["step", option]).exit_code == 2
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The jobs that were given to processes, on a GPU of 80 GiB; stock has too little memory."""
+    seen: list[Any] = []
+
+    def ask(_: object, job: Any, *__: object) -> dict[str, Any]:
+        seen.append(job)
+        if job.variant == "stock":
+            return {"state": "failed", "reason": "OutOfMemoryError: CUDA out of memory.\n\nHint"}
+        return {"state": "measured", "steps_s": (1.0, 1.0), "wall_s": 2.0, "process_s": 5.0}
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(bindings, "device_pci_address", lambda _: "0000:01:00.0")
+    monkeypatch.setattr(bindings, "nvml_memory_bytes", lambda _: (80 * GIB, 79 * GIB))
+    monkeypatch.setattr("umem_bench.scale.run.header", made_up_header)
+    monkeypatch.setattr("umem_bench.scale.run.ask_worker", ask)
+    return seen
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_timing_counts_every_pass(threads: int) -> None:
-    given: list[int] = []
-
-    time_loops_s(given.append, 40, threads)
-
-    assert given == [40 // threads] * threads
-    assert loops_for(lambda _: time.sleep(1e-3), 0.01) >= 8
-    assert time_calls(lambda: 7, 3, iter(range(10)).__next__) == (7, (1, 1, 1))
+def run(rows: str, earlier: Run | None = None, **changes: Any) -> Run:
+    limits: dict[str, Any] = {"seconds_limit": 100.0, "host_limit_bytes": 200 * GIB, "again": False}
+    limits |= {name: changes.pop(name) for name in (*limits, "on_results") if name in changes}
+    asked = {"cases": CASES, "policy": "sft", "budget_bytes": None, "budgets_bytes": BUDGETS_BYTES,
+             "steps": 2, "accumulate": 1, "clip": True, "deterministic": True}  # fmt: skip
+    chosen = ScaleSettings.model_validate(asked | changes)
+    return run_scale(chosen, parse_rows(rows), lambda _: None, earlier=earlier, **limits)
 
 
-def test_timing_lets_errors_of_threads_out() -> None:
-    def loop(passes: int) -> None:
-        raise MemoryError("full")
+def test_rows_without_room_or_time_are_left_out_and_a_full_card_is_a_result(
+    jobs: list[Any],
+) -> None:
+    small = run("llama-2-7b-fp32:umem", host_limit_bytes=50 * GIB).scales[0]
+    late = run("llama-2-7b-fp32:floor,llama-2-7b-bf16:floor", seconds_limit=2.0).scales
+    full = run("tiny:stock").scales[0]
 
-    with pytest.raises(MemoryError, match="full"):
-        time_loops_s(loop, 8, threads=2)
-
-
-# ---- worker processes ----
-
-
-def echo(job: Any) -> Iterator[Any]:
-    yield job.tokens
-    raise ValueError(f"no more of {job.tokens}")
-
-
-def die(_: Any) -> Iterator[Any]:
-    print("some last words")
-    yield os._exit(3)
-
-
-def end_late(_: Any) -> Iterator[Any]:
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(11))
-    yield "ready"
-    time.sleep(600)
+    assert small.state == "left out"
+    for fact in ("50.2 GiB", "50 GiB", "16 GiB", "--host"):
+        assert fact in str(small.reason)
+    assert [it.state for it in late] == ["measured", "left out"]
+    assert "--continue" in str(late[1].reason)
+    assert (full.state, str(full.reason).splitlines()) == (
+        "out of memory", ["OutOfMemoryError: CUDA out of memory."]
+    )  # fmt: skip
+    with pytest.raises(UmemError, match=r"77 GiB.*79 GiB.*2 GiB.*--budget 76GiB"):
+        run("tiny:umem", budget_bytes=77 * GIB)
+    assert len(jobs) == 2
 
 
-def hang(_: Any) -> Iterator[Any]:
-    yield "ready"
-    print("compiling")
-    time.sleep(600)
+def test_a_run_goes_on_with_what_its_file_lacks(jobs: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "scale.jsonl"
+    first = run("tiny:umem", on_results=lambda it: write_results(it, path))
+    other = Run(first.header.model_copy(update={"commit": "fedcba987654"}), first.results)
+
+    both = run("tiny:umem,tiny:floor", other)
+    again = run("tiny:umem", both, again=True)
+    late = run("tiny:umem", both, again=True, seconds_limit=-1.0)
+
+    assert read_results(path) == first
+    assert [it.variant for it in both.scales] == ["umem", "floor"]
+    assert {it.variant for it in again.scales} == {"umem", "floor"}
+    # Nothing that was measured is lost.
+    assert {it.state for it in late.scales} == {"measured"}
+    assert [job.variant for job in jobs] == ["umem", "floor", "umem"]
+    with pytest.raises(UmemError, match=r"cannot be continued.*clip"):
+        run("tiny", first, clip=False)
+
+
+# ---- what the rows of a suite compute ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("chunk_tokens", [5, 32])
+def test_the_loss_in_chunks_is_that_of_transformers(method: Method, chunk_tokens: int) -> None:
+    model = ChunkedLoss(build_llama(TINY, method, CPU), chunk_tokens)
+    model.float()  # so that the order of sums does not matter
+    tokens = torch.randint(0, TINY.vocabulary, (3, TINY.tokens))
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.2, -100)
+
+    def gradients() -> list[torch.Tensor]:
+        found = [it.grad for it in model.parameters() if it.requires_grad]
+        model.zero_grad()
+        return [it for it in found if it is not None]
+
+    loss = model(input_ids=tokens, labels=labels)
+    loss.backward()
+    own = gradients()
+    usual = model.network(input_ids=tokens, labels=labels).loss
+    usual.backward()
+
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, usual)
+    torch.testing.assert_close(own, gradients())
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fork_server")
-def test_a_worker_answers_one_request_after_the_other() -> None:
-    with Worker(echo, TINY, preload=[]) as worker:
-        assert worker.ask(60) == TINY.tokens
-        with pytest.raises(WorkerError, match="ValueError: no more of 32"):
-            worker.ask(60)
+def test_all_variants_generate_by_the_same_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    for name in ("UMEM_POLICY", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER", "UMEM_MANAGED_LIMIT"):
+        monkeypatch.setenv(name, "another's")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "another's")
+
+    def select(*words: object) -> None:
+        asked["umem"] = (os.environ["UMEM_DEVICE_BUDGET"], *words)
+
+    def place(_: object, **options: Any) -> dict[str, str]:
+        asked["accelerate"] = options["max_memory"]
+        return {"": "cpu"}
+
+    def initialize(model: torch.nn.Module, config: dict[str, Any]) -> tuple[Any, ...]:
+        asked["deepspeed"] = config["zero_optimization"]
+        return SimpleNamespace(module=model), None, None, None
+
+    monkeypatch.setattr("umem_bench.generate.measure.select", select)
+    monkeypatch.setattr("umem_bench.generate.measure._status", lambda *_: None)
+    monkeypatch.setattr("accelerate.infer_auto_device_map", place)
+    # transformers looks for DeepSpeed when it is loaded, and must not find the stand-in.
+    importlib.import_module("transformers.integrations.deepspeed")
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
+
+    def bits(variant: str, tokens: int = 6) -> tuple[str, str]:
+        budget_bytes = None if variant == "stock" else GIB
+        job = {"model": GENERATED["tiny"], "variant": variant, "budget_bytes": budget_bytes,
+               "tokens": tokens, "rounds": 2, "limit_s": 1000.0, "card": None}  # fmt: skip
+        (answer,) = measure_generation(GenerateJob.model_validate(job))
+        assert len(answer["token_s"]) == 2
+        return answer["tokens_hash"], answer["logits_hash"]
+
+    stock = bits("stock")
+    for variant in ("umem", "accelerate", "zero-inference"):
+        assert bits(variant) == stock
+    assert asked["umem"] == (str(GIB), "umem", "inference", GIB)
+    # A part of their budget is for what their maps of weights do not count.
+    assert asked["accelerate"][0] == GIB - (512 << 20)
+    assert asked["deepspeed"]["offload_param"]["device"] == "cpu"
+    assert 2 * asked["deepspeed"]["stage3_max_live_parameters"] == GIB - (512 << 20)
+    # Other tokens have other logits.
+    assert not set(bits("stock", 7)) & set(stock)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fork_server")
-def test_a_worker_that_ends_leaves_its_last_words() -> None:
-    with (
-        Worker(die, TINY, preload=[]) as worker,
-        pytest.raises(WorkerError, match="status 3 / some last words"),
-    ):
-        worker.ask(60)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fork_server")
-def test_a_worker_that_hangs_leaves_its_words_and_where_it_was() -> None:
-    with Worker(hang, TINY, preload=[]) as worker:
-        assert worker.ask(60) == "ready"
-        with pytest.raises(WorkerError) as caught:
-            worker.ask(2)
-
-    words = str(caught.value).split(" / ")
-    assert caught.value.timed_out
-    assert words[:2] == ["no answer within 2 s", "compiling"]
-    assert words[2].endswith("in hang")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fork_server")
-def test_a_worker_that_crashes_once_its_time_is_over_gave_no_answer() -> None:
-    with Worker(end_late, TINY, preload=[]) as worker:
-        assert worker.ask(60) == "ready"
-        with pytest.raises(WorkerError, match="no answer within 1 s") as caught:
-            worker.ask(1)
-
-    assert caught.value.timed_out
+# ---- its processes ----
 
 
 _ENDLESS = """
@@ -255,10 +460,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_worker_ends_with_the_program_that_started_it(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_worker_ends_with_the_program_that_started_it(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     paths = [str(ROOT / it) for it in ("tests/support", "benchmarks")]
     script.write_text(_ENDLESS.format(paths=paths))
@@ -270,10 +472,9 @@ def test_a_worker_ends_with_the_program_that_started_it(
         assert run.stdout.readline() == "begun\n"
         # A worker, its server, and the program itself.
         assert wait_until(lambda: len(of_session(run.pid)) >= 3)
-        run.send_signal(number)
+        run.kill()
         run.wait(30)
 
-        assert run.returncode == -number
         assert wait_until(lambda: not of_session(run.pid))
     finally:
         for pid in of_session(run.pid):
@@ -290,239 +491,11 @@ def wait_until(holds: Callable[[], bool]) -> bool:
 
 
 def of_session(session: int) -> list[int]:
-    """Living processes that a program has started, and it itself."""
+    """Living processes that a program has started, and the program itself."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, own = folder.joinpath("stat").read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):  # it has ended meanwhile
-            continue
-        if int(own) == session and state != "Z":
-            found.append(int(folder.name))
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, _, own = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(own) == session and state != "Z":
+                found.append(int(stat.parent.name))
     return found
-
-
-# ---- two checkouts ----
-
-
-@pytest.mark.slow
-def test_a_checkout_is_compared_with_another_one(tmp_path: Path) -> None:
-    said: list[str] = []
-
-    found = run_against(ROOT, 1, said.append, "llama-tiny")
-    other = run_against(tmp_path, 0, said.append, "llama-tiny")
-
-    cases = {it.case for it in found}
-    assert {(it.case, it.subject) for it in found} == {
-        (case, side) for case in cases for side in ("before", "after")
-    }
-    assert any("plan of llama-tiny" in case for case in cases)
-    assert all(len(it.rounds_s) == 1 for it in found)
-    (failed,) = (it for it in other if it.error)
-    assert failed.subject == "before"
-    assert "status 1" in str(failed.error)
-
-
-# ---- files ----
-
-
-def test_results_survive_the_file(results: Path) -> None:
-    assert read_results(results) == made_up_run()
-    assert [path.name for path in results.parent.iterdir()] == ["results.jsonl"]
-
-
-def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "taken").mkdir()
-
-    with pytest.raises(OSError, match="taken"):
-        write_results(made_up_run(), tmp_path / "taken")
-
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "No such file or directory"),
-        (b"", "line 1"),
-        (b"{", "line 1"),
-        (b"\xff\xfe", "line 1"),
-        (b'{"format": "umem-bench-1"}', "line 1.*format"),
-        (b"\x1f\x8b cut", "gzip"),
-    ],
-)
-def test_a_file_without_results_is_refused(
-    tmp_path: Path, content: bytes | None, words: str
-) -> None:
-    path = tmp_path / "other.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-
-    with pytest.raises(ResultsFileError, match=words):
-        read_results(path)
-
-
-def test_a_line_that_is_no_result_is_named(results: Path) -> None:
-    lines = results.read_text().splitlines()
-    results.write_text("\n".join([*lines[:2], lines[2].replace('"case"', '"cases"'), *lines[3:]]))
-
-    with pytest.raises(ResultsFileError, match=r"line 3.*measurement\.case"):
-        read_results(results)
-
-
-# ---- tables and limits ----
-
-
-def test_tables_of_a_made_up_run() -> None:
-    times, steps, memory = tables(made_up_run())
-
-    assert times.columns == ("case", "torch", "umem", "rmm-pool")
-    assert times.rows == [(CASE, "2 [1 to 3]", "2.2 [2.1 to 2.3] 1.10x", "failed")]
-    assert steps.rows == [
-        (STEP, "16 [15.84 to 16.32]", "16.1 [15.94 to 16.42] 1.01x", "320 [316.8 to 326.4] 20.00x")
-    ]
-    assert memory.rows == [
-        (STEP, "2 GiB; 9.000000", "2.12 GiB 1.06x; 9.000000 same bits", "9.000000 same bits")
-    ]
-    assert markdown(times).splitlines()[2:4] == [
-        "| case | torch | umem | rmm-pool |", "| --- | ---: | ---: | ---: |",
-    ]  # fmt: skip
-
-
-def test_the_heading_names_machine_versions_and_settings() -> None:
-    text = heading(made_up_run())
-
-    for part in ("Made-up GPU", "driver 1.2", "CUDA 13.0", "torch 2.13.0",
-                 "umem 0.1.0 (0123456789ab)", "policy sft", "3 rounds", "2026-01-02"):  # fmt: skip
-        assert part in text
-
-
-@pytest.mark.slow
-def test_a_file_that_is_no_report_ends_with_one_line(tmp_path: Path) -> None:
-    systems = tmp_path / "systems.jsonl"
-    header = made_up_header("scale", {}).model_copy(update={"benchmark": "systems"})
-    systems.write_text(header.model_dump_json())
-    for path, words in ((tmp_path / "none", "cannot be read"), (systems, "matrix.py --report")):
-        done = subprocess.run(
-            [sys.executable, "-m", "umem_bench", "report", str(path)],
-            env={**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")},
-            capture_output=True,
-            text=True,
-        )
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("umem: ")
-        assert words in done.stderr
-        assert done.stderr.count("\n") == 1
-
-
-def test_report_prints_a_results_file(results: Path) -> None:
-    plain = CliRunner().invoke(app, ["report", str(results)])
-    checked = CliRunner().invoke(app, ["report", str(results), "--markdown", "--check"])
-    one = CliRunner().invoke(app, ["report", str(results), "--markdown", "--tables", "training"])
-
-    assert plain.exit_code == 0
-    assert "Made-up GPU" in plain.stdout
-    assert checked.exit_code == 0, checked.output
-    assert f"| {CASE} | 2 [1 to 3] |" in checked.stdout
-    assert checked.stdout.count("pass  ") == 4
-    assert one.stdout.count("**") == 2
-
-
-@pytest.mark.parametrize(
-    ("missed", "detail", "measurements"),
-    [
-        (f"alloc: {CASE}, time", "1.210x", [alloc("torch", 1), alloc("umem", 1.21)]),
-        (
-            f"step: {STEP}, least of the rounds",
-            "1.040x",
-            [step("torch", 0.1, GIB), step("umem", 0.104, GIB)],
-        ),
-        (
-            f"step: {STEP}, peak reserved",
-            "1.125x",
-            [step("torch", 0.1, 2 * GIB), step("umem", 0.1, 2 * GIB + GIB // 4)],
-        ),
-        (
-            f"step: {STEP}, peak reserved",
-            "not measured",
-            [step("torch", 0.1, GIB), step("umem", 0.1, None)],
-        ),
-        (
-            f"step: {STEP}, loss",
-            "umem 0x1.0",
-            [step("torch", 0.1, GIB), step("umem", 0.1, GIB, loss=8.0)],
-        ),
-        (f"step: {STEP}", "needs both torch and umem", [step("umem", 0.1, GIB)]),
-        (f"alloc: {CASE}", "ran out", [alloc("torch", 1), alloc("umem", error="ran out")]),
-    ],
-)
-def test_a_missed_limit_fails(
-    tmp_path: Path, missed: str, detail: str, measurements: list[Measurement]
-) -> None:
-    path = tmp_path / "results.jsonl"
-    write_results(made_up_run(*measurements), path)
-
-    (failed,) = (it for it in checks(made_up_run(*measurements)) if not it.passed)
-    done = CliRunner().invoke(app, ["report", str(path), "--check"])
-
-    assert failed.subject.startswith(missed)
-    assert detail in failed.detail
-    assert done.exit_code == 1
-    assert f"FAIL  {missed}" in done.stdout
-
-
-@pytest.mark.parametrize(("umem_s", "passes"), [(0.107, True), (0.109, False)])
-def test_of_two_processes_with_torchs_cache_the_slower_one_counts(
-    umem_s: float, passes: bool
-) -> None:
-    run = made_up_run(
-        step("torch", 0.1, GIB), step("umem", umem_s, GIB), step("torch-again", 0.107, GIB)
-    )
-
-    times = next(it for it in checks(run) if "least of" in it.subject)
-
-    assert times.passed is passes
-    assert "which is 1.070x itself" in times.subject
-
-
-def test_a_run_without_limits_fails_the_check(tmp_path: Path) -> None:
-    path = tmp_path / "core.jsonl"
-    case = Measurement(benchmark="core", case="512 B", subject="umem", rounds_s=(1e-7,))
-    write_results(made_up_run(case), path)
-
-    assert CliRunner().invoke(app, ["report", str(path), "--check"]).exit_code == 1
-
-
-def test_a_slower_checkout_fails_the_check() -> None:
-    times_s = {"before": 1.0, "after": 1.2}
-    run = made_up_run(
-        *(
-            Measurement(benchmark="against", case="plan", subject=side, rounds_s=(time_s,))
-            for side, time_s in times_s.items()
-        )
-    )
-
-    (failed,) = checks(run)
-
-    assert failed.passed is False
-    assert "1.200x" in failed.detail
-
-
-# ---- the commit ----
-
-
-def test_the_commit_may_be_told_where_there_is_no_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umem_bench.machine._git", lambda *_: None)
-
-    assert git_commit({}) is None
-    assert git_commit({"UMEM_COMMIT": "0123456789abcdef" * 2}) == "0123456789ab"
-    for wrong in ("", "main", "0123", "0123456789ab; rm"):
-        with pytest.raises(UmemError, match="UMEM_COMMIT"):
-            git_commit({"UMEM_COMMIT": wrong})
-
-
-def test_a_checkout_knows_its_commit_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"ls-files": "machine.py", "rev-parse": "0123456789ab", "status": "M a"}
-    monkeypatch.setattr("umem_bench.machine._git", lambda command, *_: said[command])
-
-    assert git_commit({"UMEM_COMMIT": "fedcba9876543210"}) == "0123456789ab, changed"

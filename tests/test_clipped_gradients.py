@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from lazy_lanes import LazyLanes
-from streamed_programs import Net, Program, Tied, compare
+from streamed_programs import UNITS, Net, Program, Tied, compare
 from torch import nn
 
 from umem.runtime.guard import guard_of
 from umem.runtime.unguarded import Unguarded
-from umem.streaming.gradients.clipped_gradients import ClippedGradients
+from umem.streaming.gradients import ClippedGradients
 
-EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
 SOME = frozenset(["layers.2", "layers.3", "norm", "head"])
 BACK = {"head": "layers.1", "layers.3": "layers.0"}
 
@@ -194,7 +193,7 @@ CHANGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("copied", "returning"), [(EVERY, {}), (EVERY, BACK), (SOME, {})])
+@pytest.mark.parametrize(("copied", "returning"), [(UNITS, {}), (UNITS, BACK), (SOME, {})])
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_bit_changes(
     change: Callable[[Program], None], copied: frozenset[str], returning: dict[str, str]
@@ -210,7 +209,7 @@ def test_no_bit_changes_in_other_programs(
     change: Callable[[Program], None], options: dict[str, Any]
 ) -> None:
     for resident in (frozenset(), frozenset(["head", "layers.0"])):
-        compare(change, 0.5, copied_gradients=EVERY, resident=resident, **options)
+        compare(change, 0.5, copied_gradients=UNITS, resident=resident, **options)
 
 
 class TwoStreams(LazyLanes):
@@ -255,16 +254,16 @@ class Halves(Net):
 
 
 def test_two_precisions() -> None:
-    compare(use_between, make_model=Halves, copied_gradients=EVERY)
+    compare(use_between, make_model=Halves, copied_gradients=UNITS)
 
 
 def test_a_plan_changes_between_the_step_and_the_next_batch() -> None:
     def change(program: Program) -> None:
         if program.training is not None:
-            program.training.gradients.set_plan(SOME if program.is_first(change) else EVERY)
+            program.training.gradients.set_plan(SOME if program.is_first(change) else UNITS)
         keep_adding(program)
 
-    compare(change, 0.5, copied_gradients=EVERY)
+    compare(change, 0.5, copied_gradients=UNITS)
 
 
 def at_home(gradient: torch.Tensor) -> torch.Tensor:
@@ -274,13 +273,13 @@ def at_home(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def test_clipping_and_the_step_leave_gradients_as_they_are() -> None:
-    program = Program(LazyLanes, copied_gradients=EVERY)
+    program = Program(LazyLanes, copied_gradients=UNITS)
     program.step()
     program.stream()
     program.step()  # in which the program asks for norms first
     program.optimizer.zero_grad()
     program.backward()
-    program.training.gradients.settle()  # type: ignore[union-attr]
+    program.training.gradients.settle()
     gradients = [it.grad for it in program.model.parameters()]
     norms = []
     with Unguarded():
@@ -295,7 +294,7 @@ def test_clipping_and_the_step_leave_gradients_as_they_are() -> None:
 
 
 def test_a_gradient_on_the_host_has_its_clipped_value_when_something_looks() -> None:
-    program = Program(LazyLanes, copied_gradients=EVERY)
+    program = Program(LazyLanes, copied_gradients=UNITS)
     program.step()
     program.stream()
     program.step()

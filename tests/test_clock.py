@@ -17,8 +17,8 @@ from umem.offloading import ActivationStore
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.hidden import hidden_in
 from umem.runtime.torch_hooks.passes import Pass, is_forward_pass, running_pass
-from umem.streaming.activations.copied_activations import CopiedActivations
-from umem.streaming.step.temporary_slots import TemporaryPlan
+from umem.streaming.activations import CopiedActivations
+from umem.streaming.step import TemporaryPlan
 from umem.streaming.training import StreamedTraining
 
 Moment = tuple[str, str, str]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore, HostMover
-from umem.streaming.activations.copied_activations import CopiedActivations
+from umem.streaming.activations import CopiedActivations
 
 WIDTH, ROWS, LAYERS = 32, 16, 5
 ALL_COPIED = {f"layers.{it}": f"layers.{it + 1}" for it in range(LAYERS - 1)}

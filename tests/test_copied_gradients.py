@@ -13,41 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_lanes import LazyLanes
-from streamed_programs import WIDTH, Branches, Net, NetWithFlat, Program, Tied, compare
-from streamed_uses import USES
+from streamed_programs import BACK, REPEATED, UNITS, WIDTH, Net, Program, begin, compare
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
 LAST = frozenset(["layers.3", "norm", "head"])
-BACK = {"head": "layers.1", "norm": "layers.1", "layers.3": "layers.0", "layers.2": "stem"}
-"""Units whose gradients come back, by the unit in whose backward pass they do."""
-
-
-@pytest.mark.parametrize(("eagerness", "returning"), [(0.0, {}), (0.0, BACK), (0.8, BACK)])
-@pytest.mark.parametrize("use", USES)
-def test_no_use_sees_another_value(
-    use: Callable[[Program], None], eagerness: float, returning: dict[str, str]
-) -> None:
-    compare(use, eagerness, copied_gradients=EVERY, returning=returning)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make_model", [NetWithFlat, Tied, Branches])
-@pytest.mark.parametrize("copied", [EVERY, LAST])
-@pytest.mark.parametrize("batches", [1, 2])
-def test_no_bit_changes(
-    make_model: Callable[[], nn.Module], copied: frozenset[str], batches: int
-) -> None:
-    for returning in ({}, BACK):
-        compare(
-            make_model=make_model,
-            copied_gradients=copied,
-            returning=returning,
-            batches=batches,
-            eagerness=0.5,
-        )
 
 
 def accumulate(program: Program) -> None:
@@ -131,41 +101,20 @@ def differentiate_twice(program: Program) -> None:
         it.grad = it.grad.detach()
 
 
+EARLY = [accumulate, write_past_versions, write_in_a_hook, backward_twice, keep_gradients]
+EARLY += [keep_views, differentiate_twice]
+REPEATED.update(EARLY)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("copied", [EVERY, LAST])
-@pytest.mark.parametrize(
-    "change",
-    [
-        accumulate,
-        write_past_versions,
-        write_in_a_hook,
-        backward_twice,
-        keep_gradients,
-        keep_views,
-        pytest.param(
-            differentiate_twice, marks=pytest.mark.filterwarnings("ignore:Using backward")
-        ),
-    ],
-)
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("copied", [UNITS, LAST])
+@pytest.mark.parametrize("change", EARLY)
 def test_no_bit_changes_where_gradients_are_used_early(
     change: Callable[[Program], None], copied: frozenset[str]
 ) -> None:
     for eagerness, returning in ((0.0, {}), (0.0, BACK), (0.8, BACK)):
         compare(change, eagerness, copied_gradients=copied, returning=returning)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_blocks(reentrant: bool) -> None:
-    class Checkpointed(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x) * self.scale
-            for layer in self.layers:
-                called: Any = checkpoint(layer, x, use_reentrant=reentrant)
-                x = x + torch.tanh(called)
-            y: torch.Tensor = self.head(self.norm(x))
-            return y
-
-    compare(make_model=Checkpointed, copied_gradients=EVERY, returning=BACK)
 
 
 class CalledAgain(Net):
@@ -180,15 +129,11 @@ class CalledAgain(Net):
 
 def test_autograd_adds_to_a_gradient_whose_copy_is_under_way() -> None:
     for eagerness in (0.0, 0.8):
-        compare(make_model=CalledAgain, copied_gradients=EVERY, returning=BACK, eagerness=eagerness)
+        compare(make_model=CalledAgain, copied_gradients=UNITS, returning=BACK, eagerness=eagerness)
 
 
-def begin(copied: frozenset[str], steps: int = 1, **options: Any) -> Any:
-    program = Program(LazyLanes, copied_gradients=copied, clips=False, **options)
-    program.step()
-    program.stream()
-    for _ in range(steps):
-        program.step()
+def copying(copied: frozenset[str], **options: Any) -> Any:
+    program = begin(1, copied_gradients=copied, clips=False, **options)
     program.optimizer.zero_grad()
     return program
 
@@ -204,7 +149,7 @@ def homes(program: Any) -> list[str]:
 
 @pytest.mark.slow
 def test_gradients_of_chosen_units_are_on_the_host_and_free_the_device() -> None:
-    program = begin(LAST)
+    program = copying(LAST)
     storages: dict[str, Any] = {}
     gone: list[str] = []
 
@@ -225,7 +170,7 @@ def test_gradients_of_chosen_units_are_on_the_host_and_free_the_device() -> None
 
 
 def test_later_batches_are_added_on_the_host() -> None:
-    program = begin(LAST)
+    program = copying(LAST)
     program.backward()
     before = program.model.head.weight.grad
     address = before.data_ptr()
@@ -238,7 +183,7 @@ def test_later_batches_are_added_on_the_host() -> None:
 @pytest.mark.parametrize("batches", [1, 2])
 def test_gradients_are_back_on_the_device_when_the_step_begins(batches: int) -> None:
     returning = {"head": "layers.1", "layers.3": "layers.0"}
-    program = begin(EVERY, returning=returning, batches=batches)
+    program = copying(UNITS, returning=returning, batches=batches)
     found = []
     for _ in range(batches):
         program.backward()
@@ -252,14 +197,14 @@ def test_gradients_are_back_on_the_device_when_the_step_begins(batches: int) -> 
 
 
 def test_gradients_without_room_on_the_device_stay_on_the_host() -> None:
-    program = begin(LAST, returning={"head": "layers.1"})
+    program = copying(LAST, returning={"head": "layers.1"})
     program.memory.new_on_device = lambda *_: None
     program.backward()
     assert "head.weight" in homes(program)
 
 
 def test_small_gradients_stay() -> None:
-    program = begin(EVERY)
+    program = copying(UNITS)
     program.backward()
     program.training.join()
     small = {name for name, it in program.model.named_parameters() if it.nbytes < 64}
@@ -271,14 +216,14 @@ def test_small_gradients_stay() -> None:
 
 
 def test_no_unit_is_copied_any_more_behind_close() -> None:
-    program = begin(EVERY)
+    program = copying(UNITS)
     program.training.close()
     program.backward()
     assert homes(program) == []
 
 
 def test_an_error_ends_the_copies_only(caplog: pytest.LogCaptureFixture) -> None:
-    program = begin(EVERY)
+    program = copying(UNITS)
 
     def fail(*_: object) -> Any:
         raise MemoryError("no page-locked memory")

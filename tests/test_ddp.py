@@ -7,7 +7,6 @@ programs exchange weights and gradients behind a step whose updates are under wa
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from found_trainings import Streams, streaming
-from rank_processes import result_file, run_ranks_once
+from rank_processes import meeting, run_ranks_once
 from streamed_programs import WIDTH, Branches, Net
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -137,14 +136,9 @@ def train(options: dict[str, Any], streams: Streams | None) -> dict[str, Any]:
 
 def run_rank(rank: int, folder: Path) -> None:
     """The main function of a rank's process: all runs, one after the other."""
-    meeting = (folder / "meeting").as_uri()
-    distributed.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
-    found = {
-        name: [train(options, streams) for streams in (None, Streams())]
-        for name, options in OPTIONS.items()
-    }
-    result_file(folder, rank).write_text(json.dumps(found))
-    distributed.destroy_process_group()
+    with meeting(rank, folder, RANKS) as found:
+        for name, options in OPTIONS.items():
+            found[name] = [train(options, streams) for streams in (None, Streams())]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ tests/test_partitions_by_turns.py shows the same without DeepSpeed.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from found_trainings import Streams, streaming
-from rank_processes import WarningLines, result_file, run_ranks_once
+from found_trainings import Streams, streaming, three_ways
+from rank_processes import WarningLines, meeting, run_ranks_once
 from torch import distributed, nn
 
 # DeepSpeed compiles an operator of its own first. It is imported by the ranks alone.
@@ -179,17 +178,9 @@ def run_rank(rank: int, folder: Path) -> None:
     """The main function of a rank's process: all runs, one after the other."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_SIZE": str(RANKS), "DS_ACCELERATOR": "cpu"}
-    meeting = (folder / "meeting").as_uri()
-    distributed.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
-    found = {
-        name: [
-            train(name, streams, folder / f"{name}{number}")
-            for number, streams in enumerate((None, Streams(), Streams(10**6)))
-        ]
-        for name in PROGRAMS
-    }
-    result_file(folder, rank).write_text(json.dumps(found))
-    distributed.destroy_process_group()
+    with meeting(rank, folder, RANKS) as found:
+        for name in PROGRAMS:
+            found[name] = three_ways(train, name, folder / name)
 
 
 Runs = dict[str, list[dict[str, Any]]]

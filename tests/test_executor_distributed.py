@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from managed_training import MIB, WIDTH, Net, Scale, Training
-from rank_processes import WarningLines, result_file, run_ranks_once
+from rank_processes import WarningLines, meeting, run_ranks_once
 from torch import distributed, nn
 
 pytestmark = [
@@ -108,13 +107,9 @@ def train(wrapper: str, way: str) -> dict[str, Any]:
 
 def run_rank(rank: int, folder: Path) -> None:
     """The main function of a rank's process: all runs, one after the other."""
-    meeting = (folder / "meeting").as_uri()
-    distributed.init_process_group(
-        "gloo", meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
-    )
-    found = {wrapper: {way: train(wrapper, way) for way in WAYS} for wrapper in MAKERS}
-    result_file(folder, rank).write_text(json.dumps(found))
-    distributed.destroy_process_group()
+    with meeting(rank, folder, RANKS, timeout=timedelta(seconds=60)) as found:
+        for wrapper in MAKERS:
+            found[wrapper] = {way: train(wrapper, way) for way in WAYS}
 
 
 Runs = dict[str, dict[str, dict[str, Any]]]

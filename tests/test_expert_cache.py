@@ -10,7 +10,7 @@ import torch
 from lazy_lanes import LazyLanes
 from torch import nn
 
-from umem.streaming.weights.expert_cache import CachedExperts, CachedTable, make_cached_table
+from umem.streaming.weights import CachedExperts, CachedTable, make_cached_table
 
 
 def table_of(experts: int = 8) -> nn.Parameter:

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 from lazy_lanes import LazyLanes
-from streamed_programs import WIDTH, Net, NetWithFlat, Program, bits, compare
-from streamed_uses import USES
+from streamed_models import FusedAdam, one_in_a_group
+from streamed_programs import WIDTH, Net, Program, compare
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from umem.capture.live import NO_BLOCK
 from umem.core.classes import TensorClass
 from umem.runtime.model_parts import tensors_in
-from umem.streaming.stage.lanes import Lane
-from umem.streaming.stage.staged_state import find_spans
-from umem.streaming.step.known_optimizers import refusal
+from umem.streaming.stage import Lane, find_spans
+from umem.streaming.step import refusal
 
 FLAT = WIDTH * WIDTH + WIDTH
 """Numbers in a layer's flat partition."""
@@ -54,7 +53,6 @@ class Flat(nn.Module):
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])
 def test_flat_partitions_are_streamed_in_units_until_the_next_call(eagerness: float) -> None:
     run = compare(make_model=Flat, eagerness=eagerness)
-    assert run.training is not None
     counts = run.training.counts
     units = run.training.step.units.sizes()
     assert sorted(map(sum, units.values())) == [STATE, 2 * STATE, 2 * STATE, 2 * STATE]
@@ -102,19 +100,11 @@ def views_of_one_buffer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_weights_at_home_are_staged_where_gradients_have_aliases() -> None:
-    lanes: list[LazyLanes] = []
-
-    def make_lanes(model: nn.Module) -> LazyLanes:
-        lanes.append(LazyLanes(model, 0.5))
-        return lanes[-1]
-
-    run, stock = (Program(it, make_optimizer=views_of_one_buffer) for it in (make_lanes, None))
-    assert bits(run.run(lambda _: None)) == bits(stock.run(lambda _: None))
-    assert run.training is not None
+    run = compare(make_optimizer=views_of_one_buffer, eagerness=0.5)
     flats = [it for group in run.optimizer.param_groups for it in group["params"]]
     weight_bytes = sum(it.nbytes for it in flats if run.memory.may_stage(it))
     counts = run.training.counts
-    assert lanes[0].copied[Lane.COPY_OUT, TensorClass.WEIGHTS] == counts.streamed * weight_bytes
+    assert run.lazy.copied[Lane.COPY_OUT, TensorClass.WEIGHTS] == counts.streamed * weight_bytes
 
 
 def _pairs(weights: list[Any]) -> list[list[Any]]:
@@ -123,7 +113,6 @@ def _pairs(weights: list[Any]) -> list[list[Any]]:
 
 def test_master_weights_in_flat_partitions() -> None:
     run = compare(make_optimizer=master_weights, eagerness=0.5)
-    assert run.training is not None
     assert run.training.counts.streamed == 4
     assert len(run.training.step.units.sizes()) > 4
 
@@ -144,7 +133,6 @@ def test_state_is_streamed_on_when_parameters_are_added() -> None:
             program.optimizer.add_param_group({"params": program.model.more, "lr": 1e-3})
 
     run = compare(add, make_model=Grown)
-    assert run.training is not None
     assert run.training.counts.streamed == 4
     assert max(map(sum, run.training.step.units.sizes().values())) == 2 * STATE
 
@@ -180,47 +168,8 @@ PIECES = [8 * 1024] * 3 + [8 * 192]
 
 def pieces(run: Program) -> list[int]:
     """Those of the unit that has several; other units are single parameters, or two."""
-    assert run.training is not None
     sizes = run.training.step.units.sizes().values()
     return [size for pieces in sizes if len(pieces) > 2 for size in pieces]
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """What DeepSpeed's does with parameters, state and settings, in torch's operators."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        with torch.no_grad():
-            self._update()
-        return loss
-
-    def _update(self) -> None:
-        for group in self.param_groups:
-            state: dict[str, Any] = {}
-            of_group = [it for it in group["params"] if it.grad is not None]
-            for it in of_group:
-                state = self.state[it]
-                if not state:
-                    state |= {"step": 0, "exp_avg": torch.zeros_like(it)}
-                    state["exp_avg_sq"] = torch.zeros_like(it)
-            if not of_group:
-                continue
-            state["step"] += 1  # the last one's alone
-            for it in of_group:
-                average, square = self.state[it]["exp_avg"], self.state[it]["exp_avg_sq"]
-                average.mul_(0.9).add_(it.grad, alpha=0.1)
-                square.mul_(0.99).addcmul_(it.grad, it.grad, value=0.01)
-                corrected = (square / (1 - 0.99 ** state["step"])).sqrt() + 1e-8
-                decayed = average / corrected + group["weight_decay"] * it
-                it.sub_(group["lr"] / (1 - 0.9 ** state["step"]) * decayed)
-
-
-FusedAdam.__module__ = "deepspeed.ops.adam.fused_adam"
-
-
-def one_in_a_group(parameters: Any, lr: float) -> FusedAdam:
-    settings = {"lr": lr, "weight_decay": 0.01}
-    return FusedAdam([{"params": [it]} for it in parameters], settings)
 
 
 OPTIMIZERS = [
@@ -247,7 +196,6 @@ def test_a_flat_parameter_is_updated_piece_by_piece(kind: Any, arguments: dict[s
         make_optimizer=lambda ps: kind(ps, lr=1e-2, **arguments),
         eagerness=0.5,
     )
-    assert run.training is not None
     found = pieces(run)
     assert len(found) == 4
     assert run.training.status().slots_bytes <= 2 * max(found)
@@ -284,34 +232,9 @@ def test_pieces_under_any_plan(slots: int, resident: set[str]) -> None:
     assert pieces(run) == PIECES
 
 
-@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
-def test_pieces_whatever_the_program_does(use: Callable[[Program], None]) -> None:
-    run = compare(use, make_model=NetWithFlat, eagerness=0.5, seed=3)
-    assert len(pieces(run)) == 4
-
-
-OF_ADAMW = {"share_state", "replace_state", "read_counts", "view_of_counts"}
-"""Uses that take a step count for a tensor, or an optimizer of one group."""
-
-
-@pytest.mark.parametrize(
-    "use", [it for it in USES if it.__name__ not in OF_ADAMW], ids=lambda it: it.__name__
-)
-def test_pieces_of_state_with_a_number_whatever_the_program_does(
-    use: Callable[[Program], None],
-) -> None:
-    compare(
-        use,
-        make_model=NetWithFlat,
-        make_optimizer=lambda ps: one_in_a_group(ps, 1e-2),
-        eagerness=1.0,  # numbers are there when a step returns, as with lanes of a GPU
-    )
-
-
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])
 def test_pieces_in_the_backward_pass(eagerness: float) -> None:
     run = compare(make_model=OneFlat, in_backward=True, clips=False, eagerness=eagerness, plain=3)
-    assert run.training is not None
     assert run.training.counts.ahead >= 4
     assert pieces(run) == PIECES
 
@@ -350,7 +273,6 @@ def test_a_large_matrix_is_updated_in_spans(fused: bool, in_backward: bool) -> N
         plain=3,
     )
     assert pieces(run) == [8 * 1024] * 4
-    assert run.training is not None
     assert run.training.status().slots_bytes <= 2 * 8 * 1024
 
 
@@ -389,22 +311,15 @@ class UpdatesSeen(LazyLanes):
 
 
 def test_updates_of_spans_make_no_new_memory() -> None:
-    lanes: list[UpdatesSeen] = []
-
-    def make_lanes(model: nn.Module) -> UpdatesSeen:
-        lanes.append(UpdatesSeen(model))
-        return lanes[-1]
-
     run = Program(
-        make_lanes,
+        UpdatesSeen,
         make_model=Wide,
         make_optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
     )
     run.run(lambda _: None, 4)
     assert pieces(run) == [8 * 1024] * 4
-    assert run.training is not None
-    assert len(lanes[0].made) > 4 * run.training.counts.streamed > 0
-    assert not any(lanes[0].made)
+    assert len(run.lazy.made) > 4 * run.training.counts.streamed > 0
+    assert not any(run.lazy.made)
 
 
 def test_a_matrix_that_is_not_contiguous_is_staged_as_a_whole() -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from found_trainings import Streams, streaming
-from rank_processes import WarningLines, result_file, run_ranks_once
+from found_trainings import Streams, streaming, three_ways
+from rank_processes import WarningLines, meeting, result_file, run_ranks_once
 from torch import distributed, nn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -156,19 +156,11 @@ def train_undisturbed() -> dict[str, Any]:
 
 def run_rank(rank: int, folder: Path) -> None:
     """The main function of a rank's process: all runs, one after the other."""
-    meeting = (folder / "meeting").as_uri()
-    distributed.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
-    found = {
-        name: [
-            train(name, streams, folder / f"{name}{number}")
-            for number, streams in enumerate((None, Streams(), Streams(10**6)))
-        ]
-        for name in OPTIMIZERS
-    }
-    found["Muon"] = [train_whole_parameters(streams) for streams in (None, Streams())]
-    found["undisturbed"] = [train_undisturbed()]
-    result_file(folder, rank).write_text(json.dumps(found))
-    distributed.destroy_process_group()
+    with meeting(rank, folder, RANKS) as found:
+        for name in OPTIMIZERS:
+            found[name] = three_ways(train, name, folder / name)
+        found["Muon"] = [train_whole_parameters(streams) for streams in (None, Streams())]
+        found["undisturbed"] = [train_undisturbed()]
 
 
 Runs = dict[str, list[dict[str, Any]]]
@@ -214,9 +206,9 @@ def start_worker(folder: Path) -> None:
     """A rank's program under torchrun, whose state is streamed: it fails once."""
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     # By the launcher's store, gloo may look for a rank of the attempt before.
-    meeting = (folder / f"meeting-{attempt}").as_uri()
+    place = (folder / f"meeting-{attempt}").as_uri()
     rank = int(os.environ["RANK"])
-    distributed.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
+    distributed.init_process_group("gloo", place, rank=rank, world_size=RANKS)
     patch = pytest.MonkeyPatch()
     with streaming(Streams(), patch):
         training, done = Training("AdamW"), 0

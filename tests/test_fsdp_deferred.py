@@ -11,8 +11,8 @@ import ctypes
 import dataclasses
 import gc
 import io
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 from found_trainings import Streams, streaming
 from lazy_lanes import LazyLanes
-from rank_processes import result_file, run_ranks_once
+from rank_processes import meeting, run_ranks_once
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -177,6 +177,11 @@ class Program:
     def step(self) -> None:
         self.backward()
         self.optimizer.step()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+            self.optimizer.zero_grad()
 
     @property
     def weight(self) -> Any:
@@ -579,9 +584,7 @@ def some_steps(
     with pytest.MonkeyPatch.context() as patch, streaming(streams, patch):
         program = Program("plain")
         change(program, patch)
-        for _ in range(MEASURED + 2):
-            program.step()
-            program.optimizer.zero_grad()
+        program.steps(MEASURED + 2)
         counts = {} if streams is None else dataclasses.asdict(streams.trainings[0].counts)
         return {"seen": program.seen, **counts}
 
@@ -590,9 +593,7 @@ def end_while_updates_run(streams: Streams | None) -> dict[str, Any]:
     """A training is given up with updates under way, and its model goes on without umem."""
     with pytest.MonkeyPatch.context() as patch, streaming(streams, patch):
         program = Program("plain")
-        for _ in range(MEASURED):
-            program.step()
-            program.optimizer.zero_grad()
+        program.steps(MEASURED)
         program.step()
         found: dict[str, Any] = {}
         if streams is not None:
@@ -615,9 +616,7 @@ def held(streams: Streams | None, tensors_of: Callable[[Program], list[Any]]) ->
     """Ranks' parts of tensors, read past torch at addresses that are held."""
     with pytest.MonkeyPatch.context() as patch, streaming(streams, patch):
         program = Program("plain")
-        for _ in range(MEASURED):
-            program.step()
-            program.optimizer.zero_grad()
+        program.steps(MEASURED)
         tensors = tensors_of(program)
         umem.hold(tensors)
         with Unguarded():
@@ -640,8 +639,7 @@ def two_models(streams: Streams | None) -> list[str]:
         programs = [Program("plain"), Program("in bf16")]
         for _ in range(MEASURED + 3):
             for it in programs:
-                it.step()
-                it.optimizer.zero_grad()
+                it.steps(1)
             with torch.no_grad():
                 for mine, other in zip(*(it.weights for it in programs), strict=True):
                     mine.lerp_(other, 0.1)
@@ -661,23 +659,18 @@ def compile_blocks(program: Program, _: pytest.MonkeyPatch) -> None:
 
 def run_rank(rank: int, folder: Path) -> None:
     """The main function of a rank's process: all runs, one after the other."""
-    meeting = (folder / "meeting").as_uri()
-    distributed.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
-    found: dict[str, Any] = {
-        name: [train(name, it) for it in (None, Streams(eagerness=0.0))] for name in MODELS
-    }
-    more: dict[str, Callable[[Streams | None], Any]] = {
-        "end": end_while_updates_run,
-        "held weights": lambda it: held(it, lambda program: program.weights),
-        "held state": lambda it: held(it, state_of),
-        "two models": two_models,
-        "without names": lambda it: some_steps(it, lose_names),
-        "compiled": lambda it: some_steps(it, compile_blocks),
-    }
-    for name, run in more.items():
-        found[name] = [run(it) for it in (None, Streams(eagerness=0.0))]
-    result_file(folder, rank).write_text(json.dumps(found))
-    distributed.destroy_process_group()
+    with meeting(rank, folder, RANKS) as found:
+        runs: dict[str, Callable[[Streams | None], Any]] = {
+            **{name: partial(train, name) for name in MODELS},
+            "end": end_while_updates_run,
+            "held weights": lambda it: held(it, lambda program: program.weights),
+            "held state": lambda it: held(it, state_of),
+            "two models": two_models,
+            "without names": lambda it: some_steps(it, lose_names),
+            "compiled": lambda it: some_steps(it, compile_blocks),
+        }
+        for name, run in runs.items():
+            found[name] = [run(it) for it in (None, Streams(eagerness=0.0))]
 
 
 Runs = dict[str, Any]
@@ -748,28 +741,18 @@ def test_a_training_that_ends_gives_all_back(ranks: list[Runs]) -> None:
         assert streamed["guarded"] == 0
 
 
-@pytest.mark.parametrize("name", ["held weights", "held state"])
-def test_held_parts_have_stocks_values_after_each_step(name: str, ranks: list[Runs]) -> None:
+@pytest.mark.parametrize("name", ["held weights", "held state", "two models"])
+def test_held_parts_and_models_that_use_each_other_have_stocks_values(
+    name: str, ranks: list[Runs]
+) -> None:
     for runs in ranks:
         stock, streamed = runs[name]
         assert streamed == stock
 
 
-def test_models_that_use_each_others_weights(ranks: list[Runs]) -> None:
+@pytest.mark.parametrize("name", ["without names", "compiled"])
+def test_steps_wait_where_what_is_gathered_is_not_known(name: str, ranks: list[Runs]) -> None:
     for runs in ranks:
-        stock, streamed = runs["two models"]
-        assert streamed == stock
-
-
-def test_steps_wait_in_a_torch_with_other_names(ranks: list[Runs]) -> None:
-    for runs in ranks:
-        stock, streamed = runs["without names"]
-        assert streamed["seen"] == stock["seen"]
-        assert streamed["waited"] == streamed["streamed"] * UNITS
-
-
-def test_steps_of_compiled_blocks_wait(ranks: list[Runs]) -> None:
-    for runs in ranks:
-        stock, streamed = runs["compiled"]
+        stock, streamed = runs[name]
         assert streamed["seen"] == stock["seen"]
         assert streamed["waited"] == streamed["streamed"] * UNITS

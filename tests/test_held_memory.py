@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lazy_lanes import LazyLanes
-from streamed_programs import Net, NetWithFlat, Program, compare
+from streamed_programs import UNITS, Net, NetWithFlat, Program, begin, compare
 from torch import nn
 
 import umem
@@ -23,11 +23,9 @@ from umem.core.errors import PlanError
 from umem.runtime.aliases import has_alias
 from umem.runtime.held_memory import is_held, note_export
 from umem.runtime.unguarded import Unguarded
-from umem.streaming.step.temporary_slots import TemporaryPlan
+from umem.streaming.step import TemporaryPlan
 
 pytestmark = pytest.mark.slow
-
-EVERY = frozenset(("stem", *(f"layers.{it}" for it in range(4)), "norm", "head", ""))
 
 address_of = torch.Tensor.data_ptr  # as it is while no guard waits at this attribute
 
@@ -90,8 +88,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "no slots": {"most_buffers": 0},
     "partly resident": {"resident": frozenset(("layers.1", "head"))},
     "weights": {"streams_weights": True},
-    "weights and gradients": {"streams_weights": True, "copied_gradients": EVERY},
-    "batches": {"copied_gradients": EVERY, "returning": {"head": "layers.1"}, "batches": 2},
+    "weights and gradients": {"streams_weights": True, "copied_gradients": UNITS},
+    "batches": {"copied_gradients": UNITS, "returning": {"head": "layers.1"}, "batches": 2},
     "in backward": {"in_backward": True, "clips": False, "steps": 6},
     "temporary slots": {
         "temporary": TemporaryPlan(("layers.3", "layers.3"), ("layers.2", "layers.2"))
@@ -116,13 +114,12 @@ def test_kept_addresses_have_stocks_values_after_each_step(
         run.seen.append(read(run.kept[1]))
 
     run = compare(change, **PROGRAMS[name])
-    assert run.training is not None
     assert run.training.counts.in_line == 0
     assert places(of(run)[1::2]) == run.kept[1]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("program", [{}, {"copied_gradients": EVERY}, {"streams_weights": True}])
+@pytest.mark.parametrize("program", [{}, {"copied_gradients": UNITS}, {"streams_weights": True}])
 def test_gradients_may_be_written_at_their_addresses_after_a_step(
     way: Callable[[list[torch.Tensor]], Any], program: dict[str, Any]
 ) -> None:
@@ -158,7 +155,6 @@ def test_join_leaves_all_at_home(of: Callable[[Program], list[torch.Tensor]], na
             run.seen.append([it.clone() for it in some])
 
     run = compare(change, **PROGRAMS[name])
-    assert run.training is not None
     assert run.training.counts.streamed > 0
 
 
@@ -212,31 +208,21 @@ def test_a_weight_that_is_exported_in_its_own_block_gets_its_home_back() -> None
 
 
 def test_released_memory_moves_and_is_deferred_again() -> None:
-    made: list[LazyLanes] = []
-
-    def make(model: nn.Module) -> LazyLanes:
-        made.append(LazyLanes(model))
-        return made[0]
-
-    run = Program(make)
-    run.step()
-    run.stream()
-    run.step()
-    assert run.training is not None
+    run = begin(1)
     counts = run.training.counts
     assert counts.waited == 0
     with umem.hold(run.optimizer):
         run.step()
         waited = counts.waited
         assert waited > 0
-        assert made[0].open_tasks == 0
+        assert run.lazy.open_tasks == 0
         assert all(map(is_held, (*weights(run), *moments(run))))
     assert not any(map(is_held, (*weights(run), *moments(run))))
     run.step()
     run.step()
     assert counts.waited == waited
-    assert made[0].open_tasks > 0
-    run.training.step.units.set_plan(EVERY, 2)
+    assert run.lazy.open_tasks > 0
+    run.training.step.units.set_plan(UNITS, 2)
     before = places(moments(run))
     run.step()
     assert places(moments(run)) != before
@@ -250,37 +236,26 @@ class CapturedLanes(LazyLanes):
         return self.captures
 
 
-def capturing(**program: Any) -> tuple[Program, CapturedLanes]:
-    """A program whose steps are streamed, and its lanes."""
-    made: list[CapturedLanes] = []
-
-    def make(model: nn.Module) -> LazyLanes:
-        made.append(CapturedLanes(model))
-        return made[0]
-
-    run = Program(make, clips=False, **program)
-    run.step()
-    run.stream()
-    run.step()
-    return run, made[0]
+def capturing(**options: Any) -> Any:
+    """A program whose steps are streamed on lanes that capture."""
+    return begin(1, CapturedLanes, clips=False, **options)
 
 
-@pytest.mark.parametrize("copied", [frozenset[str](), EVERY])
+@pytest.mark.parametrize("copied", [frozenset[str](), UNITS])
 def test_what_a_captured_step_uses_stays(copied: frozenset[str]) -> None:
     """Replays use the addresses of the capture, of gradients that were added in it too."""
-    run, lanes = capturing(copied_gradients=copied)
-    lanes.captures = True
+    run = capturing(copied_gradients=copied)
+    run.lazy.captures = True
     run.optimizer.zero_grad()
     run.backward()
     if copied:
         assert all(map(is_held, gradients(run)))
     run.optimizer.step()
-    lanes.captures = False
+    run.lazy.captures = False
     every = [*weights(run), *gradients(run), *moments(run)]
     assert all(map(is_held, every))
     before = places(every)
-    assert run.training is not None
-    run.training.step.units.set_plan(EVERY, 2)
+    run.training.step.units.set_plan(UNITS, 2)
     run.backward()
     run.optimizer.step()
     umem.join()
@@ -289,13 +264,12 @@ def test_what_a_captured_step_uses_stays(copied: frozenset[str]) -> None:
 
 
 def test_state_that_is_read_in_a_capture_stays() -> None:
-    run, lanes = capturing()
-    lanes.captures = True
+    run = capturing()
+    run.lazy.captures = True
     sum(it.sum() for it in moments(run))
-    lanes.captures = False
+    run.lazy.captures = False
     assert all(is_held(it) for it in moments(run) if run.memory.may_stage(it))  # others never move
     assert not any(map(is_held, weights(run)))
-    assert run.training is not None
     run.training.close()
 
 
@@ -304,7 +278,7 @@ def test_held_state_stays_at_home_where_a_plan_has_it_on_the_device() -> None:
         if run.kept is None:
             run.kept = umem.hold(run.optimizer.state), places(moments(run))
             if run.training is not None:
-                run.training.step.units.set_plan(EVERY, 2)
+                run.training.step.units.set_plan(UNITS, 2)
         run.seen.append(read(run.kept[1]))
 
     run = compare(change, steps=4)
@@ -400,5 +374,4 @@ def test_nothing_is_held_between_an_update_in_the_backward_pass_and_the_step() -
     assert not any(map(is_held, weights(run)))
     with umem.hold(run.model):
         run.step()
-    assert run.training is not None
     run.training.close()

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from umem.streaming.stage.held_tensors import HeldTensors
+from umem.streaming.stage import HeldTensors
 
 
 def tensors() -> tuple[list[torch.Tensor], weakref.ref[torch.Tensor]]:

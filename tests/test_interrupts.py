@@ -29,7 +29,7 @@ from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.class_override import class_override
 from umem.runtime.guard import Guard
 from umem.runtime.torch_hooks import saved_tensors
-from umem.streaming.gradients.clipped_gradients import ClippedGradients
+from umem.streaming.gradients import ClippedGradients
 from umem.torch_compat import InferenceMode
 
 INTERRUPTS = 2000

@@ -19,7 +19,7 @@ from torch import nn
 import umem
 from umem.capture.live import find_blocks
 from umem.runtime.torch_hooks.modules import hook_calls
-from umem.streaming.weights.kept_outputs import KeptOutputs
+from umem.streaming.weights import KeptOutputs
 
 WIDTH, ROWS, LAYERS = 16, 8, 6
 

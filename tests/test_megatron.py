@@ -8,7 +8,6 @@ distributed optimizer or Megatron's own DDP alone, the layers' weights, or the l
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -19,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from cuda_names import cuda_means_cpu
-from found_trainings import Streams, streaming
-from rank_processes import WarningLines, result_file, run_ranks_once
+from found_trainings import Streams, streaming, three_ways
+from rank_processes import WarningLines, meeting, run_ranks_once
 from torch import distributed
 
 # Only the ranks import it: it must be there after names of torch.cuda mean the CPU.
@@ -239,17 +238,9 @@ def run_rank(rank: int, folder: Path) -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     patch = pytest.MonkeyPatch()
     cuda_means_cpu(patch)
-    meeting = (folder / "meeting").as_uri()
-    distributed.init_process_group("gloo", meeting, rank=rank, world_size=RANKS)
-    found = {
-        name: [
-            train(program, streams, folder / f"{name}{number}")
-            for number, streams in enumerate((None, Streams(), Streams(10**6)))
-        ]
-        for name, program in PROGRAMS.items()
-    }
-    result_file(folder, rank).write_text(json.dumps(found))
-    distributed.destroy_process_group()
+    with meeting(rank, folder, RANKS) as found:
+        for name, program in PROGRAMS.items():
+            found[name] = three_ways(train, program, folder / name)
     patch.undo()
 
 

@@ -15,9 +15,8 @@ from streamed_programs import WIDTH, Net
 from torch import nn
 
 from umem.offloading import ActivationStore
-from umem.streaming.stage.device_room import DeviceRoom
-from umem.streaming.stage.lanes import Lane
-from umem.streaming.weights.model_weights import ModelWeights
+from umem.streaming.stage import DeviceRoom, Lane
+from umem.streaming.weights import ModelWeights
 
 MIB = 1 << 20
 LAYER_BYTES = 4 * WIDTH * WIDTH

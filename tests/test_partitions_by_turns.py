@@ -22,10 +22,9 @@ from torch import nn
 
 from umem.capture.live import find_blocks
 from umem.runtime.model_parts import main_chain
-from umem.streaming.step import unit_names
-from umem.streaming.step.unit_names import UnitNames
+from umem.streaming.step import UnitNames, unit_names
 from umem.streaming.training import StreamedTraining
-from umem.streaming.tune.states import TuningState
+from umem.streaming.tune import TuningState
 
 WIDTH, LAYERS, STEPS = 64, 4, 9
 

@@ -32,7 +32,7 @@ exec "$@"
 
 TRAINING = """
 from streamed_programs import Program, bits
-from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.stage import HostLanes
 
 found = []
 for lanes in (None, lambda _: HostLanes()):

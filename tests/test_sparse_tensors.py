@@ -15,8 +15,8 @@ from torch import nn
 from umem.core.classes import TensorClass
 from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.model_parts import lies_in_memory, main_chain, memory_bytes
-from umem.streaming.stage.memory import CudaStateMemory
-from umem.streaming.weights.staged_weights import is_movable_weight
+from umem.streaming.stage import CudaStateMemory
+from umem.streaming.weights import is_movable_weight
 
 ROWS = 200
 """State of a table is staged in spans."""

@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from umem.core.classes import TensorClass
 from umem.runtime._native import Allocator, ClassSetting, Config
-from umem.streaming.plan.state_plan import least_slack_bytes
-from umem.streaming.plan.step_timing import FIRST_SLOTS, largest_slot_bytes
-from umem.streaming.stage.state_room import StateRoom
+from umem.streaming.plan import FIRST_SLOTS, largest_slot_bytes, least_slack_bytes
+from umem.streaming.stage import StateRoom
 
 MIB = 1 << 20
 BUDGET_BYTES = 2048 * MIB

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from umem.streaming.stage.state_views import StateViews
+from umem.streaming.stage import StateViews
 
 
 class OwnTensor(torch.Tensor):

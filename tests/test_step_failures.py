@@ -19,17 +19,16 @@ from faults import Interrupt, came_in_update
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import LazyLanes
-from streamed_programs import WIDTH, Net, NetWithFlat, Program, bits, compare
+from streamed_programs import UNITS, WIDTH, Net, NetWithFlat, Program, bits, compare
+from streamed_programs import begin as begin_program
 from torch import nn
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.runtime._native import Allocator, ClassSetting, Config
-from umem.streaming.stage.lanes import Copy, Lane
-from umem.streaming.stage.memory import CudaStateMemory
-from umem.streaming.step.step import StreamedStep
+from umem.streaming.stage import Copy, CudaStateMemory, Lane
+from umem.streaming.step import StreamedStep
 
-EVERY = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
 TOO_MUCH = 1 << 60
 
 
@@ -96,7 +95,7 @@ def change_plan(program: Program) -> None:
     if program.training is not None:
         resident = {"layers.0", "head", ""} if program.steps % 2 else {"stem", "layers.1"}
         program.training.step.units.set_plan(frozenset(resident), 1 + program.steps % 3)
-        program.training.gradients.set_plan(EVERY, {"head": "layers.0"})
+        program.training.gradients.set_plan(UNITS, {"head": "layers.0"})
 
 
 @pytest.mark.slow
@@ -112,7 +111,7 @@ def test_each_request_may_be_refused(make_model: Callable[[], nn.Module]) -> Non
     number, most = 0, 1
     while number < most:
         asked: list[bool] = []
-        program = Program(LazyLanes, make_model=make_model, copied_gradients=EVERY)
+        program = Program(LazyLanes, make_model=make_model, copied_gradients=UNITS)
         found = program.run(partial(run, number=number, asked=asked), steps=1)
         assert bits(found) == bits(expected), number
         most = len(asked)
@@ -149,12 +148,12 @@ def test_any_requests_may_be_refused(
         seed,
         make_model=make_model,
         streams_weights=streams_weights,
-        copied_gradients=EVERY,
+        copied_gradients=UNITS,
     )
 
 
 def test_gradients_stay_if_the_host_has_no_more() -> None:
-    program = Program(LazyLanes, copied_gradients=EVERY)
+    program = Program(LazyLanes, copied_gradients=UNITS)
     program.step()
     program.stream()
     program.memory.refuses = lambda: True
@@ -195,20 +194,8 @@ class FailingLanes(LazyLanes):
         super().copy(lane, copies, tensor_class)
 
 
-def begin(**options: Any) -> tuple[Program, list[FailingLanes]]:
-    """A program behind some streamed steps, and its lanes."""
-    made: list[FailingLanes] = []
-
-    def make(model: nn.Module) -> FailingLanes:
-        made.append(FailingLanes(model, 1.0))  # work runs when it is queued, as on a GPU
-        return made[0]
-
-    program = Program(make, clips=False, **options)
-    program.step()
-    program.stream()
-    for _ in range(4):
-        program.step()
-    return program, made
+# Work runs when it is queued, as on a GPU.
+begin = partial(begin_program, 4, lambda model: FailingLanes(model, 1.0), clips=False)
 
 
 def load(program: Program, checkpoint: tuple[Any, Any]) -> None:
@@ -231,7 +218,8 @@ def test_no_error_of_the_lanes_reaches_the_program(
         expected.step()
     number, has_failed = 0, True
     while has_failed:
-        program, (lanes,) = begin(make_model=make_model)
+        program = begin(make_model=make_model)
+        lanes = program.lazy
         caplog.clear()
         lanes.calls, lanes.fails_at = 0, number
         for _ in range(3):
@@ -239,7 +227,6 @@ def test_no_error_of_the_lanes_reaches_the_program(
         has_failed, lanes.fails_at = lanes.calls > number, -1
         assert values(program) == values(expected), number
         assert [it.levelname for it in caplog.records] == ["WARNING"] * has_failed, number
-        assert program.training is not None
         assert program.training.is_closed == has_failed
         number += every
     assert number > 100
@@ -250,7 +237,8 @@ def test_no_unit_is_updated_twice_behind_an_error_in_a_backward_pass() -> None:
     number = refused = 0
     has_failed = True
     while has_failed:
-        program, (lanes,) = begin(in_backward=True)
+        program = begin(in_backward=True)
+        lanes = program.lazy
         expected = Program(None, clips=False)
         for _ in range(5):
             expected.step()
@@ -285,7 +273,7 @@ def test_no_unit_is_updated_twice_behind_an_error_in_a_backward_pass() -> None:
 def test_an_interrupt_of_a_forward_pass_changes_nothing() -> None:
     """Wherever it comes while updates are waited for, the program may go on."""
     make_model = partial(Net, 1)
-    program, _ = begin(make_model=make_model)
+    program = begin(make_model=make_model)
     number, is_interrupted = 0, True
     while is_interrupted:
         program.step()
@@ -308,8 +296,7 @@ def test_an_interrupt_of_a_forward_pass_changes_nothing() -> None:
 @pytest.mark.slow
 def test_an_interrupt_while_slots_are_taken_changes_nothing() -> None:
     """A piece of state whose slot is another one now must not be updated in the old one."""
-    program, _ = begin()
-    assert program.training is not None
+    program = begin()
     number, is_interrupted = 0, True
     while is_interrupted:
         program.training.step.units.set_plan(frozenset(), 1 + program.steps % 3)
@@ -334,7 +321,7 @@ def test_an_interrupt_leaves_no_half_of_a_step() -> None:
 
     def begin_both() -> tuple[Program, Program]:
         make_model = partial(Net, 1)
-        program, _ = begin(make_model=make_model)
+        program = begin(make_model=make_model)
         expected = Program(None, make_model=make_model, clips=False)
         for _ in range(5):
             expected.step()
@@ -369,7 +356,7 @@ def test_an_interrupt_behind_umems_part_of_a_step_leaves_no_half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Parameters whose state is too small to be streamed are updated too."""
-    program, _ = begin()
+    program = begin()
     expected = Program(None, clips=False)
     for _ in range(6):
         expected.step()
@@ -390,7 +377,7 @@ def test_an_interrupt_behind_umems_part_of_a_step_leaves_no_half(
 @pytest.mark.slow
 def test_behind_an_interrupt_of_a_step_a_checkpoint_can_be_loaded() -> None:
     make_model = partial(Net, 1)
-    program, _ = begin(make_model=make_model)
+    program = begin(make_model=make_model)
     number, is_interrupted = 0, True
     while is_interrupted:
         checkpoint = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict()))

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.hardware import Hardware, load_hardware
-from umem.streaming.plan.lane_simulation import LaneKind, LaneTasks, simulate_lanes
-from umem.streaming.plan.state_plan import StreamPlan, plan_stream
-from umem.streaming.plan.step_timing import (
+from umem.streaming.plan import (
+    LaneKind,
+    LaneTasks,
+    StreamPlan,
     StreamUnit,
     TemporarySlot,
     largest_slot_bytes,
+    plan_stream,
+    simulate_lanes,
     simulate_stream,
 )
 
@@ -744,17 +747,23 @@ def test_resident_units_are_spread_where_updates_are_in_the_backward_pass(
     assert plan.predicted.exposed_s < 0.5 * early.exposed_s
 
 
-def live_mib(weights: int, gradients: Sequence[int], batches: int) -> tuple[Any, Any, int]:
-    """Memory in the passes of each unit and at the step; gradients come with a unit's pass."""
-    count, every = len(gradients), sum(gradients)
-    there = [weights + (every if batches > 1 else sum(gradients[it + 1 :])) for it in range(count)]
-    forward = [weights + (every if batches > 1 else 0)] * count
-    return forward, [it + new for it, new in zip(there, gradients, strict=True)], weights + every
+def with_gradients(gradients: Sequence[int], batches: int, holds: bool) -> tuple[Any, int]:
+    """Units whose gradients come with their passes, over weights of 100 MiB; and MiB at the step.
 
-
-def pending_mib(weights: int, gradients: Sequence[int]) -> list[int]:
-    """Memory in the forward pass of each unit: each one's gradients live until its update."""
-    return [weights + sum(gradients[number:]) for number in range(len(gradients))]
+    If it `holds` gradients, each unit's live until its update, in the next forward pass.
+    """
+    every = sum(gradients)
+    pending = [sum(gradients[number:]) for number in range(len(gradients))]
+    units = [
+        replace(
+            unit(0),
+            gradient_bytes=size * MIB,
+            forward_peak_bytes=(100 + (every if batches > 1 else left * holds)) * MIB,
+            backward_peak_bytes=(100 + (every + size if batches > 1 else left)) * MIB,
+        )
+        for size, left in zip(gradients, pending, strict=True)
+    ]
+    return units, 100 + every
 
 
 @pytest.mark.parametrize(
@@ -765,18 +774,7 @@ def test_gradients_of_the_last_units_leave_where_nothing_else_is_enough(
     machine: Hardware, batches: int, holds: bool, copied: set[int]
 ) -> None:
     """Weights take 100 MiB, and each of eight units makes 40 MiB of gradients."""
-    forward, backward, step = live_mib(100, [40] * 8, batches)
-    if holds:
-        forward = pending_mib(100, [40] * 8)
-    units = [
-        replace(
-            unit(0),
-            gradient_bytes=40 * MIB,
-            forward_peak_bytes=before * MIB,
-            backward_peak_bytes=behind * MIB,
-        )
-        for before, behind in zip(forward, backward, strict=True)
-    ]
+    units, step = with_gradients([40] * 8, batches, holds)
     settings: dict[str, Any] = {
         "hardware": machine,
         "step_peak_bytes": step * MIB,
@@ -803,18 +801,7 @@ def test_memory_with_gradients_on_the_host(
     machine: Hardware, gradients: list[int], batches: int, on_host: int, holds: bool
 ) -> None:
     """By going through the moments of a step, batch after batch."""
-    forward, backward, step = live_mib(100, gradients, batches)
-    if holds and batches == 1:
-        forward = pending_mib(100, gradients)
-    units = [
-        replace(
-            unit(0),
-            gradient_bytes=size * MIB,
-            forward_peak_bytes=before * MIB,
-            backward_peak_bytes=behind * MIB,
-        )
-        for size, before, behind in zip(gradients, forward, backward, strict=True)
-    ]
+    units, step = with_gradients(gradients, batches, holds)
     budget_mib = step - sum(gradients[::-1][:on_host])
     try:
         plan = plan_stream(

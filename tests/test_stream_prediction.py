@@ -23,9 +23,7 @@ from umem.predict.stream_prediction import (
     stream_row,
     streamed_step,
 )
-from umem.streaming.plan.state_plan import least_slack_bytes, plan_stream
-from umem.streaming.plan.training_plan import plan_training
-from umem.streaming.plan.weight_plan import WeightUnit
+from umem.streaming.plan import WeightUnit, least_slack_bytes, plan_stream, plan_training
 from umem.trace import Trace, save_trace
 
 PREDICTIONS = Path(__file__).parents[1] / "benchmarks" / "results" / "predicted-streamed.txt"

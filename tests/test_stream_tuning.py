@@ -40,13 +40,18 @@ from umem.offloading import ActivationStore
 from umem.runtime.managed_runs import managed_runs
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.modules import HookErrors
-from umem.streaming.stage.memory import CudaRoom
+from umem.streaming.stage import CudaRoom
 from umem.streaming.training import StreamedTraining
-from umem.streaming.tune import tuner
-from umem.streaming.tune.measure import StepFigures, StepMeter
-from umem.streaming.tune.states import TRANSITIONS, TuningEvent, TuningState
-from umem.streaming.tune.tuner import StreamTuner
-from umem.streaming.weights.model_weights import ModelWeights
+from umem.streaming.tune import (
+    TRANSITIONS,
+    StepFigures,
+    StepMeter,
+    StreamTuner,
+    TuningEvent,
+    TuningState,
+    tuner,
+)
+from umem.streaming.weights import ModelWeights
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +228,7 @@ class Training:
         hardware = hardware or load_hardware("h200-pcie")
         self.tuner = StreamTuner(hardware, clock, machine, store, state_share=share)
         lanes = LazyLanes(self.model, 0.5, 1)
-        self.weights: ModelWeights | None = None
+        self.weights: Any = None
         if streams_weights:
             self.weights = ModelWeights(
                 self.model, lanes, memory, machine, store, min_bytes=1024, share=share
@@ -258,6 +263,11 @@ class Training:
 
         machine.placed, machine.at_home = placed, at_home
 
+    @property
+    def status(self) -> Any:
+        """A `TuningStatus`, of a training that is streamed."""
+        return self.training.status().tuning
+
     def step(self, rows: int = ROWS, batches: int = 1) -> None:
         self.steps += 1
         self.optimizer.zero_grad()
@@ -273,6 +283,15 @@ class Training:
         for _ in range(steps):
             self.step(**options)
         return [self.losses, [it.detach().numpy().tobytes() for it in self.model.parameters()]]
+
+
+def exact(machine: Machine, steps: int = 8, **options: Any) -> Training:
+    """A streamed training after some steps, whose bits are stock's."""
+    of_stock = ("is_checkpointed", "make_model", "clips")
+    run = Training(machine, **options)
+    stock = Training(**{name: it for name, it in options.items() if name in of_stock})
+    assert run.run(steps) == stock.run(steps)
+    return run
 
 
 LAYER_WEIGHTS = 4 * 2 * WIDTH * 2 * WIDTH
@@ -296,7 +315,6 @@ def test_weights_leave_where_the_rest_has_no_room(frozen: int, room: int) -> Non
     run = Training(machine, make_model=freeze, streams_weights=True)
     stock = Training(make_model=freeze)
     assert run.run(8) == stock.run(8)
-    assert run.weights is not None
     status = run.weights.status()
     assert run.weights.is_driven
     assert run.tuner.status().state == TuningState.PLANNED
@@ -307,9 +325,7 @@ def test_weights_leave_where_the_rest_has_no_room(frozen: int, room: int) -> Non
 
 
 def test_weights_that_fit_come_to_the_device() -> None:
-    run = Training(Machine(10**8), streams_weights=True)
-    assert run.run(6) == Training().run(6)
-    assert run.weights is not None
+    run = exact(Machine(10**8), 6, streams_weights=True)
     assert run.weights.status().streamed_bytes == 0
     assert run.weights.status().resident_bytes == LAYERS * LAYER_WEIGHTS
 
@@ -317,9 +333,7 @@ def test_weights_that_fit_come_to_the_device() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_share_of_weights_and_state_stays_where_all_would_fit(share: float) -> None:
-    run = Training(Machine(10**8), streams_weights=True, share=share)
-    assert run.run(8) == Training().run(8)
-    assert run.weights is not None
+    run = exact(Machine(10**8), streams_weights=True, share=share)
     status, tuning = run.weights.status(), run.tuner.status()
     assert tuning.state == TuningState.PLANNED
     assert status.resident_bytes <= share * LAYERS * LAYER_WEIGHTS
@@ -331,10 +345,8 @@ def test_a_share_of_weights_and_state_stays_where_all_would_fit(share: float) ->
 
 @pytest.mark.slow
 def test_a_budget_for_nothing_streams_all_weights(caplog: pytest.LogCaptureFixture) -> None:
-    run = Training(Machine(-BASE), streams_weights=True)
-    assert run.run(6) == Training().run(6)
+    run = exact(Machine(-BASE), 6, streams_weights=True)
     assert run.tuner.status().state == TuningState.NO_PLAN_FITS
-    assert run.weights is not None
     assert run.weights.status().streamed_bytes == LAYERS * LAYER_WEIGHTS
     assert "raise device_budget" in caplog.text
 
@@ -358,15 +370,13 @@ def test_a_step_in_the_backward_pass_is_planned_anew() -> None:
     expected = Training(clips=False)
     for it in (run, expected):
         it.run(6)
-    status = run.training.status().tuning
-    assert status is not None
+    status = run.status
     assert status.resident_bytes < LAYERS * LAYER_STATE
     before = status.resident_bytes
     run.training.move_into_backward()
     assert run.run(8) == expected.run(8)
     assert run.training.status().step_in_backward
-    status = run.training.status().tuning
-    assert status is not None
+    status = run.status
     assert status.resident_bytes > before
     assert run.training.counts.ahead > 0
 
@@ -400,10 +410,8 @@ def test_no_plan_is_made_for_a_step_that_will_move_into_the_backward_pass(
 @pytest.mark.slow
 def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "umem")
-    run = Training(Machine())
-    assert run.run(8) == Training().run(8)
-    status = run.training.status().tuning
-    assert status is not None
+    run = exact(Machine())
+    status = run.status
     assert status.state == TuningState.PLANNED
     assert (status.plans, status.copied_blocks, status.spilled_bytes) == (1, 0, 0)
     assert status.resident_bytes == LAYERS * LAYER_STATE
@@ -515,8 +523,7 @@ def test_what_does_not_fit_is_streamed_and_copied() -> None:
     run = Training(machine)
     machine.highest = 0
     assert run.run(10) == Training().run(10)
-    status = run.training.status().tuning
-    assert status is not None
+    status = run.status
     assert status.state == TuningState.PLANNED
     assert status.copied_blocks >= 2
     assert status.copied_bytes >= SAVED
@@ -566,9 +573,7 @@ def test_a_step_that_waits_has_slots_where_activations_were() -> None:
         lambda *_: seen.append(len(run.training.step.units.pool.temporary))
     )
     assert run.run(10, rows=rows) == Training(make_model=WithHead).run(10, rows=rows)
-    status = run.training.status().tuning
-    assert status is not None
-    assert status.plan is not None
+    status = run.status
     planned = len(status.plan.temporary)
     assert planned > 0
     assert seen[-1] == planned
@@ -583,9 +588,7 @@ def test_state_that_was_made_on_the_device_counts_once() -> None:
     expected = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED))
     run = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED), born_on_device=4)
     assert run.run(8) == expected.run(8)
-    statuses = [it.training.status().tuning for it in (run, expected)]
-    plans = [None if it is None else it.plan for it in statuses]
-    assert plans[0] == plans[1] is not None
+    assert run.status.plan == expected.status.plan is not None
 
 
 @pytest.mark.slow
@@ -599,10 +602,8 @@ def test_no_bit_changes(is_checkpointed: bool, batches: int) -> None:
 
 
 def test_activations_are_copied_where_no_state_is_streamed() -> None:
-    run = Training(Machine(4 * SAVED), streams_state=False)
-    assert run.run(8) == Training().run(8)
-    status = run.training.status().tuning
-    assert status is not None
+    run = exact(Machine(4 * SAVED), streams_state=False)
+    status = run.status
     assert status.copied_blocks >= 2
     assert status.resident_bytes == 0
     counts = run.training.counts
@@ -611,10 +612,8 @@ def test_activations_are_copied_where_no_state_is_streamed() -> None:
 
 @pytest.mark.slow
 def test_a_budget_that_is_too_small_copies_all(caplog: pytest.LogCaptureFixture) -> None:
-    run = Training(Machine(-(10**5)))
-    assert run.run(8) == Training().run(8)
-    status = run.training.status().tuning
-    assert status is not None
+    run = exact(Machine(-(10**5)))
+    status = run.status
     assert status.state == TuningState.NO_PLAN_FITS
     assert status.copied_blocks == LAYERS - 1
     assert len([it for it in caplog.messages if "activations and gradients are copied" in it]) == 1
@@ -627,8 +626,7 @@ def test_a_budget_that_is_too_small_in_the_backward_pass_names_the_other_way(
     run = Training(Machine(-(10**5)), clips=False)
     run.training.move_into_backward()
     assert run.run(8) == Training(clips=False).run(8)
-    status = run.training.status().tuning
-    assert status is not None
+    status = run.status
     assert status.state == TuningState.NO_PLAN_FITS
     (said,) = (it for it in caplog.messages if "activations and gradients are copied" in it)
     assert "Without step_in_backward" in said
@@ -638,10 +636,8 @@ def test_a_small_budget_has_a_plan_with_less_slack(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0, 0.5))
     machine = Machine()
     machine.budget_bytes = SLACK // 2 + BASE + 10 * LAYER_STATE
-    run = Training(machine)
-    assert run.run(8) == Training().run(8)
-    status = run.training.status().tuning
-    assert status is not None
+    run = exact(machine)
+    status = run.status
     assert status.state == TuningState.PLANNED
 
 
@@ -677,12 +673,10 @@ def test_a_larger_batch_is_planned_for() -> None:
     pairs = (run, expected)
     for it in pairs:
         it.run(8)
-    before = run.training.status().tuning
-    assert before is not None
+    before = run.status
     for it in pairs:
         it.run(12, rows=2 * ROWS)
-    status = run.training.status().tuning
-    assert status is not None
+    status = run.status
     assert status.plans > before.plans
     assert status.copied_bytes > before.copied_bytes
     machine.spilled = 0
@@ -703,8 +697,7 @@ def test_memory_that_stays_short_ends_in_a_bounded_number_of_plans(
     for _ in range(1200):
         run.step()
         machine.spilled += 1  # whatever the plan, such as by fragments
-        status = run.training.status().tuning
-        assert status is not None
+        status = run.status
         if len(plans) < status.plans:
             plans.append(run.steps)
     between = [after - before for before, after in pairwise(plans)]
@@ -725,10 +718,8 @@ def test_a_compiled_model_streams_by_its_parameters() -> None:
         return model
 
     state_bytes = 2 * 4 * WIDTH * WIDTH
-    run = Training(Machine(3 * state_bytes), make_model=make_model)
-    assert run.run(8) == Training(make_model=make_model).run(8)
-    status = run.training.status().tuning
-    assert status is not None
+    run = exact(Machine(3 * state_bytes), make_model=make_model)
+    status = run.status
     assert status.state == TuningState.PLANNED
     assert status.resident_bytes == state_bytes
     assert status.copied_blocks == 0
@@ -750,11 +741,8 @@ class WithFlatPartitions(Net):
 
 @pytest.mark.slow
 def test_flat_partitions_are_planned_as_what_is_due_first() -> None:
-    run = Training(Machine(5 * LAYER_STATE + 2 * SAVED), make_model=WithFlatPartitions)
-    assert run.run(8) == Training(make_model=WithFlatPartitions).run(8)
-    status = run.training.status().tuning
-    assert status is not None
-    assert status.plan is not None
+    run = exact(Machine(5 * LAYER_STATE + 2 * SAVED), make_model=WithFlatPartitions)
+    status = run.status
     assert status.plan.slot_bytes == LAYER_STATE
     assert status.plan.resident <= {0, 1, 2}
     assert status.plan.resident
@@ -777,11 +765,8 @@ class WithOneFlatPartition(WithFlatPartitions):
 def test_a_flat_partition_is_on_the_device_as_a_whole_or_not(
     more_bytes: int, resident: int
 ) -> None:
-    run = Training(Machine(more_bytes), make_model=WithOneFlatPartition)
-    assert run.run(8) == Training(make_model=WithOneFlatPartition).run(8)
-    status = run.training.status().tuning
-    assert status is not None
-    assert status.plan is not None
+    run = exact(Machine(more_bytes), make_model=WithOneFlatPartition)
+    status = run.status
     assert status.plan.slot_bytes == (0 if resident == 9 else LAYER_STATE)
     assert status.resident_bytes == resident * LAYER_STATE
 
@@ -822,8 +807,7 @@ def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
     run = with_unheld_parameters(more_bytes)
     unheld_bytes = sum(it.nbytes for it in run.model.unheld)
     assert run.run(12) == Training(make_model=WithUnheldParameters).run(12)
-    status = run.training.status().tuning
-    assert status is not None
+    status = run.status
     assert status.state == TuningState.PLANNED
     assert [run.memory.is_home(it) for it in run.model.unheld] == [must_leave] * 3
     weights = sum(it.trained_weight_bytes for it in run.tuner._units)
@@ -839,8 +823,7 @@ def test_they_stay_where_little_memory_is_lacking(lacking: int, leave: bool) -> 
     run.run(8)
     run.machine.spilled += lacking
     run.run(8)
-    status = run.training.status().tuning
-    assert status is not None
+    status = run.status
     assert status.state == TuningState.PLANNED
     assert status.plans == (1 if leave else 2)  # counted anew when they have left
     assert [run.memory.is_home(it) for it in run.model.unheld] == [leave] * 3
@@ -853,8 +836,7 @@ def test_a_training_that_is_closed_is_stock() -> None:
     expected.run(8)
     run.training.close()
     assert run.run(3) == expected.run(3)
-    status = run.training.status().tuning
-    assert status is not None
+    status = run.status
     assert status.state == TuningState.OFF
     assert not run.model._forward_hooks
     assert not run.model._forward_pre_hooks
@@ -867,10 +849,8 @@ def test_an_error_of_a_measurement_does_not_reach_the_training(
         def find_homes(self) -> None:
             raise RuntimeError("no figures")
 
-    run = Training(Broken())
-    assert run.run(6) == Training().run(6)
-    status = run.training.status().tuning
-    assert status is not None
+    run = exact(Broken(), 6)
+    status = run.status
     assert status.state == TuningState.OFF
     assert len([it for it in caplog.messages if "no figures" in it]) == 1
 

@@ -16,22 +16,19 @@ from collectors import StandInCollector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import CountedMemory, HostStateMemory, LazyLanes
-from streamed_programs import Branches, Net, NetWithFlat, Program, Tied, bits, compare
-from streamed_uses import USES, norms_of_state
+from streamed_programs import EAGERNESS, Net, NetWithFlat, Program, begin, bits, compare
+from streamed_uses import norms_of_state
 from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._foreach_utils import _has_foreach_support
-from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.core.classes import TensorClass
 from umem.runtime.guard import guard_of
 from umem.runtime.torch_hooks.hidden import hidden_in
-from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.stage import HostLanes
 from umem.streaming.training import StreamedTraining
 from umem.telemetry import Profile, load_recording, report_of
-
-EAGERNESS = [0.0, 0.8]
 
 
 @pytest.mark.slow
@@ -61,35 +58,19 @@ def test_state_is_updated_in_place_where_no_buffer_fits(
     make_model: Callable[[], nn.Module], most_buffers: int
 ) -> None:
     run = compare(make_model=make_model, most_buffers=most_buffers)
-    assert run.training is not None
     assert run.training.counts.in_line == 0
     assert (run.training.status().slots_bytes == 0) == (most_buffers == 0)
 
 
-def streaming(**program: Any) -> tuple[Program, LazyLanes]:
-    """A program whose state is streamed from its second step on, and its lanes."""
-    made: list[LazyLanes] = []
-
-    def make(model: nn.Module) -> LazyLanes:
-        made.append(LazyLanes(model))
-        return made[0]
-
-    run = Program(make, **program)
-    run.step()
-    run.stream()
-    return run, made[0]
-
-
 def test_a_plain_loop_waits_block_by_block_only() -> None:
-    run, lanes = streaming()
+    run = begin()
     for _ in range(3):
         run.step()
-    assert run.training is not None
     counts = run.training.counts
     assert (counts.streamed, counts.in_line, counts.waited, counts.early) == (3, 0, 0, 0)
-    assert lanes.open_tasks > 0  # the last step is still under way
+    assert run.lazy.open_tasks > 0  # the last step is still under way
     run.training.close()
-    assert lanes.open_tasks == 0
+    assert run.lazy.open_tasks == 0
     assert all(guard_of(it) is None for it in run.model.parameters())
     states = [it for values in run.optimizer.state.values() for it in values.values()]
     assert all(type(it) is torch.Tensor for it in states)
@@ -130,24 +111,22 @@ def test_state_leaves_the_device_after_many_steps_without_work() -> None:
             assert training.counts.early == 0
 
     run = compare(change, steps=9, make_model=Turned, resident=units)
-    assert run.training is not None
     assert (run.training.counts.resident, run.training.counts.streamed) == (5, 5)
 
 
 @pytest.mark.parametrize("arguments", [((None,), {}), ((), {"closure": None})])
 def test_a_step_that_names_no_closure_is_streamed(arguments: Any) -> None:
     """As Accelerate calls it."""
-    run, _ = streaming()
+    run = begin()
     run.backward()
     run.optimizer.step(*arguments[0], **arguments[1])
-    assert run.training is not None
     assert (run.training.counts.streamed, run.training.counts.in_line) == (1, 0)
 
 
 def test_questions_that_need_no_value_do_not_wait() -> None:
-    run, lanes = streaming()
+    run = begin()
     run.step()
-    waits = lanes.waits
+    waits = run.lazy.waits
     weight = run.model.head.weight
     gradient = weight.grad
     assert guard_of(weight) is not None
@@ -159,14 +138,14 @@ def test_questions_that_need_no_value_do_not_wait() -> None:
     run.optimizer.zero_grad()
     assert weight.grad is None
     assert dict(run.model.named_parameters())["head.weight"] is weight
-    assert lanes.waits == waits
+    assert run.lazy.waits == waits
     torch.save(weight, io.BytesIO())
-    assert lanes.waits > waits
+    assert run.lazy.waits > waits
     assert guard_of(weight) is None
 
 
 def test_torch_chooses_kernels_for_guarded_tensors_as_for_others() -> None:
-    run, _ = streaming()
+    run = begin()
     run.step()
     parameters = [it for it in run.model.parameters() if guard_of(it) is not None]
     gradients: list[torch.Tensor] = [
@@ -192,24 +171,14 @@ class StreamsOfMoments(LazyLanes):
 
 def test_slots_are_given_back_behind_their_last_copy_on_the_stream_that_owns_them() -> None:
     """It is another one than the current where the program has changed its stream since."""
-    made: list[StreamsOfMoments] = []
-
-    def make(model: nn.Module) -> StreamsOfMoments:
-        made.append(StreamsOfMoments(model))
-        return made[0]
-
-    run = Program(make)
-    run.step()
-    run.stream()
-    run.step()
-    assert run.training is not None
+    run = begin(1, StreamsOfMoments)
     units = run.training.step.units
     slots = [it.made for it in units.pool.slots]
-    made[0].waiting.clear()
+    run.lazy.waiting.clear()
     units.set_plan(frozenset(), 3)
     run.step()
     assert len(units.pool.slots) == 3
-    assert all(any(it is other for other in made[0].waiting) for it in slots)
+    assert all(any(it is other for other in run.lazy.waiting) for it in slots)
 
 
 def test_room_for_operands_is_given_back_on_the_stream_that_owns_it() -> None:
@@ -234,14 +203,14 @@ def test_room_for_operands_is_given_back_on_the_stream_that_owns_it() -> None:
 
 
 def test_join_waits_for_all() -> None:
-    run, _ = streaming()
+    run = begin()
     run.step()
     umem.join()
     assert all(guard_of(it) is None for it in run.model.parameters())
 
 
 def test_a_model_may_be_pickled_and_goes_when_it_is_dropped() -> None:
-    run, _ = streaming()
+    run = begin()
     run.step()
     file = io.BytesIO()
     torch.save(run.model, file)
@@ -256,28 +225,6 @@ def test_a_model_may_be_pickled_and_goes_when_it_is_dropped() -> None:
     gc.collect()
     assert reference() is None
     assert all(type(it) is nn.Parameter for it in parameters)
-
-
-@pytest.mark.parametrize("eagerness", EAGERNESS)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_blocks(use_reentrant: bool, eagerness: float) -> None:
-    class Checkpointed(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x) * self.scale
-            for layer in self.layers:
-                x = x + torch.tanh(checkpoint(layer, x, use_reentrant=use_reentrant))
-            y: torch.Tensor = self.head(self.norm(x))
-            return y
-
-    run = compare(make_model=Checkpointed, eagerness=eagerness)
-    assert run.training is not None
-    assert run.training.counts.waited == 0
-
-
-@pytest.mark.parametrize("eagerness", EAGERNESS)
-@pytest.mark.parametrize("make_model", [Tied, Branches])
-def test_models_of_other_shapes(make_model: Any, eagerness: float) -> None:
-    compare(make_model=make_model, eagerness=eagerness, seed=5)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
@@ -322,7 +269,6 @@ def test_groups_across_blocks(eagerness: float) -> None:
         return torch.optim.AdamW(groups, lr=1e-2)
 
     run = compare(make_optimizer=make, eagerness=eagerness)
-    assert run.training is not None
     assert run.training.counts.waited == 0
 
 
@@ -358,7 +304,6 @@ def test_compiled_models_wait_in_the_step() -> None:
         return model
 
     run = compare(make_model=make_model)
-    assert run.training is not None
     assert run.training.counts.streamed == 4
     assert run.training.counts.early == 0
 
@@ -418,7 +363,6 @@ def closures(program: Program) -> None:
 @pytest.mark.parametrize("eagerness", EAGERNESS)
 def test_steps_with_closures_are_streamed(eagerness: float) -> None:
     run = compare(closures, eagerness=eagerness)
-    assert run.training is not None
     counts = run.training.counts
     # Four plain ones, and nine of which one fails before its step.
     assert (counts.streamed, counts.in_line, counts.waited) == (4 + 9 - 1, 0, 0)
@@ -433,35 +377,6 @@ def test_state_is_made_in_the_order_of_the_optimizer() -> None:
 
 
 # ------------------------------------------------------------------ uses between step and forward
-
-
-@pytest.mark.parametrize("eagerness", EAGERNESS)
-@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
-def test_whatever_the_program_does(use: Callable[[Program], None], eagerness: float) -> None:
-    compare(use, eagerness=eagerness, seed=7)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=40)
-@given(
-    uses=st.lists(st.sampled_from(USES), min_size=2, max_size=4),
-    eagerness=st.sampled_from(EAGERNESS),
-    seed=st.integers(0, 100),
-)
-def test_uses_in_any_order(
-    uses: list[Callable[[Program], None]], eagerness: float, seed: int
-) -> None:
-    def change(program: Program) -> None:
-        for use in uses:
-            use(program)
-
-    try:
-        Program(None).run(change)
-    except (RuntimeError, ValueError) as error:  # some do not go together
-        with pytest.raises(type(error)):
-            compare(change, eagerness=eagerness, seed=seed)
-    else:
-        compare(change, eagerness=eagerness, seed=seed)
 
 
 class FullMemory(HostStateMemory):

@@ -12,16 +12,29 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from fresh_attributes import forget_guards
 from lazy_lanes import HostStateMemory, LazyLanes
-from streamed_programs import WIDTH, Branches, Net, NetWithFlat, Program, Tied, bits
-from streamed_uses import USES
+from streamed_programs import (
+    REPEATED,
+    WIDTH,
+    Adapters,
+    Branches,
+    Checkpointed,
+    Net,
+    Program,
+    WeightProgram,
+    bits,
+    fail,
+    nothing,
+    stream_weights,
+)
+from streamed_programs import compare as compare_programs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,84 +45,15 @@ from umem.runtime.held_memory import note_export
 from umem.runtime.model_parts import plain_tensors
 from umem.runtime.torch_hooks.saved_tensors import innermost
 from umem.runtime.unguarded import Unguarded
-from umem.streaming.stage.lanes import Copy
-from umem.streaming.weights import staged_weights
-from umem.streaming.weights.experts import find_experts
-from umem.streaming.weights.staged_weights import is_movable_weight
-from umem.streaming.weights.streamed_weights import (
+from umem.streaming.stage import Copy
+from umem.streaming.weights import (
     ExtraSlots,
     StreamedBlock,
     StreamedWeights,
     WeightCounts,
+    find_experts,
+    staged_weights,
 )
-
-
-def fail(error: Exception) -> None:
-    raise error
-
-
-def stream_weights(
-    model: nn.Module,
-    lanes: Any,
-    memory: HostStateMemory,
-    slots: int = 2,
-    extra: Mapping[str, ExtraSlots] | None = None,
-    cached_share: float = 0.0,
-) -> StreamedWeights:
-    """Stage all weights of a model that can be."""
-    weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
-    owners = [it for block in find_blocks(model, None) for it in set(block.module.parameters())]
-    blocks = []
-    for block in find_blocks(model, None):
-        parts = [
-            it
-            for it in block.module.parameters()
-            if is_movable_weight(it) and sum(it is other for other in owners) == 1
-        ]
-        if parts:
-            experts = find_experts(block.module)
-            blocks.append(StreamedBlock(block.name, block.module, parts, experts, cached_share))
-    weights.set_blocks(blocks, slots, extra=extra)
-    return weights
-
-
-@dataclass
-class WeightProgram(Program):
-    """A program whose weights are streamed, and whose optimizer runs its steps itself."""
-
-    streamed: StreamedWeights | None = None
-    extra: Any = None
-    """Further buffers in the passes of each block."""
-    cached_share: float = 0.0
-    """Of experts."""
-
-    def stream(self) -> None:
-        if self.lanes is not None:
-            lanes = self.lanes(self.model)
-            self.memory = HostStateMemory(most_buffers=self.most_buffers, lanes=lanes)
-            self.streamed = stream_weights(
-                self.model, lanes, self.memory, self.slots, self.extra or {}, self.cached_share
-            )
-
-    @property
-    def counts(self) -> WeightCounts:
-        """Of a run that streams."""
-        assert self.streamed is not None
-        return self.streamed.counts
-
-
-def compare(
-    change: Callable[[Program], None] = lambda _: None,
-    eagerness: float = 0.0,
-    seed: int = 0,
-    steps: int = 3,
-    **program: Any,
-) -> WeightProgram:
-    """Run a program both ways, compare all bits, and return the streamed run."""
-    streamed = WeightProgram(lambda model: LazyLanes(model, eagerness, seed), **program)
-    found = streamed.run(change, steps)
-    assert bits(found) == bits(WeightProgram(None, **program).run(change, steps))
-    return streamed
 
 
 def halve(places: list[tuple[int, int]]) -> None:
@@ -118,6 +62,8 @@ def halve(places: list[tuple[int, int]]) -> None:
         memory = (ctypes.c_float * count).from_address(address)
         memory[:] = [0.5 * value for value in memory]
 
+
+compare = partial(compare_programs, kind=WeightProgram)
 
 address_of = torch.Tensor.data_ptr  # as it is while no guard waits at this attribute
 
@@ -189,63 +135,6 @@ def test_held_weights_are_used_at_home_until_their_release(eagerness: float) -> 
     assert weights.counts.fetched - before == others + 2
 
 
-@pytest.mark.parametrize("eagerness", [0.0, 0.8])
-@pytest.mark.parametrize("use", USES)
-def test_no_use_sees_another_value(use: Callable[[Program], None], eagerness: float) -> None:
-    compare(use, eagerness)
-
-
-@pytest.mark.parametrize("make_model", [NetWithFlat, Tied, Branches])
-@pytest.mark.parametrize("slots", [1, 2, 3, 8])
-@pytest.mark.parametrize("eagerness", [0.0, 0.5])
-def test_no_bit_changes(make_model: Callable[[], nn.Module], slots: int, eagerness: float) -> None:
-    compare(make_model=make_model, slots=slots, eagerness=eagerness)
-
-
-class Checkpointed(Net):
-    """The layers are checkpoints."""
-
-    use_reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x) * self.scale
-        for layer in self.layers:
-            layer_out: Any = checkpoint(layer, x, use_reentrant=self.use_reentrant)
-            x = x + torch.tanh(layer_out)
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
-
-
-class CheckpointedReentrant(Checkpointed):
-    use_reentrant = True
-
-
-class Frozen(Net):
-    """Adapters over frozen layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            layer.requires_grad_(False)
-        self.adapters = nn.ParameterList(torch.zeros(WIDTH, WIDTH) for _ in self.layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x) * self.scale
-        for layer, adapter in zip(self.layers, self.adapters, strict=True):
-            x = x + torch.tanh(layer(x) + x @ adapter)
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
-
-
-@pytest.mark.parametrize("make_model", [Checkpointed, CheckpointedReentrant, Frozen])
-@pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize("batches", [1, 2])
-def test_no_bit_changes_where_blocks_are_checkpoints_or_frozen(
-    make_model: Callable[[], nn.Module], slots: int, batches: int
-) -> None:
-    compare(make_model=make_model, slots=slots, batches=batches, eagerness=0.5)
-
-
 def test_blocks_are_fetched_ahead_of_both_passes() -> None:
     program = compare(steps=8)
     blocks = 7
@@ -278,7 +167,7 @@ EXTRA = {
 """Three further buffers, but for the turn from the forward to the backward pass."""
 
 
-@pytest.mark.parametrize("make_model", [Net, Checkpointed, Frozen, Branches])
+@pytest.mark.parametrize("make_model", [Net, Checkpointed, Adapters, Branches])
 @pytest.mark.parametrize("most_buffers", [None, 3])
 def test_no_bit_changes_with_further_buffers(
     make_model: Callable[[], nn.Module], most_buffers: int | None
@@ -743,9 +632,23 @@ CHANGES = [
     functional_call,
     per_sample,
 ]
+REPEATED.update(it for it in CHANGES if callable(it))
 
 
-@pytest.mark.parametrize("make_model", [Net, Checkpointed, Frozen])
+@cache
+def amid_inferences(change: Callable[[Program], None]) -> Callable[[Program], None]:
+    """The change, between calls of few and of many tokens."""
+
+    def infer_and_change(program: Program) -> None:
+        infer(program)
+        change(program)
+        infer(program)
+
+    REPEATED.add(infer_and_change)
+    return infer_and_change
+
+
+@pytest.mark.parametrize("make_model", [Net, Checkpointed, Adapters])
 @pytest.mark.parametrize("slots", [2, 8])
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_bit_changes_where_weights_are_used_otherwise(
@@ -897,20 +800,15 @@ def write_tables(program: Program) -> None:
 @pytest.mark.parametrize("cached_share", [0.0, 0.2])
 @pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense])
 @pytest.mark.parametrize("slots", [2, 8])
-@pytest.mark.parametrize("change", [lambda _: None, write_tables, *CHANGES])
+@pytest.mark.parametrize("change", [nothing, write_tables, *CHANGES])
 def test_no_bit_changes_where_few_experts_are_used(
     change: Callable[[Program], None],
     slots: int,
     make_model: Callable[[], nn.Module],
     cached_share: float,
 ) -> None:
-    def infer_and_change(program: Program) -> None:
-        infer(program)
-        change(program)
-        infer(program)
-
     program = compare(
-        infer_and_change,
+        amid_inferences(change),
         slots=slots,
         make_model=make_model,
         eagerness=0.5,
@@ -918,7 +816,6 @@ def test_no_bit_changes_where_few_experts_are_used(
     )
     # With a buffer for each block, copies from a training's passes are still there.
     assert slots == 8 or program.counts.experts_in_place > 0
-    assert program.streamed is not None
     use = program.streamed.expert_use()
     assert cached_share or use == (0, 0)
     assert not cached_share or slots == 8 or min(use) > 0
@@ -932,16 +829,14 @@ def test_no_bit_changes_where_few_experts_are_used(
 def test_no_bit_changes_where_few_modules_of_experts_are_called(
     change: Callable[[Program], None], slots: int
 ) -> None:
-    def infer_and_change(program: Program) -> None:
-        infer(program)
-        change(program)
-        infer(program)
-
     program = compare(
-        infer_and_change, slots=slots, make_model=MixtureOfModules, eagerness=0.5, cached_share=0.2
+        amid_inferences(change),
+        slots=slots,
+        make_model=MixtureOfModules,
+        eagerness=0.5,
+        cached_share=0.2,
     )
     assert slots == 8 or program.counts.experts_in_place > 0
-    assert program.streamed is not None
     assert program.streamed.expert_use() == (0, 0)
 
 

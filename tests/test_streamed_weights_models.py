@@ -15,9 +15,8 @@ from streamed_programs import NoRoom
 
 from umem.core.classes import TensorClass
 from umem.offloading import ActivationStore
-from umem.streaming.stage.lanes import Copy, Lane
-from umem.streaming.weights.experts import find_experts
-from umem.streaming.weights.model_weights import ModelWeights
+from umem.streaming.stage import Copy, Lane
+from umem.streaming.weights import ModelWeights, find_experts
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

@@ -225,9 +225,7 @@ def test_the_card_of_the_rank_that_writes_is_sampled(
 
     words = "0.2 s of each step went to memory that had to be made free or put together first"
 
-    def write(
-        command: Sequence[str], _environment: object, _folder: str, log: Any, _: float
-    ) -> int:
+    def write(command: Sequence[str], _: object, __: Path, log: Any, *___: float) -> int:
         log.write(f"umem: 9 steps of Net\numem: {words}\n".encode())
         assert has_option(command, "--writer", str(card))
         sizes = {"card_used_bytes": 900, "reserved_bytes": 800}
@@ -243,7 +241,7 @@ def test_the_card_of_the_rank_that_writes_is_sampled(
 
     monkeypatch.setattr("matrix.is_installed", lambda _: True)
     monkeypatch.setattr("matrix.MemorySampler", Sampler)
-    monkeypatch.setattr("matrix._end_status", write)
+    monkeypatch.setattr("matrix.end_status", write)
     stock = runner(2, 2).measure((name, "stock"), (), None)
     within = runner(2, 2).measure((name, "umem-budget"), (stock,), stock)
     assert within.budget_bytes == 600

@@ -3,90 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lazy_lanes import LazyLanes
-from streamed_programs import Branches, Net, NetWithFlat, Program, Tied, compare
+from streamed_programs import TEMPORARY, Program, begin, compare
 from streamed_uses import USES
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from umem.streaming.step.temporary_slots import TemporaryPlan
+from umem.streaming.step import TemporaryPlan
 
-PLAN = TemporaryPlan(
-    made_in=("layers.3", "layers.2", "layers.2"), freed_before=("layers.1", "layers.3", None)
-)
-"""Behind the two pieces of the other slots, the state of three more."""
-
-AT_THE_STEP = TemporaryPlan(made_in=("layers.3", None, None), freed_before=PLAN.freed_before)
+AT_THE_STEP = TemporaryPlan(made_in=("layers.3", None, None), freed_before=TEMPORARY.freed_before)
 """Two of them are made when the step begins."""
-
-
-class Checkpointed(Net):
-    """Its layers run twice."""
-
-    is_reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x) * self.scale
-        for layer in self.layers:
-            called: Any = checkpoint(layer, x, use_reentrant=self.is_reentrant)
-            x = x + torch.tanh(called)
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
-
-
-class CheckpointedByFunction(Checkpointed):
-    is_reentrant = True
-
-
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of temporary slots behind each step of a streamed program."""
-    seen: list[int] = []
-    step = Program.step
-
-    def stepped(program: Program) -> None:
-        step(program)
-        if program.training is not None:
-            seen.append(counted(program))
-
-    monkeypatch.setattr(Program, "step", stepped)
-    return seen
-
-
-@pytest.mark.parametrize(
-    "make_model", [Net, NetWithFlat, Tied, Branches, Checkpointed, CheckpointedByFunction]
-)
-@pytest.mark.parametrize("eagerness", [0.0, 0.8])
-@pytest.mark.parametrize("batches", [1, 2])
-def test_bits_are_those_of_the_plain_step(
-    make_model: Callable[[], nn.Module],
-    eagerness: float,
-    batches: int,
-    counts: list[int],
-) -> None:
-    plan = TemporaryPlan(PLAN.made_in, PLAN.freed_before, batches)
-    run = compare(
-        make_model=make_model, eagerness=eagerness, batches=batches, temporary=plan, steps=4
-    )
-    assert run.training is not None
-    assert run.training.counts.in_line == 0
-    if make_model is not Branches:
-        assert max(counts) == 3
-
-
-@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
-@pytest.mark.parametrize("plan", [PLAN, AT_THE_STEP], ids=["", "at the step"])
-@pytest.mark.parametrize("eagerness", [0.0, 0.8])
-def test_whatever_the_program_does(
-    use: Callable[[Program], None], plan: TemporaryPlan, eagerness: float
-) -> None:
-    compare(use, eagerness, temporary=plan)
 
 
 @pytest.mark.slow
@@ -133,29 +61,12 @@ def test_any_plan(
     )
 
 
-def streamed(temporary: TemporaryPlan = PLAN, **program: Any) -> tuple[Program, LazyLanes]:
-    """A program with temporary slots, two steps behind its begin, and its lanes."""
-    made: list[LazyLanes] = []
-
-    def make(model: nn.Module) -> LazyLanes:
-        made.append(LazyLanes(model))
-        return made[0]
-
-    run = Program(make, temporary=temporary, **program)
-    run.step()
-    run.stream()
-    run.step()
-    run.step()
-    return run, made[0]
-
-
 def counted(run: Program) -> int:
-    assert run.training is not None
     return len(run.training.step.units.pool.temporary)
 
 
 def test_slots_are_made_and_freed_where_the_plan_says() -> None:
-    run, _ = streamed()
+    run = begin(2, temporary=TEMPORARY)
     assert counted(run) == 3
     seen: list[tuple[str, int]] = []
     for name in ("layers.0", "layers.1", "layers.3"):
@@ -174,8 +85,7 @@ def test_slots_are_made_and_freed_where_the_plan_says() -> None:
 
 
 def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_leave_behind_it() -> None:
-    run, _ = streamed()
-    assert run.training is not None
+    run = begin(2, temporary=TEMPORARY)
     run.backward()
     pieces = [piece for unit in run.training.step.units for piece in unit.pieces]
     staged = [it for it in pieces if it.state.homes]
@@ -197,7 +107,7 @@ def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_leave_behind_
 @pytest.mark.parametrize("batches", [1, 2])
 def test_the_last_slots_are_made_when_the_step_begins(batches: int) -> None:
     plan = TemporaryPlan(AT_THE_STEP.made_in, AT_THE_STEP.freed_before, batches)
-    run, _ = streamed(temporary=plan, batches=batches)
+    run = begin(2, temporary=plan, batches=batches)
     seen = []
     for _ in range(batches):
         run.backward()
@@ -208,14 +118,14 @@ def test_the_last_slots_are_made_when_the_step_begins(batches: int) -> None:
 
 
 def test_an_evaluation_frees_them() -> None:
-    run, _ = streamed()
+    run = begin(2, temporary=TEMPORARY)
     with torch.no_grad():
         run.model(run.batch())
     assert counted(run) == 0
 
 
 def test_a_pass_that_no_step_follows_leaves_nothing_behind() -> None:
-    run, _ = streamed()
+    run = begin(2, temporary=TEMPORARY)
     for _ in range(3):
         run.backward()
         assert counted(run) == 3
@@ -226,7 +136,7 @@ def test_a_pass_that_no_step_follows_leaves_nothing_behind() -> None:
 
 
 def test_none_are_asked_for_again_where_the_device_has_no_room() -> None:
-    run, _ = streamed()
+    run = begin(2, temporary=TEMPORARY)
     asked: list[int] = []
     run.memory.buffer = asked.append
     run.step()
@@ -236,13 +146,12 @@ def test_none_are_asked_for_again_where_the_device_has_no_room() -> None:
 
 
 def test_a_new_plan_and_the_end_free_them() -> None:
-    run, lanes = streamed()
-    assert run.training is not None
+    run = begin(2, temporary=TEMPORARY)
     run.training.temporary.set_plan(TemporaryPlan())
     assert counted(run) == 0
-    run.training.temporary.set_plan(PLAN)
+    run.training.temporary.set_plan(TEMPORARY)
     run.step()
     assert counted(run) == 3
     run.training.close()
     assert counted(run) == 0
-    assert lanes.open_tasks == 0
+    assert run.lazy.open_tasks == 0

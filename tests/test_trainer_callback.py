@@ -9,7 +9,7 @@ import pytest
 import torch
 from lazy_lanes import HostStateMemory
 
-from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.stage import HostLanes
 from umem.streaming.training import StreamedTraining
 
 transformers: Any = pytest.importorskip("transformers")

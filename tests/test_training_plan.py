@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.hardware import Hardware
-from umem.streaming.plan.state_plan import plan_stream
-from umem.streaming.plan.step_timing import StreamUnit, simulate_stream
-from umem.streaming.plan.training_plan import TrainingPlan, plan_training, with_weights
-from umem.streaming.plan.weight_plan import WeightUnit, plan_weights
+from umem.streaming.plan import (
+    StreamUnit,
+    TrainingPlan,
+    WeightUnit,
+    plan_stream,
+    plan_training,
+    plan_weights,
+    simulate_stream,
+    with_weights,
+)
 
 MIB = 2**20
 MS = 1e-3

@@ -15,7 +15,7 @@ from lazy_lanes import HostStateMemory, LazyLanes
 from streamed_programs import NoRoom, bits
 
 from umem.offloading import ActivationStore
-from umem.streaming.weights.model_weights import ModelWeights
+from umem.streaming.weights import ModelWeights
 
 lens: Any = pytest.importorskip("transformer_lens")
 transformers: Any = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights, staged_bytes
+from umem.streaming.plan import WeightPlan, WeightUnit, plan_weights, staged_bytes
 
 KIB = 1024
 

@@ -24,9 +24,7 @@ from umem.capture.offline import model_trace
 from umem.hardware import load_hardware
 from umem.policy import load_policy, resolve
 from umem.predict.stream_prediction import StreamPrediction, predict_stream
-from umem.streaming.plan import step_timing
-from umem.streaming.plan.lane_simulation import LaneReport, LaneTasks, simulate_lanes
-from umem.streaming.plan.state_plan import simulate_plan
+from umem.streaming.plan import LaneReport, LaneTasks, simulate_lanes, simulate_plan, step_timing
 from umem_bench.results import Run, ScaleCase, read_results
 from umem_bench.scale.tables import of_variant, tokens_per_s
 

@@ -54,7 +54,9 @@ __all__ = [
     "Workload",
     "WorkloadName",
     "median",
+    "read_records",
     "read_results",
+    "write_records",
     "write_results",
 ]
 
@@ -588,14 +590,26 @@ def write_results(run: Run, path: Path) -> None:
     OSError
         If the file cannot be written; an old file then stays.
     """
+    write_records(run.header, run.results, path)
+
+
+def write_records(header: Header, results: Iterable[Any], path: Path) -> None:
+    """Write a header, then a line for each record with its ``kind``; see `write_results`."""
     from umem.io.files import replace_file
 
-    rows = [it.model_dump(mode="json", exclude_defaults=True) for it in run.results]
-    lines = [run.header.model_dump_json()]
-    lines += [
-        json.dumps({"kind": it.kind} | row) for it, row in zip(run.results, rows, strict=True)
-    ]
+    rows = [{"kind": it.kind} | it.model_dump(mode="json", exclude_defaults=True) for it in results]
+    lines = [header.model_dump_json(), *map(json.dumps, rows)]
     replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def read_records(path: Path, record: type[_Kind], words: str) -> tuple[Header, tuple[_Kind, ...]]:
+    """Read what `write_records` wrote. Raises ``UmemError`` if the file is no such one."""
+    try:
+        first, *others = path.read_text().splitlines()
+        header = Header.model_validate_json(first)
+        return header, tuple(map(record.model_validate_json, others))
+    except (OSError, ValueError, ValidationError) as error:
+        raise UmemError(f"{path}: no results of {words}: {error}") from error
 
 
 def read_results(path: Path) -> Run:

@@ -11,7 +11,7 @@ from faults import Fault, Interrupt, OutOfMemory, Signal, came_in_update, mend_t
 from random_training import Pair, RandomProgram, Step, values
 
 from umem.core.errors import PlanError
-from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.stage import HostLanes
 
 __all__ = ["train_with_faults"]
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from umem.offloading import ActivationStore, offload_blocks
 from umem.runtime.torch_hooks import saved_tensors
-from umem.streaming.stage.lanes import HostLanes
-from umem.streaming.weights.model_weights import ModelWeights
+from umem.streaming.stage import HostLanes
+from umem.streaming.weights import ModelWeights
 
 __all__ = ["interrupt_streamed_weights"]
 

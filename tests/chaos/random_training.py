@@ -13,7 +13,7 @@ from lazy_lanes import LazyLanes
 from streamed_programs import WIDTH, Net, NetWithFlat, Program, Tied, bits
 from torch import nn
 
-from umem.streaming.step.temporary_slots import TemporaryPlan
+from umem.streaming.step import TemporaryPlan
 
 __all__ = ["Pair", "RandomProgram", "Step", "values"]
 

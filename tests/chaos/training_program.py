@@ -18,7 +18,7 @@ from streamed_programs import Program, bits
 from umem.capture.offline.trace_cache import cache_trace
 from umem.io.files import replace_file
 from umem.offloading import offload_blocks
-from umem.streaming.stage.lanes import HostLanes
+from umem.streaming.stage import HostLanes
 from umem.trace import load_trace
 
 CHECKPOINT_BYTES = 1 << 20

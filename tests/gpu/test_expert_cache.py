@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from umem.streaming.weights.expert_cache import make_cached_table
+from umem.streaming.weights import make_cached_table
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from umem.streaming.stage.staged_state import find_spans
-from umem.streaming.step.known_optimizers import PER_PARAMETER_OPTIMIZERS, is_elementwise
+from umem.streaming.stage import find_spans
+from umem.streaming.step import PER_PARAMETER_OPTIMIZERS, is_elementwise
 
 pytestmark = pytest.mark.gpu
 

@@ -11,13 +11,11 @@ from streamed_programs import STAGED_BYTES, NoRoom
 from umem.offloading import ActivationStore
 from umem.runtime.held_memory import note_export
 from umem.runtime.torch_hooks.memory_access import on_export
-from umem.streaming.step.slot_pool import SlotPool
+from umem.streaming.step import SlotPool
 from umem.streaming.training import StreamedTraining
-from umem.streaming.weights.model_weights import ModelWeights
+from umem.streaming.weights import ModelWeights
 
 __all__ = ["LateRun"]
-
-on_export(note_export)  # as umem.enable does
 
 _MIN_WEIGHT_BYTES = 512
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,17 +23,16 @@ from typing import Any, Literal, get_args
 
 from card_processes import Peaks
 from drawn_readers import reader_programs
-from pydantic import ValidationError
 from small_trainings import Program, Verdict
 from sound_programs import KINDS, PROGRAMS
 from umem_bench.machine import git_commit, header
-from umem_bench.results import Header, Record
+from umem_bench.processes import end_status, environment
+from umem_bench.results import Header, Record, read_records, write_records
 from umem_bench.rows import require_gpu
 from umem_bench.tables import NOTHING, Table, print_tables, provenance, size_text
 
 from umem import UmemError
 from umem.cuda import bindings
-from umem.io.files import replace_file
 
 __all__ = [
     "PROCESS_LIMIT_S",
@@ -188,7 +185,7 @@ class Runner:
         ]
         left_s = max(1.0, min(PROCESS_LIMIT_S, self.end_s - began_s))
         with log.open("wb") as words:
-            status = _end_status(command, _environment(budget_bytes), self.folder, words, left_s)
+            status = end_status(command, _variables(budget_bytes), self.folder, words, left_s)
         told: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
         told["status"] = status
         told["words"] = log.read_text(errors="replace")[-_MOST_LETTERS:]
@@ -197,43 +194,19 @@ class Runner:
         return told, time.monotonic() - began_s
 
 
-def _environment(budget_bytes: int | None) -> dict[str, str]:
-    kept = {name: it for name, it in os.environ.items() if not name.startswith("UMEM_")}
-    given = [os.path.abspath(it) for it in kept.get("PYTHONPATH", "").split(os.pathsep) if it]
+def _variables(budget_bytes: int | None) -> dict[str, str]:
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     own = [str(HERE), str(HERE.parent / "support")]
-    return {
-        **kept,
-        **({} if budget_bytes is None else {"UMEM_DEVICE_BUDGET": str(budget_bytes)}),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*own, *given])),
-        "UMEM_MANAGED_LIMIT": MANAGED_LIMIT,
-        "UMEM_POISON": "1",
-    }
-
-
-def _end_status(
-    command: Sequence[str], environment: dict[str, str], folder: Path, log: Any, limit_s: float
-) -> int | None:
-    """A process's exit status; None if its time ran out, and it was killed with its children."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
+    paths = dict.fromkeys([*own, *(os.path.abspath(it) for it in given if it)])
+    return environment(
+        budget_bytes,
+        MANAGED_LIMIT,
+        CUBLAS_WORKSPACE_CONFIG=":4096:8",
+        OMP_NUM_THREADS="1",
+        PYTHONDONTWRITEBYTECODE="1",
+        PYTHONPATH=os.pathsep.join(paths),
+        UMEM_POISON="1",
     )
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 # ---- judging ----
@@ -324,23 +297,12 @@ def _line(result: Comparison) -> str:
 
 def write(campaign: Campaign, path: Path) -> None:
     """Write a results file: a line with the provenance, then one for each program."""
-    lines = [campaign.header.model_dump_json()]
-    lines += [
-        json.dumps({"kind": it.kind} | it.model_dump(mode="json", exclude_defaults=True))
-        for it in campaign.results
-    ]
-    replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+    write_records(campaign.header, campaign.results, path)
 
 
 def read(path: Path) -> Campaign:
     """Read a results file. Raises ``UmemError`` if it is none."""
-    try:
-        first, *others = path.read_text().splitlines()
-        return Campaign(
-            Header.model_validate_json(first), tuple(map(Comparison.model_validate_json, others))
-        )
-    except (OSError, ValueError, ValidationError) as error:
-        raise UmemError(f"{path}: no results of this campaign: {error}") from error
+    return Campaign(*read_records(path, Comparison, "this campaign"))
 
 
 # ---- the tables ----

@@ -42,7 +42,7 @@ class UmemRun(Run):
     def step_ended(self) -> None:
         """Count."""
         from umem.streaming.training import streamed_trainings
-        from umem.streaming.weights.managed_models import weights_of
+        from umem.streaming.weights import weights_of
 
         streamed = sum(training.counts.streamed for training in streamed_trainings())
         self.deferred_steps += streamed > self._streamed

@@ -345,7 +345,7 @@ def main() -> None:
     from umem.runtime.torch_hooks.backward import hook_backward
     from umem.runtime.torch_hooks.stream_order import cuda_stream_order
     from umem.runtime.torch_hooks.work_starts import before_work
-    from umem.streaming.stage.sharded_parameters import order_gathering
+    from umem.streaming.stage import order_gathering
 
     guard = Guard(lambda: None)
     guard.hold([torch.zeros(1)])

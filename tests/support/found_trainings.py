@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +20,12 @@ from umem.capture.live import WallClock
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
-from umem.streaming.stage.device_room import DeviceRoom
-from umem.streaming.step.known_optimizers import refusal
+from umem.streaming.stage import DeviceRoom
+from umem.streaming.step import refusal
 from umem.streaming.training import StreamedTraining
-from umem.streaming.tune import tuner
-from umem.streaming.tune.tuner import StreamTuner
+from umem.streaming.tune import StreamTuner, tuner
 
-__all__ = ["Room", "Streams", "streaming"]
+__all__ = ["Room", "Streams", "streaming", "three_ways"]
 
 _BASE = 10**6
 """Bytes of all that is not streamed, at any moment."""
@@ -148,3 +148,9 @@ def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Itera
             handle.remove()
         for training in streams.trainings:
             training.abandon()
+
+
+def three_ways(train: Callable[[Any, Streams | None, Path], Any], what: Any, folder: Path) -> Any:
+    """A training's results: stock, with all state streamed, and with all state on the device."""
+    ways = (None, Streams(), Streams(10**6))
+    return [train(what, streams, Path(f"{folder}{way}")) for way, streams in enumerate(ways)]

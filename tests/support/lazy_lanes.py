@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from umem.core.classes import TensorClass
 from umem.runtime.guard import can_guard
 from umem.runtime.unguarded import PastGuards, Unguarded
-from umem.streaming.stage.lanes import Copy, Lane, Lanes, untraced
-from umem.streaming.stage.staged_state import StateMemory, is_whole
+from umem.streaming.stage import Copy, Lane, Lanes, StateMemory, is_whole, untraced
 
 __all__ = ["CountedMemory", "HostStateMemory", "LazyLanes"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import WallClock
-from umem.streaming.stage.device_room import DeviceRoom
+from umem.streaming.stage import DeviceRoom
 
 __all__ = [
     "BASE",

@@ -15,7 +15,7 @@ from fork_server import start_fork_server
 from once import made_once
 from torch import distributed
 
-__all__ = ["WarningLines", "one_rank", "result_file", "run_ranks", "run_ranks_once"]
+__all__ = ["WarningLines", "meeting", "one_rank", "result_file", "run_ranks", "run_ranks_once"]
 
 
 class WarningLines(logging.Handler):
@@ -45,6 +45,17 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         distributed.destroy_process_group()
+
+
+@contextmanager
+def meeting(rank: int, folder: Path, count: int, **options: Any) -> Iterator[dict[str, Any]]:
+    """This rank among others over gloo. What is put into the dictionary is the rank's result."""
+    place = (folder / "meeting").as_uri()
+    distributed.init_process_group("gloo", place, rank=rank, world_size=count, **options)
+    found: dict[str, Any] = {}
+    yield found
+    result_file(folder, rank).write_text(json.dumps(found))
+    distributed.destroy_process_group()
 
 
 def result_file(folder: Path, rank: int) -> Path:

@@ -1,30 +1,86 @@
-"""Training programs that run twice: as they are, and with their state streamed on lazy lanes."""
+"""Training programs that run twice: as they are, and streamed on lazy lanes.
+
+streamed_uses.py has what they do between their steps, and test_streamed_programs.py runs all of
+that under every way to stream.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from lazy_lanes import HostStateMemory, LazyLanes
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import plain_tensors
-from umem.streaming.stage.device_room import DeviceRoom
-from umem.streaming.step.temporary_slots import TemporaryPlan
+from umem.streaming.stage import DeviceRoom
+from umem.streaming.step import TemporaryPlan
 from umem.streaming.training import StreamedTraining
-from umem.streaming.tune.tuner import StreamTuner
-from umem.streaming.weights.model_weights import ModelWeights
+from umem.streaming.tune import StreamTuner
+from umem.streaming.weights import (
+    ExtraSlots,
+    ModelWeights,
+    StreamedBlock,
+    StreamedWeights,
+    WeightCounts,
+    find_experts,
+    is_movable_weight,
+)
 
-__all__ = ["WIDTH", "Net", "NetWithFlat", "Program", "bits", "compare"]
+__all__ = [
+    "BACK",
+    "EAGERNESS",
+    "REPEATED",
+    "TEMPORARY",
+    "UNITS",
+    "WATCHED",
+    "WIDTH",
+    "Adapters",
+    "Branches",
+    "Checkpointed",
+    "Net",
+    "NetWithFlat",
+    "Program",
+    "Reentrant",
+    "Tied",
+    "WeightProgram",
+    "begin",
+    "bits",
+    "compare",
+    "nothing",
+    "stock_bits",
+    "stream_weights",
+]
 
 WIDTH = 16
 
+EAGERNESS = (0.0, 0.8)
+"""Of lanes: as late as the waits allow, and at random moments."""
+
+UNITS = frozenset(["", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head"])
+"""All units of a net."""
+
 STAGED_BYTES = 1024
 """The state of a layer's bias is staged by itself."""
+
+
+BACK = {"head": "layers.1", "norm": "layers.1", "layers.3": "layers.0", "layers.2": "stem"}
+"""Units whose gradients come back, by the unit in whose backward pass they do."""
+
+TEMPORARY = TemporaryPlan(
+    made_in=("layers.3", "layers.2", "layers.2"), freed_before=("layers.1", "layers.3", None)
+)
+"""Behind the two pieces of the other slots, the state of three more."""
+
+WATCHED = 3
+"""Plain steps after which units are updated in the backward pass."""
 
 
 class Net(nn.Module):
@@ -82,6 +138,43 @@ class Branches(Net):
         return y
 
 
+class Checkpointed(Net):
+    """Blocks that are computed again in the backward pass."""
+
+    use_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer in self.layers:
+            called: Any = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+            x = x + torch.tanh(called)
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+class Reentrant(Checkpointed):
+    """The same by backward passes within the backward pass."""
+
+    use_reentrant = True
+
+
+class Adapters(Net):
+    """Adapters over frozen layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.requires_grad_(False)
+        self.adapters = nn.ParameterList(torch.zeros(WIDTH, WIDTH) for _ in self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for layer, adapter in zip(self.layers, self.adapters, strict=True):
+            x = x + torch.tanh(layer(x) + x @ adapter)
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
 class NoRoom(DeviceRoom):
     """A device with a budget of nothing."""
 
@@ -104,7 +197,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One run of a training program.
 
@@ -131,15 +224,19 @@ class Program:
     """Backward passes in a step."""
     streams_weights: bool = False
     """Whether weights are streamed too, all that can be."""
-    weights: ModelWeights | None = None
+    weights: Any = None
+    """The `ModelWeights` of a run that streams them."""
     tuner: StreamTuner | None = None
     in_backward: bool = False
     """Whether parameters are updated in the backward pass, in a run that streams."""
     clips: bool = True
     seen: list[Any] = field(default_factory=list)
     """What the program has looked at, to compare with the other run."""
-    training: StreamedTraining | None = None
+    training: Any = None
+    """The `StreamedTraining` of a run that streams."""
     memory: Any = None
+    lazy: Any = None
+    """The lanes of a run that streams."""
     model: Any = field(init=False)
     optimizer: Any = field(init=False)
     kept: Any = None
@@ -167,38 +264,43 @@ class Program:
 
     def stream(self) -> None:
         """Begin streaming, in a run that does."""
-        if self.lanes is not None:
-            lanes = self.lanes(self.model)
-            self.memory = HostStateMemory(
-                staged_bytes=STAGED_BYTES,
-                most_buffers=self.most_buffers,
-                parameters=self.model.parameters(),
-                lanes=lanes,
-            )
-            if self.streams_weights:
-                self.weights = ModelWeights(
-                    self.model,
-                    lanes,
-                    self.memory,
-                    NoRoom(),
-                    ActivationStore("cpu"),
-                    min_bytes=WIDTH * WIDTH,
-                )
-                self.weights.begin_call()
-            self.training = StreamedTraining(
+        if self.lanes is None:
+            return
+        self.begin_lanes(self.lanes)
+        self.training = StreamedTraining(
+            self.model,
+            self.optimizer,
+            self.lazy,
+            self.memory,
+            self.tuner,
+            step_in_backward=self.in_backward,
+            weights=self.weights,
+        )
+        self.training.temporary.set_plan(self.temporary)
+        self.training.step.units.set_plan(
+            self.resident, self.slots, temporary=len(self.temporary.made_in)
+        )
+        self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)
+
+    def begin_lanes(self, lanes: Callable[[nn.Module], LazyLanes]) -> None:
+        """Make the lanes, the memory, and what streams the weights."""
+        self.lazy = lanes(self.model)
+        self.memory = HostStateMemory(
+            staged_bytes=STAGED_BYTES,
+            most_buffers=self.most_buffers,
+            parameters=self.model.parameters(),
+            lanes=self.lazy,
+        )
+        if self.streams_weights:
+            self.weights = ModelWeights(
                 self.model,
-                self.optimizer,
-                lanes,
+                self.lazy,
                 self.memory,
-                self.tuner,
-                step_in_backward=self.in_backward,
-                weights=self.weights,
+                NoRoom(),
+                ActivationStore("cpu"),
+                min_bytes=WIDTH * WIDTH,
             )
-            self.training.temporary.set_plan(self.temporary)
-            self.training.step.units.set_plan(
-                self.resident, self.slots, temporary=len(self.temporary.made_in)
-            )
-            self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)
+            self.weights.begin_call()
 
     def is_first(self, what: object) -> bool:
         """Whether this is the first call with this argument."""
@@ -246,6 +348,61 @@ class Program:
         return [*self.seen, *weights, copy.deepcopy(self.optimizer.state_dict())]
 
 
+def fail(error: Exception) -> None:
+    """Let an error of streamed weights out."""
+    raise error
+
+
+def stream_weights(
+    model: nn.Module,
+    lanes: Any,
+    memory: HostStateMemory,
+    slots: int = 2,
+    extra: Mapping[str, ExtraSlots] | None = None,
+    cached_share: float = 0.0,
+) -> StreamedWeights:
+    """Stage all weights of a model that can be."""
+    weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
+    owners = [it for block in find_blocks(model, None) for it in set(block.module.parameters())]
+    blocks = []
+    for block in find_blocks(model, None):
+        parts = [
+            it
+            for it in block.module.parameters()
+            if is_movable_weight(it) and sum(it is other for other in owners) == 1
+        ]
+        if parts:
+            experts = find_experts(block.module)
+            blocks.append(StreamedBlock(block.name, block.module, parts, experts, cached_share))
+    weights.set_blocks(blocks, slots, extra=extra)
+    return weights
+
+
+@dataclass(eq=False)
+class WeightProgram(Program):
+    """A program whose weights are streamed, and whose optimizer runs its steps itself."""
+
+    streamed: StreamedWeights | None = None
+    extra: Any = None
+    """Further buffers in the passes of each block."""
+    cached_share: float = 0.0
+    """Of experts."""
+
+    def stream(self) -> None:
+        if self.lanes is not None:
+            self.lazy = lanes = self.lanes(self.model)
+            self.memory = HostStateMemory(most_buffers=self.most_buffers, lanes=lanes)
+            self.streamed = stream_weights(
+                self.model, lanes, self.memory, self.slots, self.extra or {}, self.cached_share
+            )
+
+    @property
+    def counts(self) -> WeightCounts:
+        """Of a run that streams."""
+        assert self.streamed is not None
+        return self.streamed.counts
+
+
 def bits(value: Any) -> Any:
     """A value that compares equal if all bits of all tensors do."""
     if isinstance(value, torch.Tensor):
@@ -263,15 +420,76 @@ def bits(value: Any) -> Any:
     return value
 
 
+def nothing(_program: Program) -> None:
+    """A plain loop."""
+
+
+REPEATED: set[Callable[[Program], None]] = {nothing}
+"""Changes that several tests make: their stock runs are kept."""
+
+_OF_STOCK = (
+    *("make_model", "make_optimizer", "make_optimizers"),
+    *("batches", "clips", "plain", "prepare"),
+)
+"""The options that a stock run heeds."""
+
+_OF_WEIGHTS = ("extra", "cached_share")
+"""Those that only `WeightProgram` has."""
+
+
+@lru_cache(maxsize=64)
+def _repeated(
+    kind: type[Program],
+    change: Callable[[Program], None],
+    steps: int,
+    *options: tuple[str, Any],
+) -> Any:
+    return bits(kind(None, **dict(options)).run(change, steps))
+
+
+def stock_bits(
+    change: Callable[[Program], None], steps: int = 3, kind: type[Program] = Program, **options: Any
+) -> Any:
+    """All bits of a stock run."""
+    chosen: Any = Program if kind is WeightProgram else kind  # their stock runs are equal
+    options = {name: it for name, it in options.items() if name not in _OF_WEIGHTS}
+    if change not in REPEATED:
+        return bits(chosen(None, **options).run(change, steps))
+    return _repeated(chosen, change, steps, *(it for it in options.items() if it[0] in _OF_STOCK))
+
+
 def compare(
-    change: Callable[[Program], None] = lambda _: None,
+    change: Callable[[Program], None] = nothing,
     eagerness: float = 0.0,
     seed: int = 0,
     steps: int = 3,
-    **program: Any,
-) -> Program:
-    """Run a program both ways, compare all bits, and return the streamed run."""
-    streamed = Program(lambda model: LazyLanes(model, eagerness, seed), **program)
-    found = streamed.run(change, steps)
-    assert bits(found) == bits(Program(None, **program).run(change, steps))
+    kind: type[Program] = Program,
+    expected: Any = None,
+    **options: Any,
+) -> Any:
+    """Run a program both ways, compare all bits, and return the streamed run.
+
+    What it raises comes before the program has seen another value. `kind` streams otherwise, and
+    `expected` are the bits of a stock run, if they are known.
+    """
+    expected = expected or stock_bits(change, steps, kind, **options)
+    streamed = kind(lambda model: LazyLanes(model, eagerness, seed), **options)
+    try:
+        found = streamed.run(change, steps)
+    except Exception:
+        assert bits(streamed.seen) == expected[: len(streamed.seen)]
+        raise
+    assert bits(found) == expected
     return streamed
+
+
+def begin(
+    steps: int = 0, lanes: Callable[[nn.Module], LazyLanes] = LazyLanes, **options: Any
+) -> Any:
+    """A program that streams from its second step on, after some further steps."""
+    program = Program(lanes, **options)
+    program.step()
+    program.stream()
+    for _ in range(steps):
+        program.step()
+    return program

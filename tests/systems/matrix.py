@@ -13,7 +13,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,17 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import ValidationError
 from umem_bench.card import Card, MemorySampler
 from umem_bench.machine import git_commit, header
-from umem_bench.results import Header, ProcessResult
+from umem_bench.processes import end_status, environment
+from umem_bench.results import Header, ProcessResult, read_records, write_records
 from umem_bench.rows import continued, memory_ran_out, require_gpu, run_missing, why_no_time
 from umem_bench.tables import NOTHING, Table, notes_table, print_tables, provenance, size_text
 from umem_bench.training.tables import peak_and_base
 
 from umem import UmemError
 from umem.cuda import bindings
-from umem.io.files import replace_file
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 
@@ -260,12 +258,13 @@ class Runner:
             output, log = Path(folder, "output.json"), Path(folder, "log")
             command = [*self.command(name, variant), "--output", str(output)]
             with MemorySampler(card) as sampler, log.open("wb") as log_file:
-                status = _end_status(
+                status = end_status(
                     command,
-                    _environment(budget_bytes, self.ranks),
-                    folder,
+                    _variables(budget_bytes, self.ranks),
+                    Path(folder),
                     log_file,
                     max(1.0, min(PROCESS_LIMIT_S, left_s)),
+                    _END_S,
                 )
             # Progress bars return to the beginning of their line.
             words = log.read_text(errors="replace").replace("\r", "\n")
@@ -326,44 +325,11 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def _environment(budget_bytes: int | None, ranks: int) -> dict[str, str]:
-    kept = {name: it for name, it in os.environ.items() if not name.startswith("UMEM_")}
+def _variables(budget_bytes: int | None, ranks: int) -> dict[str, str]:
     every = ",".join(map(str, range(ranks)))
-    devices = kept.get("CUDA_VISIBLE_DEVICES", every).split(",")[:ranks]
-    budget = {} if budget_bytes is None else {"UMEM_DEVICE_BUDGET": str(budget_bytes)}
-    return {
-        **kept,
-        **budget,
-        "UMEM_MANAGED_LIMIT": MANAGED_LIMIT,
-        "CUDA_VISIBLE_DEVICES": ",".join(devices),
-        "HF_HUB_OFFLINE": "1",
-    }
-
-
-def _end_status(
-    command: Sequence[str], environment: dict[str, str], folder: str, log: Any, limit_s: float
-) -> int | None:
-    """A process's exit status; None if its time ran out, and it was ended."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            process.terminate()  # torchrun ends its rank
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")[:ranks]
+    more = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "HF_HUB_OFFLINE": "1"}
+    return environment(budget_bytes, MANAGED_LIMIT, **more)
 
 
 def _reason(log: str, status: int) -> str:
@@ -405,24 +371,12 @@ def run_matrix(
 
 def write(matrix: Matrix, path: Path) -> None:
     """Write a results file: a line with the provenance, then one for each result."""
-    lines = [matrix.header.model_dump_json()]
-    lines += [
-        json.dumps({"kind": it.kind} | it.model_dump(mode="json", exclude_defaults=True))
-        for it in matrix.results
-    ]
-    replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+    write_records(matrix.header, matrix.results, path)
 
 
 def read(path: Path) -> Matrix:
     """Read a results file. Raises ``UmemError`` if it is none."""
-    try:
-        first, *others = path.read_text().splitlines()
-        return Matrix(
-            Header.model_validate_json(first),
-            tuple(map(SystemResult.model_validate_json, others)),
-        )
-    except (OSError, ValueError, ValidationError) as error:
-        raise UmemError(f"{path}: no results of this matrix: {error}") from error
+    return Matrix(*read_records(path, SystemResult, "this matrix"))
 
 
 # ---- the table ----

@@ -21,7 +21,7 @@ from torch import nn
 
 import umem
 from umem.streaming.training import streamed_trainings
-from umem.streaming.weights.managed_models import weights_of
+from umem.streaming.weights import weights_of
 
 MIB = 1 << 20
 STEPS = 12

@@ -25,7 +25,7 @@ from umem.cuda import bindings
 from umem.managing import managers
 from umem.runtime.state import runtime
 from umem.runtime.unguarded import addresses_of
-from umem.streaming.stage.memory import CudaStateMemory
+from umem.streaming.stage import CudaStateMemory
 from umem.streaming.training import streamed_trainings
 
 HIDDEN, LAYERS = 1024, 8

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.runtime.state import runtime
-from umem.streaming.weights.managed_models import weights_of
+from umem.streaming.weights import weights_of
 
 HIDDEN, LAYERS = 1024, 24
 LAYER_BYTES = 4 * 8 * HIDDEN * HIDDEN

@@ -1,0 +1,734 @@
+"""What users read of the benchmark: results files, tables, headings, pictures and limits.
+
+The figures here are made up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import GIB, MIGRATION, made_up_header, made_up_run, result
+from typer.testing import CliRunner
+from umem_bench import allocators, planning
+from umem_bench.cli import app
+from umem_bench.generate import run as generations
+from umem_bench.generate import tables as generate_tables
+from umem_bench.load import run as loads
+from umem_bench.load import tables as load_tables
+from umem_bench.machine import git_commit, header
+from umem_bench.results import (
+    LORA_CASES,
+    GenerateResult,
+    GenerateSettings,
+    LoadParts,
+    LoadResult,
+    LoadSettings,
+    Measurement,
+    ResultsFileError,
+    Run,
+    ScaleResult,
+    ScaleSettings,
+    TrainingResult,
+    read_results,
+    write_results,
+)
+from umem_bench.scale import run as scales
+from umem_bench.scale import tables as scale_tables
+from umem_bench.tables import markdown
+from umem_bench.training.tables import (
+    CARD_MARGIN_BYTES,
+    checks,
+    device_peak_bytes,
+    fits,
+    heading,
+    tables,
+    working_set_bytes,
+)
+
+from umem import UmemError
+
+CASE = "1 MiB, 1 thread"
+STEP = "SFT, small"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+PAGE = 64 << 10
+MARGIN = CARD_MARGIN_BYTES
+
+
+def report(run: Run, path: Path, *words: str, status: int = 0) -> str:
+    """What `umem bench report` prints of a run."""
+    write_results(run, path)
+    done = CliRunner().invoke(app, ["report", str(path), *words])
+    assert done.exit_code == status, done.output
+    return done.stdout
+
+
+def passed(found: Any) -> list[bool | None]:
+    return [it.passed for it in found]
+
+
+def rows_of(shown: Any, run: Run) -> dict[str, tuple[str, ...]]:
+    """The first table of a suite, by variant."""
+    return {row[0]: tuple(row) for row in next(iter(shown.tables(run))).rows}
+
+
+# ---- allocators ----
+
+
+def alloc(allocator: str, *rounds_us: float, error: str | None = None) -> Measurement:
+    times_s = tuple(it * 1e-6 for it in rounds_us)
+    return Measurement(
+        benchmark="alloc", case=CASE, subject=allocator, rounds_s=times_s, error=error
+    )
+
+
+def step(
+    allocator: str, step_s: float, reserved_bytes: int | None, loss: float = 9.0
+) -> Measurement:
+    figures = {"peak_reserved_bytes": reserved_bytes, "peak_allocated_bytes": GIB}
+    return Measurement(
+        benchmark="step",
+        case=STEP,
+        subject=allocator,
+        rounds_s=(step_s * 0.99, step_s, step_s * 1.02),
+        figures={name: it for name, it in figures.items() if it and reserved_bytes},
+        loss_hex=loss.hex(),
+    )
+
+
+def side(name: str, time_s: float) -> Measurement:
+    return Measurement(benchmark="against", case="plan", subject=name, rounds_s=(time_s,))
+
+
+def of_allocators(*measurements: Measurement) -> Run:
+    measurements = measurements or (
+        alloc("torch", 1, 2, 3),
+        alloc("umem", 2.1, 2.2, 2.3),
+        alloc("rmm-pool", error="not installed"),
+        step("torch", 0.016, 2 * GIB),
+        step("umem", 0.0161, 2 * GIB + GIB // 8),
+        step("rmm-managed", 0.32, None),
+    )
+    return Run(made_up_header("allocators", {"policy": "sft", "rounds": 3}), measurements)
+
+
+def test_tables_of_allocators() -> None:
+    times, steps, memory = allocators.tables(of_allocators())
+
+    assert times.columns == ("case", "torch", "umem", "rmm-pool")
+    assert times.rows == [(CASE, "2 [1 to 3]", "2.2 [2.1 to 2.3] 1.10x", "failed")]
+    assert steps.rows == [
+        (STEP, "16 [15.84 to 16.32]", "16.1 [15.94 to 16.42] 1.01x", "320 [316.8 to 326.4] 20.00x")
+    ]
+    assert memory.rows == [
+        (STEP, "2 GiB; 9.000000", "2.12 GiB 1.06x; 9.000000 same bits", "9.000000 same bits")
+    ]
+    assert markdown(times).splitlines()[2:4] == [
+        "| case | torch | umem | rmm-pool |", "| --- | ---: | ---: | ---: |",
+    ]  # fmt: skip
+
+
+def test_report_prints_a_results_file(tmp_path: Path) -> None:
+    path, run = tmp_path / "results.jsonl", of_allocators()
+
+    plain = report(run, path)
+    checked = report(run, path, "--markdown", "--check")
+    one = report(run, path, "--markdown", "--tables", "training")
+
+    for part in ("Made-up GPU", "driver 1.2", "CUDA 13.0", "torch 2.13.0",
+                 "umem 0.1.0 (0123456789ab)", "policy sft", "3 rounds", "2026-01-02"):  # fmt: skip
+        assert part in " ".join(plain.split())
+    assert f"| {CASE} | 2 [1 to 3] |" in checked
+    assert checked.count("pass  ") == 4
+    assert one.count("**") == 2
+
+
+@pytest.mark.parametrize(
+    ("missed", "detail", "measurements"),
+    [
+        (f"alloc: {CASE}, time", "1.210x", [alloc("torch", 1), alloc("umem", 1.21)]),
+        (f"alloc: {CASE}", "ran out", [alloc("torch", 1), alloc("umem", error="ran out")]),
+        (
+            f"step: {STEP}, least of the rounds",
+            "1.040x",
+            [step("torch", 0.1, GIB), step("umem", 0.104, GIB)],
+        ),
+        (
+            f"step: {STEP}, peak reserved",
+            "1.125x",
+            [step("torch", 0.1, 2 * GIB), step("umem", 0.1, 2 * GIB + GIB // 4)],
+        ),
+        (
+            f"step: {STEP}, peak reserved",
+            "not measured",
+            [step("torch", 0.1, GIB), step("umem", 0.1, None)],
+        ),
+        (
+            f"step: {STEP}, loss",
+            "umem 0x1.0",
+            [step("torch", 0.1, GIB), step("umem", 0.1, GIB, loss=8.0)],
+        ),
+        (f"step: {STEP}", "needs both torch and umem", [step("umem", 0.1, GIB)]),
+        # Of two processes with torch's cache the slower one counts.
+        (
+            f"step: {STEP}, least of the rounds",
+            "1.019x",
+            [step("torch", 0.1, GIB), step("umem", 0.109, GIB), step("torch-again", 0.107, GIB)],
+        ),
+        ("plan, least of the rounds", "1.200x", [side("before", 1.0), side("after", 1.2)]),
+    ],
+)
+def test_a_missed_limit_fails(
+    tmp_path: Path, missed: str, detail: str, measurements: list[Measurement]
+) -> None:
+    (failed,) = (it for it in allocators.checks(of_allocators(*measurements)) if not it.passed)
+    shown = report(of_allocators(*measurements), tmp_path / "run.jsonl", "--check", status=1)
+
+    assert detail in failed.detail
+    assert f"FAIL  {missed}" in shown
+
+
+def test_a_run_without_limits_fails_the_check(tmp_path: Path) -> None:
+    case = Measurement(benchmark="core", case="512 B", subject="umem", rounds_s=(1e-7,))
+
+    report(of_allocators(case), tmp_path / "core.jsonl", "--check", status=1)
+
+
+# ---- files and provenance ----
+
+
+def test_results_survive_the_file_and_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    run = of_allocators()
+    write_results(run, tmp_path / "results.jsonl")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        write_results(run, tmp_path / "taken")
+
+    assert read_results(tmp_path / "results.jsonl") == run
+    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "taken"}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file or directory"),
+        (b"", "line 1"),
+        (b"{", "line 1"),
+        (b"\xff\xfe", "line 1"),
+        (b'{"format": "umem-bench-1"}', "line 1.*format"),
+        (b"\x1f\x8b cut", "gzip"),
+        (b'%(header)s\n{"kind": "measurement"}', r"line 2.*measurement\.benchmark"),
+    ],
+)
+def test_a_file_without_results_is_refused(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    path = tmp_path / "other.jsonl"
+    if content is not None:
+        made = of_allocators().header.model_dump_json().encode()
+        path.write_bytes(content.replace(b"%(header)s", made))
+
+    with pytest.raises(ResultsFileError, match=words):
+        read_results(path)
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "words"), [(None, "cannot be read"), ("systems", r"matrix\.py --report")]
+)
+def test_a_file_that_is_no_report_is_an_error(tmp_path: Path, benchmark: Any, words: str) -> None:
+    path = tmp_path / "systems.jsonl"
+    if benchmark:
+        made = made_up_header("scale", {}).model_copy(update={"benchmark": benchmark})
+        path.write_text(made.model_dump_json())
+
+    with pytest.raises(UmemError, match=words):
+        CliRunner().invoke(app, ["report", str(path)], catch_exceptions=False)
+
+
+def test_packages_of_a_results_file_have_the_names_that_pip_knows() -> None:
+    names = set(header("systems", {}, "annotated-types").packages)
+
+    assert {"torch", "annotated-types"} <= names
+    assert not {"annotated", "rmm-cu12", "rmm-cu13"} & names
+
+
+def test_the_commit_is_the_checkouts_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"ls-files": "machine.py", "rev-parse": "0123456789ab", "status": "M a"}
+    monkeypatch.setattr("umem_bench.machine._git", lambda command, *_: said[command])
+    assert git_commit({"UMEM_COMMIT": "fedcba9876543210"}) == "0123456789ab, changed"
+
+    monkeypatch.setattr("umem_bench.machine._git", lambda *_: None)
+    assert git_commit({}) is None
+    assert git_commit({"UMEM_COMMIT": "0123456789abcdef" * 2}) == "0123456789ab"
+    for wrong in ("", "main", "0123", "0123456789ab; rm"):
+        with pytest.raises(UmemError, match="UMEM_COMMIT"):
+            git_commit({"UMEM_COMMIT": wrong})
+
+
+# ---- training ----
+
+
+@pytest.mark.parametrize(
+    ("entry", "fitted"),
+    [
+        (result("stock"), [100]),
+        (result("save-on-cpu", peak_bytes=6 * GIB + PAGE - 1), [100, 60]),
+        (result("save-on-cpu", peak_bytes=6 * GIB + PAGE), [100]),
+        (result("torchao-offload", peak_bytes=3 * GIB), [100, 60, 30]),
+        # Its optimizer's state is on the host, and bitsandbytes' is not counted by torch.
+        (result("umem-optimizer-host", host_state_bytes=4 * GIB), [100, 60]),
+        (result("bnb-paged-adamw", peak_bytes=4 * GIB, paged_state_bytes=3 * GIB), [100]),
+        # It keeps to its budget, whatever is allocated, unless it is seen not to.
+        (result("umem-planned", peak_bytes=12 * GIB, percent=60.0), [100, 60]),
+        (result("umem-planned", percent=60.0, resident_bytes=6 * GIB + PAGE), []),
+        (result("rmm-pool", peak_bytes=None), []),
+        (result("save-on-cpu", peak_bytes=GIB, state="failed", steps_s=()), []),
+    ],
+)
+def test_a_variant_fits_the_budgets_that_its_peak_fits(
+    entry: TrainingResult, fitted: list[float]
+) -> None:
+    run = made_up_run(result("stock"), entry)
+
+    assert [it for it in (100, 60, 30) if fits(run, entry, it)] == fitted
+    on_host = result("umem-optimizer-host", host_state_bytes=3 * GIB)
+    assert device_peak_bytes(run, on_host) == 7 * GIB
+
+
+@pytest.mark.parametrize(
+    ("entry", "fitted"),
+    [
+        # Stock's tensors take 10 GiB of the card, and its process 1 more.
+        (result("stock", card_peak_bytes=11 * GIB, outside_bytes=GIB), [100]),
+        (result("save-on-cpu", card_peak_bytes=7 * GIB + MARGIN - 1), [100, 60]),
+        (result("save-on-cpu", card_peak_bytes=7 * GIB + MARGIN), [100]),
+        # Whatever the allocator of a variant counts.
+        (result("bnb-paged-adamw", card_peak_bytes=9 * GIB, paged_state_bytes=0), [100]),
+        (result("rmm-pool", peak_bytes=None, card_peak_bytes=4 * GIB), [100, 60, 30]),
+        (result("umem-planned", percent=60.0, card_peak_bytes=7 * GIB), [100, 60]),
+        (result("umem-planned", percent=60.0, card_peak_bytes=7 * GIB + MARGIN), []),
+        # A further context of umem's is no excuse.
+        (result("umem-planned", percent=60.0, card_peak_bytes=8 * GIB, base_bytes=2 * GIB), []),
+    ],
+)
+def test_nvmls_peak_counts_where_it_is_known(entry: TrainingResult, fitted: list[float]) -> None:
+    stock = result("stock", peak_bytes=8 * GIB, card_peak_bytes=11 * GIB, outside_bytes=GIB)
+    run = made_up_run(stock, entry)
+
+    assert [it for it in (100, 60, 30) if fits(run, entry, it)] == fitted
+    assert working_set_bytes(stock) == 10 * GIB
+
+
+def test_tables_of_trainings() -> None:
+    over = result("umem-lookahead", percent=60.0, resident_bytes=7 * GIB)
+    run = made_up_run(*made_up_run().trainings, over)
+
+    speeds, steps, notes = tables(run)
+
+    assert "working set 10 GiB" in speeds.title
+    assert "558,000,000 parameters in 24 layers, bfloat16" in speeds.title
+    assert speeds.columns[2:] == ("100 %", "60 %", "30 %")
+    reason = "off: phases[3] uses 8 GiB at once, and the device budget is 3 GiB"
+    no = "does not fit"
+    assert {row[0]: tuple(row[1:]) for row in speeds.rows} == {
+        "stock": ("10,000, 10 GiB", "10,000", no, no),
+        "umem-planned": ("—", "—", "5,000 (50 %)", "2,500 (25 %) without its plan"),
+        "umem-lookahead": ("—", "—", "over its budget", "—"),
+        "umem-fault": ("—", "—", "—", reason),
+        "umem-optimizer-host": ("3,333 (33.3 %), 8 GiB", "3,333 (33.3 %)", no, no),
+        "save-on-cpu": ("2,000 (20 %), 6 GiB", "2,000 (20 %)", "2,000 (20 %)", no),
+        "torchao-offload": ("1,250 (12.5 %), 7 GiB", "1,250 (12.5 %)", no, no),
+        "rmm-pool": ("8,000 (80 %), not counted", no, no, no),
+    }
+    # Steps are beside stock's and their prediction.
+    rows = {tuple(row[:2]): row[2:] for row in steps.rows}
+    none = ("—",) * 4
+    assert rows["stock", "—"] == ("100 [90 to 120]", "100 %", "10 GiB", "—", *none, "10.2500")
+    assert rows["umem-planned", "60 %, 6 GiB"] == (
+        "200 [180 to 240]", "50 %", "6 GiB", "190", *none, "10.2500 same bits"
+    )  # fmt: skip
+    assert rows["umem-planned", "30 %, 3 GiB"][4:8] == (
+        "2 GiB (1 GiB)", "1 GiB (1 GiB)", "12", "50 %"
+    )  # fmt: skip
+    assert rows["umem-fault", "30 %, 3 GiB"][0] == "off"
+    # Another optimizer: its losses are not compared.
+    assert rows["torchao-offload", "—"][-1] == "10.2500"
+    assert [row[2] for row in notes.rows] == ["off", "note", "not installed"]
+    for part in ("Made-up GPU", "driver 1.2", "transformers 5.0", "3 steps", "2026-01-02"):
+        assert part in heading(run)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "words"), [(True, "10.2500 differs"), (False, "10.2500")]
+)
+def test_losses_differ_where_they_must_not(deterministic: bool, words: str) -> None:
+    other = result("umem-planned", percent=60.0, losses_hex=((10.75).hex(), (10.25).hex()))
+
+    _, steps = tables(made_up_run(result("stock"), other, deterministic=deterministic))
+
+    assert steps.rows[1][-1] == words
+
+
+def planned(step_s: float, fault_batches: int = 1, **more: Any) -> TrainingResult:
+    moved = MIGRATION.model_copy(update={"fault_batches": fault_batches, "predicted_bytes": None})
+    asked: dict[str, Any] = {"percent": 60.0, "plan_running": True, "migration": moved}
+    return result("umem-planned", step_s, **(asked | more))
+
+
+@pytest.mark.parametrize(
+    ("ours", "missed"),
+    [
+        (planned(0.11, 12), []),
+        (planned(0.118), ["stock's"]),
+        (planned(0.15), ["demand paging's", "stock's"]),
+        (planned(0.11, 13), ["fault batches"]),
+        (planned(0.11, predicted_step_s=0.1), []),
+        (planned(0.11, predicted_step_s=0.09), ["step of the predicted"]),
+        (planned(0.11, migration=MIGRATION), ["bytes to_device of the predicted"]),
+        (planned(0.11, resident_bytes=7 * GIB), ["within its budget"]),
+        (planned(0.11, plan_running=False), ["umem-planned at 60 %"]),
+        (planned(0.11, state="off", reason="too large", steps_s=()), ["umem-planned at 60 %"]),
+    ],
+)
+def test_plans_are_held_against_limits(ours: TrainingResult, missed: list[str]) -> None:
+    paged = result("umem-fault", 0.36, percent=60.0, migration=planned(1, 1200).migration)
+
+    found = [it for it in checks(made_up_run(result("stock"), paged, ours)) if not it.passed]
+
+    assert len(found) == len(missed)
+    for check, words in zip(found, missed, strict=True):
+        assert words in check.subject
+
+
+# ---- scale ----
+
+
+def at_scale(variant: str, step_s: float = 1.0, **changes: Any) -> ScaleResult:
+    """A row of 7B; umem's has a budget of 70 GiB and is just within it."""
+    made: dict[str, Any] = {
+        "case": "llama-2-7b-fp32",
+        "variant": variant,
+        "state": "measured",
+        "budget_bytes": 70 * GIB if variant.startswith("umem") else None,
+        "steps_s": (step_s * 0.9, step_s, step_s * 1.2),
+        "wall_s": 3.1 * step_s,
+        "first_step_s": 9.0,
+        "card_peak_bytes": 71 * GIB,
+        "base_bytes": GIB // 2,
+        "outside_bytes": GIB,
+        "host_bytes": 50 * GIB,
+        "losses_hex": ((10.5).hex(), (10.25).hex()),
+        "process_s": 30.0,
+    }
+    return ScaleResult.model_validate(made | changes)
+
+
+def scale_run(*results: ScaleResult, clip: bool = True) -> Run:
+    settings = ScaleSettings(
+        cases=scales.CASES,
+        policy="sft",
+        budget_bytes=None,
+        budgets_bytes=scales.BUDGETS_BYTES,
+        steps=2,
+        accumulate=1,
+        clip=clip,
+        deterministic=True,
+    )
+    return Run(made_up_header("scale", settings), results)
+
+
+OUT = at_scale("stock", state="out of memory", reason="CUDA out of memory", steps_s=())
+
+
+def test_rows_at_scale_are_beside_the_floor() -> None:
+    made = scale_run(at_scale("umem", 1.5), at_scale("floor"), OUT, at_scale("torchao", 2.5))
+
+    rows = rows_of(scale_tables, made)
+
+    assert rows["floor"][1:5] == ("1000 [900 to 1200]", "1033", "8,192", "100 %")
+    assert rows["umem"][3:9] == (
+        "5,461", "66.7 %", "9", "71 GiB (1 GiB)", "70 GiB", "50 GiB (—)"
+    )  # fmt: skip
+    assert rows["torchao"][4] == "40 %"
+    assert list(scale_tables.tables(made))[1].rows == [
+        ("llama-2-7b-fp32, stock", "—", "out of memory", "CUDA out of memory")
+    ]
+    for words in ("Made-up GPU", "clipping at 1", "deterministic"):
+        assert words in scale_tables.heading(made)
+
+
+def test_rows_at_scale_are_beside_stock_where_it_was_measured() -> None:
+    case = LORA_CASES[0]
+    times_s = {"umem": 1.25, "floor": 0.9, "stock": 1.0}
+    lora = [at_scale(variant, step_s, case=case) for variant, step_s in times_s.items()]
+
+    made = scale_run(*lora)
+
+    table, *_ = scale_tables.tables(made)
+    assert table.columns[4:6] == ("of the floor", "of stock")
+    assert {row[0]: row[4:6] for row in table.rows} == {
+        "umem": ("72 %", "80 %"), "floor": ("100 %", "111 %"), "stock": ("90 %", "100 %")
+    }  # fmt: skip
+    assert rows_of(scale_tables, made)["umem"][-1].endswith("same bits")
+    assert ", LoRA of random weights" in scale_tables.heading(made)
+    both = scale_run(at_scale("umem"), at_scale("floor"), *lora)
+    assert "full fine-tuning and LoRA of random weights" in scale_tables.heading(both)
+    assert ["of stock" in it.columns for it in scale_tables.tables(both)] == [False, True]
+
+
+def test_old_results_are_read_and_shown_as_they_were() -> None:
+    every = map(read_results, sorted(RESULTS.glob("*-scale-*.jsonl")))
+    before_budgets = [it for it in every if not it.scale_settings.budgets_bytes]
+    assert len(before_budgets) == 8
+    for old in before_budgets:
+        assert "full fine-tuning of random weights" in scale_tables.heading(old)
+        assert all("of stock" not in it.columns for it in scale_tables.tables(old))
+
+
+def test_work_beside_the_median_step_is_seen() -> None:
+    made = scale_run(at_scale("umem", wall_s=3.5), at_scale("floor"))
+
+    assert rows_of(scale_tables, made)["umem"][4] == "total disagrees"
+    assert passed(scale_tables.checks(made)) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("rows", "clip", "words"),
+    [
+        ([at_scale("umem"), at_scale("stock")], True, "10.2500 same bits"),
+        ([at_scale("umem", losses_hex=((10.5).hex(), (10.0).hex())), at_scale("stock")], True,
+         "differs"),
+        ([at_scale("umem"), OUT, at_scale("umem-waiting")], True, "same bits"),
+        ([at_scale("umem"), OUT], True, "10.2500"),
+        # Its weights stay as they are, so that later losses are others.
+        ([at_scale("floor"), at_scale("stock")], True, " first: same bits"),
+        # Other arithmetic: no clipping.
+        ([at_scale("umem-backward"), at_scale("stock")], True, "10.2500"),
+        ([at_scale("umem-backward"), at_scale("stock")], False, "same bits"),
+    ],
+)  # fmt: skip
+def test_losses_at_scale_are_compared_bit_by_bit(
+    rows: list[ScaleResult], clip: bool, words: str
+) -> None:
+    shown = rows_of(scale_tables, scale_run(*rows, clip=clip))[rows[0].variant][-1]
+
+    assert shown.endswith(words)
+
+
+# ---- generation ----
+
+
+def generated(variant: str, median_s: float = 0.1, **changes: Any) -> GenerateResult:
+    """A row of 7B; those with a budget, of 8 GiB, are just within it. umem streams for 80 ms."""
+    made: dict[str, Any] = {
+        "case": "llama-2-7b",
+        "variant": variant,
+        "state": "measured",
+        "budget_bytes": None if variant == "stock" else 8 * GIB,
+        "token_s": (median_s * 1.2, median_s * 0.9, median_s),
+        "first_s": 1.5,
+        "built_s": 3.0,
+        "card_peak_bytes": 9 * GIB,
+        "base_bytes": GIB // 2,
+        "outside_bytes": GIB,
+        "tokens_hash": "0a",
+        "logits_hash": "0b",
+        "process_s": 30.0,
+    }
+    if variant == "umem":
+        made |= {"streamed_bytes": 4_400_000_000, "resident_bytes": 7 * GIB, "plans": 2}
+    return GenerateResult.model_validate(made | changes)
+
+
+def generate_run(*results: GenerateResult) -> Run:
+    settings = GenerateSettings(
+        cases=generations.CASES, budgets_bytes=generations.BUDGETS_BYTES, tokens=32, rounds=3
+    )
+    return Run(made_up_header("generate", settings), results)
+
+
+def test_rows_of_generation_are_beside_their_bound(tmp_path: Path) -> None:
+    left: dict[str, Any] = {"state": "left out", "reason": "no room", "token_s": ()}
+    accelerate = generated("accelerate", **left)
+    made = generate_run(generated("umem", 0.1), generated("stock", 0.01), accelerate)
+
+    rows = rows_of(generate_tables, made)
+
+    assert list(rows) == ["stock", "umem"]
+    assert rows["umem"] == (
+        "umem", "100 [90 to 120]", "80", "1.25x", "1.5", "9 GiB (1 GiB)", "8 GiB", "same bits"
+    )  # fmt: skip
+    assert rows["stock"][1:4] == ("10 [9 to 12]", "—", "—")
+    assert rows["stock"][-2:] == ("—", "—")
+    shape, notes = list(generate_tables.tables(made))
+    assert "12.55 GiB" in shape.title
+    assert notes.rows == [("llama-2-7b, accelerate", "8 GiB", "left out", "no room")]
+    shown = report(made, tmp_path / "run.jsonl", "--tables", "llama-2-7b", "--check")
+    for words in ("Made-up GPU", "3 rounds", "greedy"):
+        assert words in shown
+    assert "pass  llama-2-7b, umem: tokens and logits: same bits" in shown
+    assert shown.count("pass  ") == 2
+
+
+def test_the_bound_is_the_slower_of_computing_and_copying() -> None:
+    umem = generated("umem")
+    experts = generated("umem", case="qwen3-30b-a3b", streamed_bytes=int(55e9), cached_share=0.4)
+    whole = experts.model_copy(update={"cached_share": None})
+    for row, others, bound_s in (
+        (umem, (), 0.08),
+        (umem, (generated("stock", 0.09),), 0.09),
+        # Of experts the chosen ones that were not cached.
+        (experts, (), 8 / 128 * 0.6),
+        (whole, (), 8 / 128),
+    ):
+        assert generate_tables.bound_s(generate_run(row, *others), row) == pytest.approx(bound_s)
+    assert generate_tables.bound_s(generate_run(umem), generated("accelerate")) is None
+
+
+def test_without_stock_bits_are_not_compared() -> None:
+    out = generated("stock", state="out of memory", reason="CUDA out of memory", token_s=())
+    # Of its base only the context is known then.
+    made = generate_run(generated("umem", card_peak_bytes=17 * GIB // 2), out)
+
+    assert rows_of(generate_tables, made)["umem"][-1] == "—"
+    assert passed(generate_tables.checks(made)) == [True]
+
+
+# ---- loading ----
+
+
+def loaded(variant: str, **changes: Any) -> LoadResult:
+    """A row of 7B; umem's and accelerate's are just within their 8 GiB."""
+    made: dict[str, Any] = {
+        "case": "llama-2-7b",
+        "variant": variant,
+        "state": "measured",
+        "file_bytes": 13 * GIB,
+    }
+    if variant == "read":
+        return LoadResult.model_validate(made | {"read_s": (0.5, 0.6, 0.4)} | changes)
+    made |= {
+        "budget_bytes": None if variant == "stock" else 8 * GIB,
+        "parts": tuple(
+            LoadParts(python_s=0.1, imports_s=2.0, enable_s=0.4, load_s=load_s, pass_s=0.5)
+            for load_s in (1.0, 3.0, 2.0)
+        ),
+        "card_peak_bytes": 9 * GIB,
+        "outside_bytes": GIB,
+        "host_bytes": 6 * GIB,
+        "tokens_hash": "0a",
+        "logits_hash": "0b",
+        "process_s": 6.0,
+    }
+    return LoadResult.model_validate(made | changes)
+
+
+def load_run(*results: LoadResult) -> Run:
+    settings = LoadSettings(cases=loads.CASES, budgets_bytes=loads.BUDGETS_BYTES, rounds=2)
+    return Run(made_up_header("load", settings), results)
+
+
+def test_rows_of_loading_are_beside_what_reading_takes() -> None:
+    left = loaded("accelerate", state="left out", reason="no room", parts=())
+    made = load_run(loaded("umem"), loaded("read"), loaded("stock"), left)
+
+    whole, shares, notes = list(load_tables.tables(made))
+
+    assert [row[0] for row in whole.rows] == ["read", "stock", "umem"]
+    assert whole.rows[0][:3] == ("read", "0.5 [0.4 to 0.6]", "—")
+    assert whole.rows[2] == (
+        "umem", "5 [4 to 6]", "10.00x", "9 GiB (1 GiB)", "8 GiB", "6 GiB", "same bits"
+    )  # fmt: skip
+    assert shares.rows[1] == ("umem", "0.1", "2", "0.4", "2", "0.5", "4.00x")
+    assert notes.rows == [("llama-2-7b, accelerate", "8 GiB", "left out", "no room")]
+    assert "13 GiB" in whole.title
+    for words in ("Made-up GPU", "2 processes", "in the page cache"):
+        assert words in load_tables.heading(made)
+    assert passed(load_tables.checks(made)) == [True, True]
+
+
+# ---- what several suites compare ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run", [made_up_run(), scale_run(at_scale("umem", 2.0), at_scale("floor"))]
+)
+def test_a_report_draws_a_picture(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    report(run, tmp_path / "run.jsonl", "--plot", str(tmp_path / "run.svg"))
+
+    assert "<svg" in (tmp_path / "run.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("row", "run", "shown", "changes", "words"),
+    [
+        (generated, generate_run, generate_tables, {"tokens_hash": "0c"}, "tokens differ"),
+        (generated, generate_run, generate_tables, {"logits_hash": "0c", "tokens_hash": "0c"},
+         "tokens and logits differ"),
+        (loaded, load_run, load_tables, {"logits_hash": "0c"}, "logits differ"),
+    ],
+)  # fmt: skip
+def test_tokens_and_logits_are_compared_bit_by_bit(
+    row: Any, run: Any, shown: Any, changes: dict[str, Any], words: str
+) -> None:
+    made = run(row("umem", **changes), row("stock"))
+
+    assert rows_of(shown, made)["umem"][-1] == words
+    assert passed(shown.checks(made)) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("shown", "row", "run", "base", "compared"),
+    [
+        (scale_tables, at_scale, scale_run, "floor", 4),
+        (generate_tables, generated, generate_run, "stock", 3),
+        (load_tables, loaded, load_run, "stock", 2),
+    ],
+)
+def test_a_row_over_its_budget_is_marked_and_not_compared(
+    shown: Any, row: Any, run: Any, base: str, compared: int
+) -> None:
+    over = row("umem").card_peak_bytes + (65 << 20)
+    umem = row("umem", card_peak_bytes=over)
+    made = run(umem, row(base))
+
+    cells = rows_of(shown, made)["umem"]
+    assert cells[compared] in ("over its budget", "—")
+    assert sum("over its budget" in cell for cell in cells[compared + 1 :]) == 1
+    assert passed(shown.checks(made))[0] is False
+    # Every process has what the other has beside tensors.
+    lighter = run(umem, row(base, outside_bytes=2 * GIB))
+    assert passed(shown.checks(lighter))[0] is True
+    failed = run(row("umem", state="failed", reason="broken"))
+    assert passed(shown.checks(failed)) == [None]
+
+
+# ---- planning ----
+
+
+@pytest.mark.parametrize(("plan_s", "is_fast"), [(2.8, True), (2.95, False)])
+def test_planning_is_held_against_its_limit(plan_s: float, is_fast: bool) -> None:
+    figures = {"simulate_s": 0.1, "store_s": 1e-3, "load_s": 5e-4, "plan_bytes": 2048,
+               "hints": 1234, "step_s": 0.42, "lower_bound_s": 0.4}  # fmt: skip
+    made = Measurement(
+        benchmark="plan",
+        case="llama-2-7b-sft",
+        subject="planned",
+        rounds_s=(plan_s,),
+        figures=figures,
+    )
+    run = Run(made_up_header("planning", planning.SETTINGS | {"rounds": 1}), (made,))
+
+    _, plans = planning.tables(run)
+
+    assert passed(planning.checks(run)) == [is_fast]
+    assert markdown(plans).splitlines()[-1] == (
+        f"| llama-2-7b-sft | planned | {plan_s:.3g} s | 100 ms | 1,234 | 420 ms | 1.050 | 2 KiB "
+        "| 1 ms | 500 µs |"
+    )
+    assert "plans for gh200-96, policy managed" in planning.heading(run)
+    assert passed(planning.checks(Run(run.header, ()))) == [None]
