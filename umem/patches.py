@@ -548,13 +548,15 @@ def undo(*keys: str) -> None:
     for key in keys:
         places = _installed[key]
         for place, installed in list(places.items()):
-            # Garbage that is collected meanwhile may call this, too.
-            if installed.is_in_force():
-                owner, attribute, before, _ = installed
-                if before is _ABSENT:
-                    delattr(owner, attribute)
-                else:
-                    _set(owner, attribute, before)
+            # Something else around umem's value may be taken off again: then it is known.
+            if not installed.is_in_force():
+                continue
+            owner, attribute, before, _ = installed
+            if before is _ABSENT:
+                delattr(owner, attribute)
+            else:
+                _set(owner, attribute, before)
+            # Garbage that is collected meanwhile may have called this, too.
             if places.get(place) is installed:
                 places.pop(place, None)
 
