@@ -167,13 +167,18 @@ ENGINES = {
 }
 
 
+OFTEN = frozenset(("state", "weights", "in-backward"))
+"""Engines of the fast tests. The others use the same parts, and all of them take a minute."""
+
+
 def cases() -> Iterator[Any]:
     """Use, engine and eagerness; by use first, whose stock runs are kept for all its engines."""
     for use, (name, engine) in itertools.product(USES, ENGINES.items()):
         if use.__name__ not in engine.leaves_out:
             for eagerness in engine.eagerness:
                 case_id = f"{use.__name__}-{name}-{eagerness}"
-                yield pytest.param(use, engine, eagerness, id=case_id)
+                marks = () if name in OFTEN else (pytest.mark.slow,)
+                yield pytest.param(use, engine, eagerness, id=case_id, marks=marks)
 
 
 @pytest.mark.parametrize(("use", "engine", "eagerness"), list(cases()))

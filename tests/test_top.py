@@ -228,6 +228,7 @@ def test_a_process_without_a_folder_goes_on(
 ) -> None:
     (tmp_path / "umem").write_text("a file")
     monkeypatch.setattr(live_socket, "_folders", lambda: [tmp_path / "umem"])
+    monkeypatch.setattr(live_socket, "_serves", False)  # as it may be since another test
     caplog.set_level("INFO", "umem")
     serve(dict)
     assert str(tmp_path / "umem") in caplog.text
