@@ -5,10 +5,11 @@ Listing the models and reading a script's name need no torch; recording imports 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from umem.capture.offline.models import MODELS, MODES, PRECISIONS, llama_of_size, model_trace
 from umem.capture.offline.script import script_trace
+from umem.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from umem.capture.offline.record import record_step
@@ -23,10 +24,4 @@ __all__ = [
     "script_trace",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name != "record_step":
-        raise AttributeError(f"module 'umem.capture.offline' has no attribute {name!r}")
-    from umem.capture.offline.record import record_step
-
-    return record_step
+__getattr__ = lazy_names(__name__, {"record": "record_step"})
