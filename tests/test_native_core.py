@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,26 +196,6 @@ TestCoreMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-
-
-def test_a_live_block_is_handed_over_once() -> None:
-    allocator = _allocator()
-    address = allocator.malloc(3 * MIB)
-    allocator.hand_over(address, 3 * MIB)
-    other = allocator.malloc(2 * MIB)  # of another size
-    assert other != address
-    in_thread: list[int] = []
-    thread = threading.Thread(target=lambda: in_thread.append(allocator.malloc(3 * MIB)))
-    thread.start()
-    thread.join()
-    assert allocator.malloc(3 * MIB) == address
-    assert len({address, other, *in_thread, allocator.malloc(3 * MIB)}) == 4
-    allocator.free(address)
-    with pytest.raises(ValueError, match="no live block"):
-        allocator.free(address)
-    allocator.hand_over(other, 2 * MIB)
-    allocator.hand_over(0, 0)
-    assert allocator.malloc(2 * MIB) != other
 
 
 def test_torch_reads_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,14 +55,6 @@ class TestMemoryOfAGpu:
             assert memory.new_home(large, TensorClass.GRADIENTS) is None
             assert memory.new_on_device(large, TensorClass.GRADIENTS) is None
         assert len(caplog.records) == 1
-
-    def test_refused_memory_without_a_tensor_is_none(
-        self, memory: CudaStateMemory, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        stream = SimpleNamespace(cuda_stream=0)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-        assert memory.reserve(TOO_MUCH) is None
-        assert allocator.phase() == TensorClass.OPTIMIZER_STATE.number
 
     def test_a_refusal_leaves_the_class_of_what_comes(
         self, memory: CudaStateMemory, allocator: Allocator

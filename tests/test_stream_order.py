@@ -210,19 +210,6 @@ def test_a_stream_that_is_left_out_has_what_the_stream_itself_has_waited_for(
     assert gathering.done == {"kernel", "update"}
 
 
-def test_listeners_hear_of_streams_that_wait(order: StreamOrder, training: Stream) -> None:
-    heard: list[Stream] = []
-    end = order.on_wait(heard.append)
-    side, event = Stream(), Event()
-    side.wait_stream(training)
-    event.wait()
-    event.synchronize()
-    assert heard == [side, training]
-    end()
-    side.wait_stream(training)
-    assert len(heard) == 2
-
-
 # ------------------------------------------------------------------ other objects and classes
 
 
@@ -293,19 +280,6 @@ def test_streams_of_other_devices_are_as_they_were(
     assert side.done == training.done == HOST.done == set()
 
 
-def test_listeners_hear_of_streams_of_the_other_class(order: StreamOrder, training: Stream) -> None:
-    heard: list[Stream] = []
-    order.on_wait(heard.append)
-    side, event = AnyStream(), AnyEvent()
-    side.wait_stream(training)
-    side.wait_event(event)
-    event.wait(side)
-    Event().wait(side)
-    event.wait()
-    assert [type(it) for it in heard] == [Stream] * 5
-    assert [it.stream_id for it in heard] == [side.stream_id] * 4 + [training.stream_id]
-
-
 # ------------------------------------------------------------------ captures
 
 
@@ -374,7 +348,7 @@ names = {torch.Stream: "record_event wait_event wait_stream synchronize query",
          torch.Event: "record wait", torch.cuda.Event: "record wait synchronize query",
          torch.cuda.Stream: "synchronize query"}
 before = [getattr(kind, name) for kind, all in names.items() for name in all.split()]
-cuda_stream_order().on_wait(lambda stream: None)
+cuda_stream_order().install()
 now = [getattr(kind, name) for kind, all in names.items() for name in all.split()]
 assert all(a is not b and b.__wrapped__ is a for a, b in zip(before, now, strict=True))
 stream = torch.Stream(device="cpu")

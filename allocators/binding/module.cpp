@@ -333,7 +333,6 @@ NB_MODULE(_native, module) {
               throw nb::value_error("free: no live block starts at this address on this device");
           },
           "address"_a, "device"_a = 0, nb::call_guard<nb::gil_scoped_release>())
-      .def("hand_over", &Allocator::hand_over, "address"_a, "bytes"_a)
       .def(
           "record_stream",
           [](Allocator& self, std::uintptr_t address, StreamId stream, int device) {

@@ -4,17 +4,6 @@
 #include <utility>
 
 namespace umem {
-namespace {
-
-struct HandedOver {
-  const Allocator* owner = nullptr;
-  std::uintptr_t address = 0;
-  std::size_t bytes = 0;
-};
-
-thread_local constinit HandedOver handed_over;
-
-}  // namespace
 
 Allocator::Allocator(const Config& config, std::unique_ptr<SegmentSource> source,
                      std::unique_ptr<Driver> driver, int devices)
@@ -29,13 +18,7 @@ Allocator::Allocator(const Config& config, std::unique_ptr<SegmentSource> source
         std::make_unique<DeviceAllocator>(device, config, *source_, *driver_, limits_));
 }
 
-void Allocator::hand_over(std::uintptr_t address, std::size_t bytes) {
-  handed_over = {this, address, bytes};
-}
-
 void* Allocator::allocate(std::size_t bytes, int device_number, StreamId stream) {
-  if (handed_over.address != 0 && handed_over.owner == this && handed_over.bytes == bytes)
-    return reinterpret_cast<void*>(std::exchange(handed_over.address, 0));
   try {
     DeviceAllocator& chosen = device(device_number);
     if (!used_[static_cast<std::size_t>(device_number)].load()) introduce(device_number);

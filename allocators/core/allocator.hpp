@@ -39,9 +39,6 @@ class Allocator {
   int device_count() const { return static_cast<int>(devices_.size()); }
 
   void* allocate(std::size_t bytes, int device_number, StreamId stream);
-  // The calling thread's next request of so many bytes gets this live block, and owns it from then
-  // on: a storage of torch takes memory over with its contents. An address of 0 takes that back.
-  void hand_over(std::uintptr_t address, std::size_t bytes);
   // These find the block on whichever device holds it; false when none does.
   bool record_stream(std::uintptr_t address, StreamId stream);
   bool retag(std::uintptr_t address, TensorClass tensor_class);

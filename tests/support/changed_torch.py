@@ -350,7 +350,7 @@ def main() -> None:
     guard = Guard(lambda: None)
     guard.hold([torch.zeros(1)])
     ends = [before_work(lambda: None), hook_backward(lambda _: None, lambda _: None)]
-    cuda_stream_order().on_wait(lambda _: None)
+    cuda_stream_order().install()
     order_gathering()
     adapt_transformers(HostLoadingMemory())
     with _one_device():

@@ -334,7 +334,6 @@ def facts_of_weights(model: nn.Module) -> dict[str, Any]:
         "late": status.counts.late,
         "reused": status.counts.reused,
         "in_place": status.counts.in_place,
-        "moved_outputs": status.moved_outputs,
         "is_driven": its.is_driven,
         "cached_experts": status.cached_experts,
     }

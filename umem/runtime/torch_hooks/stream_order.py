@@ -65,13 +65,6 @@ class StreamOrder:
         self._synchronize = event_class.synchronize
         self._query = event_class.query
         self._is_installed = False
-        self._listeners: list[Callable[[Any], None]] = []
-
-    def on_wait(self, listener: Callable[[Any], None]) -> Callable[[], None]:
-        """Call a function with each stream that waits for an event; the result ends that."""
-        self._listeners.append(listener)
-        self._install()
-        return functools.partial(_remove, self._listeners, listener)
 
     def add(self, stream: Any, event: Any) -> None:
         """Count the work before an event as part of a stream, in place of what was added before.
@@ -79,7 +72,7 @@ class StreamOrder:
         `event` must be recorded after everything that was added for this stream earlier.
         """
         self._behind[_key(stream)] = event
-        self._install()
+        self.install()
 
     def leave_out(self, stream: Any) -> None:
         """Have a stream, as this object, not wait for what was added to an event that it waits for.
@@ -118,12 +111,9 @@ class StreamOrder:
         stream = stream or self._current_stream()
         if not is_apart:
             self._have_wait(stream, behind)
-        known = self._of_class(stream)
-        if known is not None:
-            for listener in list(self._listeners):
-                listener(known)
 
-    def _install(self) -> None:
+    def install(self) -> None:
+        """Wrap torch's classes, once."""
         if self._is_installed:
             return
         self._is_installed = True
@@ -233,11 +223,6 @@ class StreamOrder:
 def _replace(key: str, kind: Any, **methods: Callable[..., Any]) -> None:
     for name, method in methods.items():
         patches.replace(f"{key}_{name}", method, owner=kind)
-
-
-def _remove(listeners: list[Callable[[Any], None]], listener: Callable[[Any], None]) -> None:
-    if listener in listeners:
-        listeners.remove(listener)
 
 
 def _behind(event: Any) -> Any:

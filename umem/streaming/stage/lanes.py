@@ -16,7 +16,7 @@ from umem.core.report import Direction
 from umem.cuda import bindings
 from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
-from umem.runtime.cuda_streams import CurrentStream, is_own_stream, own_stream, run_on
+from umem.runtime.cuda_streams import CurrentStream, own_stream, run_on
 from umem.runtime.native_library import native
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 from umem.runtime.unguarded import PastGuards
@@ -126,14 +126,6 @@ class Lanes(Protocol):
         """A number for the calling thread's stream."""
         return 0
 
-    def on_wait(self, function: Callable[[int], None]) -> Callable[[], None]:
-        """Call a function with the key of each stream of the program that waits for an event.
-
-        The result ends that.
-        """
-        del function
-        return _nothing
-
 
 _OVER = object()
 """A moment that has passed."""
@@ -151,10 +143,6 @@ def untraced() -> Iterator[None]:
         yield
     finally:
         set_tracing_state(state)
-
-
-def _nothing() -> None:
-    pass
 
 
 class HostLanes(Lanes):
@@ -318,15 +306,6 @@ class CudaLanes(Lanes):
     def stream_key(self) -> int:
         """Its handle."""
         return self._current_stream.handle()
-
-    def on_wait(self, function: Callable[[int], None]) -> Callable[[], None]:
-        """Wrap torch's events."""
-
-        def listen(stream: torch.cuda.Stream) -> None:
-            if stream.device == self._device and not is_own_stream(stream):
-                function(stream.cuda_stream)
-
-        return cuda_stream_order().on_wait(listen)
 
 
 @functools.cache

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
-from umem.core.interrupts import call_all
 from umem.runtime.native_library import native
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.refused_memory import unless_refused
@@ -102,38 +100,6 @@ class CudaStateMemory(StateMemory):
         if new is not None:
             self._allocator.retag(new.data_ptr(), counted.number)
         return new
-
-    def reserve(self, size_bytes: int) -> int | None:
-        """The address of new page-locked memory for activations, which no tensor owns."""
-        index, stream = self._device.index or 0, torch.cuda.current_stream(self._device).cuda_stream
-        address = unless_refused(
-            self._allocator,
-            _PAGE_LOCKED,
-            lambda: self._allocator.malloc(size_bytes, index, stream),
-        )
-        if address is None:
-            return None
-        if native().memory_type(address) != "host":  # by another policy
-            self.give_back(address)
-            return None
-        self._allocator.retag(address, TensorClass.ACTIVATIONS.number)
-        return address
-
-    def give_back(self, address: int) -> None:
-        """Free what :meth:`reserve` gave."""
-        self._allocator.free(address, self._device.index or 0)
-
-    def move(self, storage: torch.UntypedStorage, address: int) -> None:
-        """Have a storage own memory of :meth:`reserve` in place of its own.
-
-        Both have its contents and size. torch asks the allocator for what a storage grows to.
-        """
-        size_bytes = storage.nbytes()
-        call_all(
-            partial(self._allocator.hand_over, address, size_bytes),
-            partial(storage.resize_, 0),
-            partial(storage.resize_, size_bytes),
-        )
 
     def block_bytes(self, size_bytes: int) -> int:
         """The allocator's rounding."""

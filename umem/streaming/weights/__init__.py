@@ -9,7 +9,6 @@ from umem.core.lazy_names import lazy_names
 if TYPE_CHECKING:
     from umem.streaming.weights.expert_cache import CachedExperts, CachedTable, make_cached_table
     from umem.streaming.weights.experts import find_experts
-    from umem.streaming.weights.kept_outputs import KeptOutputs
     from umem.streaming.weights.managed_models import weights_of
     from umem.streaming.weights.model_weights import ModelWeights
     from umem.streaming.weights.staged_weights import is_movable_weight
@@ -24,7 +23,6 @@ __all__ = [
     "CachedExperts",
     "CachedTable",
     "ExtraSlots",
-    "KeptOutputs",
     "ModelWeights",
     "StreamedBlock",
     "StreamedWeights",
@@ -40,7 +38,6 @@ __getattr__ = lazy_names(
     {
         "expert_cache": "CachedExperts CachedTable make_cached_table",
         "experts": "find_experts",
-        "kept_outputs": "KeptOutputs",
         "managed_models": "weights_of",
         "model_weights": "ModelWeights",
         "staged_weights": "is_movable_weight",

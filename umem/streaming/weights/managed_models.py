@@ -8,8 +8,6 @@ import weakref
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from umem.capture.live import find_blocks
-from umem.core.block_sizes import LARGE_BYTES
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError, UmemError
 from umem.offloading import ActivationStore
@@ -19,7 +17,6 @@ from umem.streaming.plan.step_timing import largest_slot_bytes
 from umem.streaming.stage.lanes import cuda_lanes
 from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
 from umem.streaming.stage.shared_budget import shared_budget
-from umem.streaming.weights.kept_outputs import KeptOutputs
 from umem.streaming.weights.model_weights import ModelWeights
 
 __all__ = ["manage_weights", "managed_weights", "stream_weights", "weights_of"]
@@ -86,9 +83,6 @@ def manage_weights(model: nn.Module) -> ModelWeights:
         min_bytes=min_bytes,
         share=rules[TensorClass.WEIGHTS.number].fraction,
         shared=shared_budget(index),
-    )
-    made.outputs = KeptOutputs(
-        model, find_blocks(model, None), device, lanes, memory, room, min_bytes=LARGE_BYTES
     )
     _models[model] = made
     if not _STEP_HOOK:

@@ -37,7 +37,6 @@ from umem.streaming.stage.lanes import Lanes
 from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
 from umem.streaming.weights.expert_cache import ExpertUse
 from umem.streaming.weights.experts import Experts, find_experts
-from umem.streaming.weights.kept_outputs import KeptOutputs
 from umem.streaming.weights.staged_weights import WeightMemory, is_movable_weight
 from umem.streaming.weights.streamed_weights import (
     ExtraSlots,
@@ -90,8 +89,6 @@ class WeightStatus:
     other_bytes: int
     """Memory that the plan leaves for everything else."""
     counts: WeightCounts
-    moved_outputs: int
-    """Outputs that the program keeps whose memory became the host's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +136,6 @@ class ModelWeights(Listener):
     ) -> None:
         self.share = share
         """The most of all weights that may be on the device, as a share of their bytes."""
-        self.outputs: KeptOutputs | None = None
-        """Moves outputs that the program keeps."""
         self._model = weakref.ref(model)
         self._lanes = lanes
         self._memory = memory
@@ -200,7 +195,6 @@ class ModelWeights(Listener):
             cached_experts=self.streamed.expert_use(),
             other_bytes=self._other_bytes,
             counts=self.streamed.counts,
-            moved_outputs=0 if self.outputs is None else self.outputs.moved,
         )
 
     @property
@@ -247,8 +241,6 @@ class ModelWeights(Listener):
     def close(self) -> None:
         """Move nothing more; weights stay where they are."""
         self._hearing.close()
-        if self.outputs is not None:
-            self.outputs.close()
         self.streamed.close()
         self._shared.leave(self)
 
@@ -281,17 +273,13 @@ class ModelWeights(Listener):
             self._fail(error)
 
     def pass_begins(self, _now: Pass, _args: object, _kwargs: object) -> None:
-        """Place weights, and move outputs of the call before."""
+        """Place weights."""
         self._is_called = True
         self.begin_call()
-        if self.outputs is not None:
-            self.outputs.begin_call()
 
     def pass_ends(self, _now: Pass, _output: object, *, failed: bool) -> None:
-        """Look at what the program keeps."""
+        """The call has ended."""
         self._is_called = False
-        if self.outputs is not None:
-            self.outputs.end_call(failed=failed)
 
     def block_begins(self, _name: str, now: Pass, args: Any, kwargs: Any) -> None:
         """The first block is called: by a call of the model or, past its hooks, by its `forward`.
