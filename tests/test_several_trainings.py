@@ -33,7 +33,7 @@ from umem.offloading import ActivationStore
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.stage import SharedBudget
 from umem.streaming.training import StreamedTraining
-from umem.streaming.tune import StreamTuner, TuningState, tuner
+from umem.streaming.tune import StreamTuner, TuningState, planning
 from umem.streaming.weights import ModelWeights
 
 # ------------------------------------------------------------------ the budget
@@ -42,7 +42,7 @@ from umem.streaming.weights import ModelWeights
 @pytest.fixture(autouse=True)
 def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of it would have room for these small models as a whole."""
-    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
 
 
 MODEL_STATE = LAYERS * LAYER_STATE
@@ -158,10 +158,12 @@ class Process:
         if not owner.optimizers:
             return
         owner.tuner = StreamTuner(
+            owner.model,
             load_hardware("h200-pcie"),
             WallClockOf(self.machine),
             RoomOfMachine(self.machine),
             ActivationStore("cpu", LazyMover(), min_bytes=1024),
+            weights=owner.weights,
             shared=self.shared,
         )
         for optimizer in owner.optimizers:

@@ -49,7 +49,7 @@ from umem.streaming.tune import (
     StreamTuner,
     TuningEvent,
     TuningState,
-    tuner,
+    planning,
 )
 from umem.streaming.weights import ModelWeights
 
@@ -57,7 +57,7 @@ from umem.streaming.weights import ModelWeights
 @pytest.fixture(autouse=True)
 def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of it would have room for these small models as a whole."""
-    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
 
 
 # ------------------------------------------------------------------ one measured step
@@ -226,7 +226,6 @@ class Training:
         store = ActivationStore("cpu", mover or LazyMover(), min_bytes=1024)
         clock = WallClockOf(machine)
         hardware = hardware or load_hardware("h200-pcie")
-        self.tuner = StreamTuner(hardware, clock, machine, store, state_share=share)
         lanes = LazyLanes(self.model, 0.5, 1)
         self.weights: Any = None
         if streams_weights:
@@ -234,6 +233,9 @@ class Training:
                 self.model, lanes, memory, machine, store, min_bytes=1024, share=share
             )
             machine.placed = lambda: self.weights.placed_bytes if self.weights else 0
+        self.tuner = StreamTuner(
+            self.model, hardware, clock, machine, store, weights=self.weights, state_share=share
+        )
         self.training = StreamedTraining(
             self.model,
             self.optimizer,
@@ -633,7 +635,7 @@ def test_a_budget_that_is_too_small_in_the_backward_pass_names_the_other_way(
 
 
 def test_a_small_budget_has_a_plan_with_less_slack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0, 0.5))
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0, 0.5))
     machine = Machine()
     machine.budget_bytes = SLACK // 2 + BASE + 10 * LAYER_STATE
     run = exact(machine)
@@ -810,7 +812,7 @@ def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
     status = run.status
     assert status.state == TuningState.PLANNED
     assert [run.memory.is_home(it) for it in run.model.unheld] == [must_leave] * 3
-    weights = sum(it.trained_weight_bytes for it in run.tuner._units)
+    weights = sum(it.trained_weight_bytes for it in run.tuner._planning.units)
     assert weights == unheld_bytes * must_leave
     assert run.machine.spilled == 0
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from umem.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from umem.streaming.tune.measure import StepFigures, StepMeter
     from umem.streaming.tune.states import TRANSITIONS, TuningEvent, TuningState, TuningStatus
+    from umem.streaming.tune.step_figures import StepFigures
+    from umem.streaming.tune.step_meter import StepMeter
     from umem.streaming.tune.tuner import StreamTuner
 
 __all__ = [
@@ -24,8 +25,9 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "measure": "StepFigures StepMeter",
         "states": "TRANSITIONS TuningEvent TuningState TuningStatus",
+        "step_figures": "StepFigures",
+        "step_meter": "StepMeter",
         "tuner": "StreamTuner",
     },
 )

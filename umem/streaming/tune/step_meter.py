@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,48 +12,10 @@ from umem.capture.live import NO_BLOCK, Block, StepListener
 from umem.capture.live.phase_tracker import AFTER_BACKWARD, BACKWARD_LOSS, FORWARD_LOSS
 from umem.capture.live.timing import Clock
 from umem.streaming.stage.device_room import DeviceRoom
+from umem.streaming.tune.step_figures import BlockFigures, StepFigures
 from umem.trace import OPTIMIZER
 
-__all__ = ["BlockFigures", "StepFigures", "StepMeter"]
-
-
-@dataclass
-class BlockFigures:
-    """A block in one step. Seconds are of one batch; bytes leave out what the plan has placed."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    """With the second forward pass of a checkpoint."""
-    forward_peak_bytes: int = 0
-    """Most bytes of live tensors during the pass, with all activations on the device."""
-    backward_peak_bytes: int = 0
-
-
-@dataclass
-class StepFigures:
-    """A step."""
-
-    blocks: dict[str, BlockFigures] = field(default_factory=dict)
-    """By name, in the order of the forward pass. :data:`NO_BLOCK` is first: the model between its
-    blocks. What comes behind the model's end, such as the loss, counts for the last block."""
-    other_s: float = 0.0
-    """From the last backward pass to the optimizer's step."""
-    step_peak_bytes: int = 0
-    """Most bytes of live tensors outside of the passes: weights, gradients, and what clipping and
-    updates make."""
-    update_peak_bytes: int = 0
-    """The same in the optimizer's step alone, when clipping is over."""
-    batches: int = 0
-    """Backward passes."""
-    peak_bytes: int = 0
-    """Most bytes of live tensors, with what the plan has placed and without what it copies out."""
-    spilled_bytes: int = 0
-    """Host memory that is held because of the budget. What is in it makes times longer."""
-
-    def need_bytes(self) -> int:
-        """Most bytes of live tensors, without what the plan has placed and copies out."""
-        passes = (max(it.forward_peak_bytes, it.backward_peak_bytes) for it in self.blocks.values())
-        return max(self.step_peak_bytes, *passes)
+__all__ = ["StepMeter"]
 
 
 @dataclass(slots=True)
@@ -101,9 +63,10 @@ class StepMeter(StepListener):
         self._room = room
         self._placed = placed_bytes
         self._away = away_bytes
-        self._forward = {it.forward: it.name for it in (root, *blocks)}
-        self._backward = {it.backward: it.name for it in (root, *blocks)}
-        self._backward |= {it.recompute: it.name for it in (root, *blocks)}
+        every = (root, *blocks)
+        self._forward = {block.forward: block.name for block in every}
+        self._backward = {block.backward: block.name for block in every}
+        self._backward |= {block.recompute: block.name for block in every}
         self._phases: list[_Phase] = []
         self._is_usable = False
         self._found: StepFigures | None = None
