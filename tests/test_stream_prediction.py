@@ -23,7 +23,13 @@ from umem.predict.stream_prediction import (
     stream_row,
     streamed_step,
 )
-from umem.streaming.plan import WeightUnit, least_slack_bytes, plan_stream, plan_training
+from umem.streaming.plan import (
+    StreamProblem,
+    WeightUnit,
+    least_slack_bytes,
+    plan_stream,
+    plan_training,
+)
 from umem.trace import Trace, save_trace
 
 PREDICTIONS = Path(__file__).parents[1] / "benchmarks" / "results" / "predicted-streamed.txt"
@@ -292,12 +298,14 @@ def test_the_prediction_is_the_plan_of_a_training(
     weight_bytes = LAYERS * WEIGHT * MIB
     leaving_bytes = 0 if in_backward else weight_bytes
     assert prediction.plan == plan_stream(
-        step.units,
-        budget_bytes=200 * MIB - leaving_bytes,
-        hardware=machine,
-        other_s=step.other_s,
-        step_peak_bytes=step.step_peak_bytes,
-        in_backward=in_backward,
+        StreamProblem(
+            step.units,
+            budget_bytes=200 * MIB - leaving_bytes,
+            hardware=machine,
+            other_s=step.other_s,
+            step_peak_bytes=step.step_peak_bytes,
+            in_backward=in_backward,
+        )
     )
     kept = predict_stream(step_of(), machine, keeping(policy), in_backward=in_backward)
     assert stream_row(kept) == stream_row(prediction)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import itemgetter
+from typing import NamedTuple
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
@@ -154,10 +155,6 @@ class StreamTiming:
     """Bytes copied to the device in a step, by class."""
     to_host_bytes: Mapping[TensorClass, int]
     """Bytes copied to the host in a step, by class."""
-    to_device_busy: float
-    """Share of the step in which copies to the device run."""
-    to_host_busy: float
-    """Share of the step in which copies to the host run."""
     update_end_s: tuple[float, ...]
     """End of each unit's update, seconds from the end of the step's computation on; before it, so
     below 0, are most updates in the backward pass."""
@@ -302,7 +299,8 @@ def simulate_stream(
         units,
         hardware,
         streamed,
-        _HostGradients.of(units, copied_gradients, returning_gradients or {}),
+        set(copied_gradients),
+        returning_gradients or {},
         in_backward=in_backward,
         stages_operands=stages_operands,
     )
@@ -317,9 +315,8 @@ def simulate_stream(
 
     report = simulate_lanes(step.tasks, hardware)
     to_device_bytes, to_host_bytes = step.moved_bytes(leaving, fetched_bytes)
-    step_s = report.step_s
     return StreamTiming(
-        step_s=step_s,
+        step_s=report.step_s,
         compute_s=sum(unit.update_s for unit in units)
         + batches * sum(unit.forward_s + unit.backward_s for unit in units)
         + other_s,
@@ -327,36 +324,12 @@ def simulate_stream(
         exposed_s=report.idle_s,
         to_device_bytes=to_device_bytes,
         to_host_bytes=to_host_bytes,
-        to_device_busy=report.to_device_s / step_s if step_s else 0.0,
-        to_host_busy=report.to_host_s / step_s if step_s else 0.0,
         update_end_s=step.update_end_s(report),
         home_s=report.end_s[_Lane.STATE_OUT][-1] if streamed else 0.0,
     )
 
 
-@dataclass(frozen=True)
-class _HostGradients:
-    """Gradients that are copied out, by unit."""
-
-    size_bytes: Sequence[int]
-    back: Mapping[int, int]
-    """Units whose gradients come back before the step, each with the unit behind whose backward
-    pass they do."""
-    staying_bytes: Sequence[int]
-    """What does not come back before the step."""
-
-    @classmethod
-    def of(
-        cls, units: Sequence[StreamUnit], copied: Collection[int], back: Mapping[int, int]
-    ) -> _HostGradients:
-        chosen = set(copied)
-        size_bytes = [unit.gradient_bytes if i in chosen else 0 for i, unit in enumerate(units)]
-        staying_bytes = [0 if i in back else it for i, it in enumerate(size_bytes)]
-        return cls(size_bytes, dict(back), staying_bytes)
-
-
-@dataclass(frozen=True)
-class _Passes:
+class _Passes(NamedTuple):
     """The passes of one batch, by unit."""
 
     forward: list[Task]
@@ -376,28 +349,15 @@ class _Staged:
 
 
 class _Step:
-    """The tasks of a step, which :func:`simulate_stream` describes. They are added in this order.
-
-    Parameters
-    ----------
-    units
-        In forward order.
-    hardware
-        The machine's figures.
-    streamed
-        Numbers of the units whose state is streamed.
-    gradients
-        Those that are copied out.
-    in_backward, stages_operands
-        As of :func:`simulate_stream`.
-    """
+    """The tasks of a step, added in this order, which :func:`simulate_stream` describes."""
 
     def __init__(
         self,
         units: Sequence[StreamUnit],
         hardware: Hardware,
         streamed: Sequence[int],
-        gradients: _HostGradients,
+        copied_gradients: Collection[int],
+        returning_gradients: Mapping[int, int],
         *,
         in_backward: bool,
         stages_operands: bool,
@@ -408,7 +368,14 @@ class _Step:
         self._streamed = streamed
         self._in_slots = set(streamed) if stages_operands else set()
         """Units whose weights and gradients are staged beside their state."""
-        self._gradients = gradients
+        every = [unit.gradient_bytes for unit in units]
+        self._leaving_bytes = [it if i in copied_gradients else 0 for i, it in enumerate(every)]
+        """Gradients that are copied out, by unit."""
+        self._returning = returning_gradients
+        self._staying_bytes = [
+            0 if i in returning_gradients else it for i, it in enumerate(self._leaving_bytes)
+        ]
+        """What of them does not come back before the step."""
         self._in_backward = in_backward
         with_state = [i for i, unit in enumerate(units) if unit.state_bytes]
         self._in_order = with_state[::-1] if in_backward else list(streamed)
@@ -433,7 +400,7 @@ class _Step:
         unit, hardware = self._units[number], self._hardware
         return (
             unit.update_s
-            + self._gradients.staying_bytes[number] / hardware.mapped_read_bytes_per_s
+            + self._staying_bytes[number] / hardware.mapped_read_bytes_per_s
             + 2 * unit.trained_weight_bytes / hardware.mapped_bytes_per_s
         )
 
@@ -446,7 +413,7 @@ class _Step:
         durations = [unit.backward_s for unit in units]
         if self._batches:  # gradients are added to those on the host
             rate = self._hardware.mapped_bytes_per_s
-            both = zip(durations, self._gradients.size_bytes, strict=True)
+            both = zip(durations, self._leaving_bytes, strict=True)
             durations = [backward_s + 2 * size_bytes / rate for backward_s, size_bytes in both]
         backward = [tasks.add(_Lane.PASSES, each) for each in reversed(durations)][::-1]
         left = {}
@@ -465,7 +432,7 @@ class _Step:
 
     def add_clipping(self, other_s: float) -> None:
         """Add what the program computes between the last backward pass and the step."""
-        staying_bytes = self._gradients.staying_bytes
+        staying_bytes = self._staying_bytes
         clipping_s = _over_the_link_s(
             self._units,
             other_s,
@@ -477,7 +444,7 @@ class _Step:
 
     def add_gradient_copies(self) -> None:
         """Add the copies of gradients out, and of those that come back before the step."""
-        tasks, size_bytes = self.tasks, self._gradients.size_bytes
+        tasks, size_bytes = self.tasks, self._leaving_bytes
         first, last = self._batches[0], self._batches[-1]
         for number in reversed(range(len(size_bytes))):
             if size_bytes[number]:
@@ -488,7 +455,7 @@ class _Step:
                 else:
                     following = self._clipped if last is first else self._batches[1].forward[0]
                 tasks.wait(following, left)
-        for number, after in sorted(self._gradients.back.items(), key=itemgetter(1), reverse=True):
+        for number, after in sorted(self._returning.items(), key=itemgetter(1), reverse=True):
             returned = tasks.add(_Lane.GRADIENTS_IN, size_bytes[number])
             tasks.wait(returned, last.backward[after])
             tasks.wait(self._clipped, returned)
@@ -506,7 +473,7 @@ class _Step:
             tasks.wait(added[0], backward[number] if self._in_backward else self._clipped)
             self._updates[number] = added[-1]
             if number in in_pieces:
-                gradient_bytes = self._gradients.staying_bytes[number]
+                gradient_bytes = self._staying_bytes[number]
                 shares = [it / unit.state_bytes for it in pieces]
                 self._staged += [
                     _Staged(size, share * gradient_bytes, share * unit.trained_weight_bytes, update)
@@ -633,7 +600,7 @@ class _Step:
         fetched_bytes
             Weights that are copied to the device for passes.
         """
-        units, gradients = self._units, self._gradients
+        units = self._units
         saved_bytes = len(self._batches) * sum(units[i].saved_bytes for i in leaving)
         both_ways = {
             TensorClass.OPTIMIZER_STATE: sum(units[i].state_bytes for i in self._streamed),
@@ -641,14 +608,13 @@ class _Step:
         }
         in_slots = [i for i in self._streamed if i in self._in_slots]
         updated_bytes = sum(units[i].trained_weight_bytes for i in in_slots)
-        returned_bytes = sum(gradients.size_bytes[i] for i in gradients.back)
+        returned_bytes = sum(self._leaving_bytes[i] for i in self._returning)
         to_device = both_ways | {
-            TensorClass.GRADIENTS: returned_bytes
-            + sum(gradients.staying_bytes[i] for i in in_slots),
+            TensorClass.GRADIENTS: returned_bytes + sum(self._staying_bytes[i] for i in in_slots),
             TensorClass.WEIGHTS: fetched_bytes + updated_bytes,
         }
         to_host = both_ways | {
-            TensorClass.GRADIENTS: sum(gradients.size_bytes),
+            TensorClass.GRADIENTS: sum(self._leaving_bytes),
             TensorClass.WEIGHTS: updated_bytes,
         }
         return _without_zeros(to_device), _without_zeros(to_host)
