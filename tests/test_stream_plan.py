@@ -74,7 +74,7 @@ WITH_WEIGHTS = replace(unit(), trained_weight_bytes=20 * MIB)
 LARGE = StreamUnit("block", 160 * MIB, 0.0, 0.0, 1 * MS)
 SAVES, MUCH = [saving(40, 0)] * 3, [saving(120, 0)] * 3
 IN_BACKWARD: dict[str, Any] = {"other_s": 0.0, "in_backward": True}
-ONE_COPIED: dict[str, Any] = {"other_s": 0.0, "copied": [0]}
+ONE_COPIED: dict[str, Any] = {"other_s": 0.0, "copied": {0: 3}}
 
 
 def case(name: str, units: list[StreamUnit], slots: int, expected: Any, **settings: Any) -> Any:
@@ -189,8 +189,8 @@ def ms(**expected: Any) -> dict[str, Any]:
         # If their memory is needed before the third forward pass, that is from 4 to 5.
         case(
             *("the forward pass waits for memory", MUCH, 0, ms(step=11, exposed=2)),
-            **ONE_COPIED,
-            left_before={0: 2},
+            other_s=0.0,
+            copied={0: 2},
             fetch_ahead=2,
         ),
         # The state of one unit, and the activations of another, come back from 3 on, each in 2 ms.
@@ -200,7 +200,7 @@ def ms(**expected: Any) -> dict[str, Any]:
             [saving(40, 0, state_bytes=40 * MIB), saving(40, 0, backward_s=1 * MS)],
             *(1, ms(step=1 + 1 + 1 + 1 + 2 + 10, exposed=1)),
             is_deferred=False,
-            copied=[0],
+            copied={0: 2},
         ),
     ],
 )
@@ -224,11 +224,11 @@ def test_bytes_are_counted_by_class(two_way: Hardware) -> None:
     for resident, slots, size_bytes in (((0, 1, 2), 0, {}), ((), 2, {STATE: 120 * MIB})):
         timing = simulate_stream(THREE, resident, slots, hardware=two_way)
         assert timing.to_device_bytes == timing.to_host_bytes == size_bytes
-    timing = simulate_stream(SAVES, (), 0, hardware=two_way, copied=[0])
+    timing = simulate_stream(SAVES, (), 0, hardware=two_way, copied={0: 3})
     assert timing.to_device_bytes == timing.to_host_bytes == {TensorClass.ACTIVATIONS: 40 * MIB}
     # Every batch copies its activations.
     units = [replace(BACK, saved_bytes=10 * MIB)] * 3
-    timing = simulate_stream(units, (), 2, hardware=two_way, copied=[0, 1], batches=3)
+    timing = simulate_stream(units, (), 2, hardware=two_way, copied={0: 3, 1: 3}, batches=3)
     assert timing.to_host_bytes == {STATE: 120 * MIB, TensorClass.ACTIVATIONS: 60 * MIB}
     assert timing.compute_s == pytest.approx(3 * (0.5 + 3 * 1.25) * MS)
 
@@ -921,8 +921,7 @@ def test_every_plan_fits_its_budget(
         units,
         plan.resident,
         plan.slots,
-        copied=plan.copied,
-        left_before=plan.left_before,
+        copied=plan.left_before,
         fetch_ahead=plan.fetch_ahead,
         temporary=plan.temporary,
         **settings,

@@ -388,8 +388,7 @@ def test_frozen_weights_stay_where_the_loss_needs_memory(
         stream.resident,
         stream.slots,
         hardware=machine,
-        copied=stream.copied,
-        left_before=stream.left_before,
+        copied=stream.left_before,
         fetch_ahead=stream.fetch_ahead,
         weight_slots=placed.slots,
     )

@@ -265,26 +265,17 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
 def simulate_plan(
     units: Sequence[StreamUnit], plan: StreamPlan, *, hardware: Hardware, **options: Any
 ) -> StreamTiming:
-    """Predict the step of a plan again.
+    """Predict the step of a plan for these units again.
 
-    Parameters
-    ----------
-    units
-        Those of the plan, in forward order.
-    plan
-        What is where.
-    hardware
-        The machine.
-    **options
-        Of :func:`umem.streaming.plan.step_timing.simulate_stream`, that a plan does not hold.
+    `options` are those of :func:`umem.streaming.plan.step_timing.simulate_stream` that a plan does
+    not hold.
     """
     return simulate_stream(
         units,
         plan.resident,
         plan.slots,
         hardware=hardware,
-        copied=plan.copied,
-        left_before=plan.left_before,
+        copied=plan.left_before,
         fetch_ahead=plan.fetch_ahead,
         copied_gradients=plan.copied_gradients,
         returning_gradients=plan.returning_gradients,
@@ -533,7 +524,6 @@ def _simulated_with(
         hardware=problem.hardware,
         other_s=problem.other_s,
         copied=left_before,
-        left_before=left_before,
         fetch_ahead=fetch_ahead,
         is_deferred=problem.is_deferred,
         in_backward=problem.in_backward,

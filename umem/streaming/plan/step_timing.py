@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import itemgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 from umem.core.classes import TensorClass
@@ -192,14 +193,13 @@ def simulate_stream(
     *,
     hardware: Hardware,
     other_s: float = 0.0,
-    copied: Collection[int] = (),
-    left_before: Mapping[int, int] | None = None,
+    copied: Mapping[int, int] = MappingProxyType({}),
     fetch_ahead: int = 1,
     is_deferred: bool = True,
     in_backward: bool = False,
     batches: int = 1,
     copied_gradients: Collection[int] = (),
-    returning_gradients: Mapping[int, int] | None = None,
+    returning_gradients: Mapping[int, int] = MappingProxyType({}),
     weight_slots: int = 0,
     weights_ahead: int = 0,
     stages_operands: bool = True,
@@ -253,10 +253,8 @@ def simulate_stream(
     other_s
         Computation between the last backward pass and the step, such as gradient clipping.
     copied
-        Numbers of the units whose activations are copied out.
-    left_before
-        For a copied unit, the unit before whose forward pass the program waits until its
-        activations have left; by default, and for the number of units, it waits before the backward
+        Numbers of the units whose activations are copied out, each with the unit before whose
+        forward pass the program waits until they have left; the number of units for the backward
         pass.
     fetch_ahead
         Number of blocks before its backward pass at which a block's activations are fetched.
@@ -294,18 +292,18 @@ def simulate_stream(
     with_weights = [i for i, unit in enumerate(units) if unit.weight_bytes]
     if with_weights and weight_slots < 1:
         raise PlanError(f"no buffer for the weights of {len(with_weights)} units: give one or more")
-    leaving = [i for i in sorted(copied) if units[i].saved_bytes]
+    leaving = {i: copied[i] for i in sorted(copied) if units[i].saved_bytes}
     step = _Step(
         units,
         hardware,
         streamed,
         set(copied_gradients),
-        returning_gradients or {},
+        returning_gradients,
         in_backward=in_backward,
         stages_operands=stages_operands,
     )
     for _ in range(batches):
-        step.add_batch(leaving, left_before or {}, fetch_ahead)
+        step.add_batch(leaving, fetch_ahead)
     step.add_clipping(other_s)
     step.add_gradient_copies()
     step.add_updates()
@@ -404,9 +402,7 @@ class _Step:
             + 2 * unit.trained_weight_bytes / hardware.mapped_bytes_per_s
         )
 
-    def add_batch(
-        self, leaving: Sequence[int], left_before: Mapping[int, int], fetch_ahead: int
-    ) -> None:
+    def add_batch(self, leaving: Mapping[int, int], fetch_ahead: int) -> None:
         """Add the passes of a batch, and the copies of the activations that leave."""
         tasks, units, count = self.tasks, self._units, len(self._units)
         forward = [tasks.add(_Lane.PASSES, unit.forward_s) for unit in units]
@@ -417,12 +413,11 @@ class _Step:
             durations = [backward_s + 2 * size_bytes / rate for backward_s, size_bytes in both]
         backward = [tasks.add(_Lane.PASSES, each) for each in reversed(durations)][::-1]
         left = {}
-        for number in leaving:
+        for number, before in leaving.items():
             left[number] = tasks.add(_Lane.ACTIVATIONS_OUT, units[number].saved_bytes)
             tasks.wait(left[number], forward[number])
-            before = left_before.get(number, count)
             tasks.wait(forward[before] if before < count else backward[-1], left[number])
-        for number in reversed(leaving):
+        for number in reversed(list(leaving)):
             back = tasks.add(_Lane.ACTIVATIONS_IN, units[number].saved_bytes)
             behind = number + fetch_ahead + 1
             tasks.wait(back, backward[behind] if behind < count else forward[-1])
@@ -589,7 +584,7 @@ class _Step:
         return fetched_bytes
 
     def moved_bytes(
-        self, leaving: Sequence[int], fetched_bytes: int
+        self, leaving: Iterable[int], fetched_bytes: int
     ) -> tuple[dict[TensorClass, int], dict[TensorClass, int]]:
         """Bytes that are copied to the device and to the host in a step, by class.
 
