@@ -12,8 +12,8 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.compilation import before_compiled_code
 from umem.runtime.torch_hooks.graphed import graphed_tensors
 from umem.runtime.torch_hooks.hidden import hide
-from umem.runtime.torch_hooks.modules import Hook
+from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
 from umem.runtime.torch_hooks.work_starts import before_work
 from umem.streaming.activations.copied_activations import is_compiled
@@ -239,6 +239,7 @@ class StreamedTraining(Listener):
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Find what there is, and set the hooks."""
+        hook = HookErrors(self._fail)
         if self._weights is not None:
             updates, update_of = self._weights.streamed.updates, self.step.update_of
             updates.append(update_of)
@@ -254,14 +255,14 @@ class StreamedTraining(Listener):
         self._hear_blocks()
         self._undo += [
             self._hearing.close,
-            hide(model.register_load_state_dict_pre_hook(self._hook(self._model_loads))),
+            hide(model.register_load_state_dict_pre_hook(hook(self._model_loads))),
         ]
-        loads = self._hook(lambda *_: self.step.join())
-        loaded = self._hook(lambda *_: self.step.have_loaded("optimizer"))
+        loads = hook(lambda *_: self.step.join())
+        loaded = hook(lambda *_: self.step.have_loaded("optimizer"))
         self._undo_on_optimizer += [
             # After all of the program's, which may change gradients.
             hide(optimizer.register_step_pre_hook(self._step_begins()), "last"),
-            hide(optimizer.register_step_post_hook(disable(self._hook(self._after_step)))),
+            hide(optimizer.register_step_post_hook(disable(hook(self._after_step)))),
             hide(optimizer.register_load_state_dict_pre_hook(loads)),
             hide(optimizer.register_load_state_dict_post_hook(loaded)),
         ]
@@ -273,9 +274,6 @@ class StreamedTraining(Listener):
             self._undo.append(undo)
             # Collected together with the model, it is not closed.
             weakref.finalize(self, undo).atexit = False
-
-    def _hook(self, function: Callable[..., None]) -> Hook:
-        return Hook(function, self._fail)
 
     def move_into_backward(self) -> None:
         """Update parameters in the backward pass, once two complete steps show that it is exact.
@@ -298,8 +296,8 @@ class StreamedTraining(Listener):
         self._backward = backward = BackwardUpdates(self.step, optimizer, self._lanes)
         if self.tuner is not None:
             self.tuner.expect_backward(self._tuned)
-        loads = self._hook(backward.model_loads)
-        loaded = self._hook(lambda *_: backward.optimizer_loads())
+        hook = HookErrors(self._fail)
+        loads, loaded = hook(backward.model_loads), hook(lambda *_: backward.optimizer_loads())
         self._undo.append(hide(model.register_load_state_dict_pre_hook(loads)))
         self._undo_on_optimizer.append(hide(optimizer.register_load_state_dict_post_hook(loaded)))
 
@@ -714,30 +712,22 @@ def _weakly(method: Callable[[], _Result]) -> Callable[[], _Result | None]:
     return call
 
 
-@dataclass(frozen=True, slots=True)
-class _Idle:
+class _Idle(NamedTuple):
     """What an optimizer had when its steps began to have nothing to do."""
 
-    state: object = field(repr=False)
+    state: Mapping[Any, Any]
     states: int
     parameters: int
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> _Idle:
-        return cls(optimizer.state, len(optimizer.state), _parameter_count(optimizer))
+        parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        return cls(optimizer.state, len(optimizer.state), parameters)
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has no other parameters or state; a new parameter gets state."""
-        state = optimizer.state
-        return (
-            state is self.state
-            and len(state) == self.states
-            and _parameter_count(optimizer) == self.parameters
-        )
-
-
-def _parameter_count(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+        now = self.of(optimizer)
+        return now.state is self.state and now[1:] == self[1:]
 
 
 def _check(optimizer: Optimizer) -> None:

@@ -211,14 +211,7 @@ class PlannedBytes:
     def temporary_slots(self, most: int, slot_bytes: int, room_bytes: int) -> list[TemporarySlot]:
         """The slots for which there is room from a backward pass, or the step, to a forward pass.
 
-        Parameters
-        ----------
-        most
-            The most slots that are of use.
-        slot_bytes
-            Of each.
-        room_bytes
-            Device memory for them and everything that these bytes count.
+        `most` of them are of use, and `room_bytes` are for them and all that these bytes count.
         """
         if most < 1 or len(self.backward) < 2:
             return []

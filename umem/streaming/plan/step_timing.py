@@ -174,15 +174,13 @@ class _Lane(IntEnum):
     PASSES = 7
 
 
-_KINDS = (
-    LaneKind.COMPUTE,
-    LaneKind.TO_DEVICE,
-    LaneKind.TO_HOST,
-    LaneKind.TO_DEVICE,
-    LaneKind.TO_HOST,
-    LaneKind.TO_DEVICE,
-    LaneKind.TO_DEVICE,
-    LaneKind.COMPUTE,
+_KINDS = tuple(
+    LaneKind.TO_DEVICE
+    if lane.name.endswith("_IN")
+    else LaneKind.TO_HOST
+    if lane.name.endswith("_OUT")
+    else LaneKind.COMPUTE
+    for lane in _Lane
 )
 
 
@@ -548,12 +546,7 @@ class _Step:
     def add_weight_copies(self, with_weights: Sequence[int], slots: int, ahead: int) -> int:
         """Add the copies of weights to the device, and return their bytes in a step.
 
-        Parameters
-        ----------
-        with_weights
-            Numbers of the units with weights that passes stage.
-        slots, ahead
-            Buffers, and those that are there in the forward pass besides.
+        They are of these units, to `slots` buffers and, in the forward pass, some more `ahead`.
         """
         tasks = self.tasks
         fetched_bytes = 0
@@ -586,15 +579,7 @@ class _Step:
     def moved_bytes(
         self, leaving: Iterable[int], fetched_bytes: int
     ) -> tuple[dict[TensorClass, int], dict[TensorClass, int]]:
-        """Bytes that are copied to the device and to the host in a step, by class.
-
-        Parameters
-        ----------
-        leaving
-            Numbers of the units whose activations leave.
-        fetched_bytes
-            Weights that are copied to the device for passes.
-        """
+        """Bytes that are copied to the device and to the host in a step, by class."""
         units = self._units
         saved_bytes = len(self._batches) * sum(units[i].saved_bytes for i in leaving)
         both_ways = {

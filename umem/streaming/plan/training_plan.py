@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from umem.core.errors import PlanError
@@ -253,37 +254,28 @@ def _extra_slots(
     """
     units, step_bytes = problem.units, problem.step_peak_bytes
     update_bytes = problem.update_peak_bytes
-    staged = [number for number, unit in enumerate(units) if unit.weight_bytes]
+    every = list(enumerate(units))
+    staged = [number for number, unit in every if unit.weight_bytes]
     if not staged or any(units[number].trained_weight_bytes for number in staged):
         return {}, 0
-    state_bytes = sum(units[number].state_bytes for number in stream.resident)
-    state_bytes += stream.slots * stream.slot_bytes
+    forward_bytes, backward_bytes = (
+        [unit.forward_peak_bytes + stream.temporary_bytes(forward=n) for n, unit in every],
+        [unit.backward_peak_bytes + stream.temporary_bytes(backward=n) for n, unit in every],
+    )
     # A buffer that comes with a unit's pass is there until the next unit with staged weights.
-    ends = [*staged[1:], len(units)]
-    forward_bytes = [
-        unit.forward_peak_bytes + stream.temporary_bytes(forward=number)
-        for number, unit in enumerate(units)
-    ]
-    backward_bytes = [
-        unit.backward_peak_bytes + stream.temporary_bytes(backward=number)
-        for number, unit in enumerate(units)
-    ]
-    in_forward = [
-        state_bytes + max(forward_bytes[begin:end]) for begin, end in zip(staged, ends, strict=True)
-    ]
-    begins = [0, *(number + 1 for number in staged[:-1])]
-    in_backward = [
-        state_bytes + max(backward_bytes[begin : end + 1])
-        for begin, end in zip(begins, staged, strict=True)
-    ]
-    between = [
+    in_forward = [max(forward_bytes[n:end]) for n, end in pairwise([*staged, len(units)])]
+    in_backward = [max(backward_bytes[n + 1 : end + 1]) for n, end in pairwise([-1, *staged])]
+    in_backward[0] = max(
+        in_backward[0],
         step_bytes + stream.temporary_bytes(backward=0),
         (step_bytes if update_bytes is None else update_bytes) + stream.temporary_bytes(),
         *forward_bytes[: staged[0]],
-    ]
-    in_backward[0] = max(in_backward[0], state_bytes + max(between))
+    )
+    state_bytes = sum(units[number].state_bytes for number in stream.resident)
+    state_bytes += stream.slots * stream.slot_bytes
+    room_bytes = problem.budget_bytes - state_bytes
     forward, backward = (
-        [max(0, problem.budget_bytes - it) // weights.slot_bytes for it in its]
+        [max(0, room_bytes - most_bytes) // weights.slot_bytes for most_bytes in its]
         for its in (in_forward, in_backward)
     )
     # One less with each unit towards the turn, so that nothing is fetched and then dropped.
@@ -294,7 +286,7 @@ def _extra_slots(
         backward[number] = min(backward[number], backward[number - 1] + 1)
     if not max(forward):
         return {}, 0
-    peak_bytes = max(
+    peak_bytes = state_bytes + max(
         most_bytes + count * weights.slot_bytes
         for most_bytes, count in zip(in_forward + in_backward, forward + backward, strict=True)
         if count

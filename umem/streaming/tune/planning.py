@@ -104,24 +104,18 @@ class Planning:
         """Whether there may be another plan."""
         return self.plans < _MOST_PLANS
 
+    def stop_copying(self) -> None:
+        """Copy no activations any more."""
+        self.copied = {}
+
     # ------------------------------------------------------------------ a plan
 
     def make(self, ending: TunedOptimizer | None, more_slack_for: int | None = None) -> TuningEvent:
-        """Plan anew.
+        """Plan anew, while a call of ``step()`` of the optimizer `ending` ends.
 
-        Parameters
-        ----------
-        ending
-            The optimizer whose call of ``step()`` ends now.
-        more_slack_for
-            Bytes that were lacking under the plan so far, which has too little slack; None
-            otherwise.
-
-        Returns
-        -------
-        TuningEvent
-            What has come of it: `PLAN_FITS`, `NO_PLAN_FITS`, or `CHANGED` if parameters had to move
-            to the host. Then steps are other ones now.
+        If the plan so far has too little slack, `more_slack_for` are the bytes that were lacking.
+        Returns `PLAN_FITS`, `NO_PLAN_FITS`, or `CHANGED` if parameters had to move to the host:
+        then steps are other ones now.
         """
         figures = self._steps.figures
         assert figures is not None

@@ -253,7 +253,6 @@ class StreamTuner:
         if watching.is_settling:
             return
         if watching.measures_again:
-            watching.measures_again = False
             self._measure(TuningEvent.HOST_MEMORY_USED, 1)
         elif planning.is_outdated():
             self._plan()
@@ -292,7 +291,7 @@ class StreamTuner:
             exc_info=_LOG.isEnabledFor(logging.DEBUG),
         )
         self._enter(TuningEvent.ENDED)
-        self._planning.copied = {}
+        self._planning.stop_copying()
         self._measuring.stop()
         self._copy_activations()
 
@@ -340,14 +339,9 @@ class StreamTuner:
         return self._measuring.away_bytes()
 
     @property
-    def _copies(self) -> ActivationStatistics:
-        activations = self._activations
-        return ActivationStatistics() if activations is None else activations.statistics
-
-    @property
     def late_fetches(self) -> int:
         """Copied activations that were fetched when they were needed, and not before."""
-        return self._copies.late_fetches
+        return 0 if self._activations is None else self._activations.statistics.late_fetches
 
     def status(self) -> TuningStatus:
         """The state now."""
@@ -366,5 +360,7 @@ class StreamTuner:
             returning_gradients_bytes=planning.gradient_bytes(optimizers.returning_gradients),
             predicted_s=None if self.plan is None else self.plan.predicted.step_s,
             spilled_bytes=max(0, self._room.spilled_bytes() - born_bytes),
-            activations=self._copies,
+            activations=ActivationStatistics()
+            if self._activations is None
+            else self._activations.statistics,
         )
