@@ -287,12 +287,12 @@ def simulate_plan(
 
 def _fastest(problem: StreamProblem) -> StreamPlan:
     """The plan with the shortest predicted step. PlanError if the budget is too small for any."""
-    bounded = [(_lower_bound_s(problem, choice), choice) for choice in _choices(problem)]
+    bounded = [(choice.lower_bound_s(), choice) for choice in _choices(problem)]
     if not bounded:
         raise _too_small(problem)
     bounded.sort(key=itemgetter(0))
     _, fastest = bounded[0]
-    best = _simulated(problem, fastest)
+    best = fastest.plan()
     # Per step: updates, copies in two directions, passes; three steps until they repeat.
     units = problem.units
     pieces = sum(len(unit.pieces) for unit in units)
@@ -301,13 +301,13 @@ def _fastest(problem: StreamProblem) -> StreamPlan:
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
             break
-        plan = _simulated(problem, choice)
+        plan = choice.plan()
         if plan.predicted.step_s < best.predicted.step_s * (1.0 - _EQUAL):
             best, fastest = plan, choice
     if fastest.slots:
-        best, fastest = _with_fewest(problem, best, fastest, "count", fastest.least)
-    fewest = problem.memory.fewest_copied(problem.budget_bytes - _state_bytes(problem, fastest))
-    return _with_fewest(problem, best, fastest, "copied", fewest)[0]
+        best, fastest = _with_fewest(best, fastest, "count", fastest.least)
+    fewest = problem.memory.fewest_copied(problem.budget_bytes - fastest.state_bytes)
+    return _with_fewest(best, fastest, "copied", fewest)[0]
 
 
 def _staged_bytes(unit: StreamUnit, gradients_leave: bool) -> int:
@@ -320,6 +320,7 @@ def _staged_bytes(unit: StreamUnit, gradients_leave: bool) -> int:
 class _Choice:
     """The first units of an order are resident, the others are streamed through some slots."""
 
+    problem: StreamProblem
     order: ByteCounts
     """Numbers of the units: always resident ones, resident ones from the most useful to the least,
     and streamed ones."""
@@ -331,6 +332,153 @@ class _Choice:
     copied: int
     """Number of units whose activations leave, the first that can."""
 
+    @cached_property
+    def resident(self) -> frozenset[int]:
+        """Numbers of the resident units."""
+        return frozenset(self.order[: self.count].tolist())
+
+    @cached_property
+    def streamed(self) -> ByteCounts:
+        """Numbers of the others."""
+        return self.order[self.count :]
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Size of a slot."""
+        return int(self.problem.staged[self.streamed].max(initial=0))
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Device memory for resident units, and slots."""
+        resident_bytes = int(self.problem.size[self.order[: self.count]].sum())
+        return resident_bytes + self.slots * self.slot_bytes
+
+    @property
+    def has_operands(self) -> bool:
+        """Whether an update of a streamed unit has weights or gradients at home."""
+        units, leave = self.problem.units, self.problem.with_copied_gradients
+        return any(
+            units[number].trained_weight_bytes or (number in leave and units[number].gradient_bytes)
+            for number in self.streamed.tolist()
+        )
+
+    @cached_property
+    def passes(self) -> tuple[dict[int, int], int, dict[int, int]]:
+        """When activations leave and come back, and gradients come back."""
+        memory, room_bytes = self.problem.memory, self.problem.budget_bytes - self.state_bytes
+        fetch_ahead = memory.most_ahead(self.copied, room_bytes)
+        left_before = memory.left_before(self.copied, room_bytes)
+        return left_before, fetch_ahead, memory.returning(left_before, fetch_ahead, room_bytes)
+
+    def temporary(self, most: int = sys.maxsize) -> list[TemporarySlot]:
+        """Further slots that have room."""
+        if not self.problem.makes_temporary or not self.slots:
+            return []
+        units = self.problem.units
+        pieces = sum(len(units[number].pieces) for number in self.streamed.tolist())
+        return self.problem.memory.planned(*self.passes).temporary_slots(
+            min(most, pieces - self.slots),
+            self.slot_bytes,
+            self.problem.budget_bytes - self.state_bytes,
+        )
+
+    def plan(self) -> StreamPlan:
+        """The plan of the choice, with temporary slots if they gain time."""
+        best = self._plan_with(())
+        longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
+        every = self.temporary()
+        early = _early_count(every)
+        counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
+        for count in dict.fromkeys(counts):
+            if count:
+                plan = self._plan_with(self.temporary(count))
+                if plan.predicted.step_s < longest_s:
+                    best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
+        return best
+
+    def _plan_with(self, temporary: Sequence[TemporarySlot]) -> StreamPlan:
+        problem = self.problem
+        left_before, fetch_ahead, returning = self.passes
+        timing = simulate_stream(
+            problem.units,
+            self.resident,
+            self.slots,
+            hardware=problem.hardware,
+            other_s=problem.other_s,
+            copied=left_before,
+            fetch_ahead=fetch_ahead,
+            is_deferred=problem.is_deferred,
+            in_backward=problem.in_backward,
+            batches=problem.batches,
+            copied_gradients=problem.with_copied_gradients,
+            returning_gradients=returning,
+            weight_slots=problem.weight_slots,
+            stages_operands=problem.stages_operands,
+            temporary=temporary,
+        )
+        planned_bytes = problem.memory.planned(*self.passes).bytes_with(temporary, self.slot_bytes)
+        return StreamPlan(
+            resident=self.resident,
+            slots=self.slots,
+            slot_bytes=self.slot_bytes,
+            stages_operands=problem.stages_operands and self.has_operands,
+            left_before=left_before,
+            fetch_ahead=fetch_ahead,
+            copied_gradients=problem.with_copied_gradients,
+            returning_gradients=returning,
+            temporary=tuple(temporary),
+            peak_bytes=self.state_bytes + planned_bytes,
+            predicted=timing,
+        )
+
+    def lower_bound_s(self) -> float:
+        """A time that no step of the choice is below: most choices need no simulation."""
+        problem, hardware, units = self.problem, self.problem.hardware, self.problem.units
+        in_rate, out_rate = hardware.copy_to_device_bytes_per_s, hardware.copy_to_host_bytes_per_s
+        both_rate = min(hardware.copy_link_bytes_per_s, in_rate + out_rate)
+        # What crosses the link in a computation's own time slows it, not what does in the added.
+        slowdown = hardware.copy_slowdown_s_per_byte
+        slowdown /= 1.0 + slowdown * both_rate
+        streamed = np.sort(self.streamed)
+        size = np.array([it for n in streamed.tolist() for it in units[n].pieces], np.float64)
+        saved_bytes = problem.batches * float(problem.memory.left_bytes[self.copied])
+        all_bytes = size.sum() + saved_bytes
+        passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
+        compute_s = passes_s + problem.other_s + sum(unit.update_s for unit in units)
+        bounds = [
+            compute_s + 2.0 * all_bytes * slowdown,
+            all_bytes / min(in_rate, out_rate, both_rate / 2.0),
+        ]
+        temporary = self.temporary()
+        slots = self.slots + len(temporary)
+        if slots < len(size) and not problem.in_backward:
+            early = self.slots + _early_count(temporary)
+            ahead_bytes = size[:early].sum()
+            # The last units to use each slot may still be on their way home.
+            behind_bytes = size[-self.slots :].sum() + size[self.slots : slots].sum()
+            # Nothing leaves before the first update of a streamed unit. Without slots that the step
+            # makes, nothing comes before that has left.
+            first = units[streamed[0]]
+            updated_s = first.update_s * size[0] / first.state_bytes
+            idle_s, left_s = updated_s, updated_s + size[0] / out_rate
+            if early < slots:
+                idle_s = left_s = 0.0
+            copies_s = max(
+                left_s + (size.sum() - ahead_bytes) / in_rate,
+                updated_s + (size.sum() - behind_bytes) / out_rate,
+                idle_s + (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,
+            )
+            before_s = 0.0
+            if problem.is_deferred:
+                before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
+            bounds.append(copies_s + passes_s - before_s + problem.other_s + ahead_bytes * slowdown)
+        return float(max(bounds))
+
+
+def _early_count(temporary: Sequence[TemporarySlot]) -> int:
+    """Number of slots that are made before the step."""
+    return sum(slot.made_in is not None for slot in temporary)
+
 
 def _choices(problem: StreamProblem) -> Iterator[_Choice]:
     """Choices that fit the budget: those with as much resident state as it holds."""
@@ -338,7 +486,7 @@ def _choices(problem: StreamProblem) -> Iterator[_Choice]:
     for copied, state_bytes in _rooms(problem):
         if problem.size.sum() <= min(state_bytes, problem.most_resident_bytes):
             everything = np.arange(len(problem.size))
-            yield _Choice(everything, len(everything), len(everything), 0, copied)
+            yield _Choice(problem, everything, len(everything), len(everything), 0, copied)
             continue
         for slot_bytes in _slot_sizes(problem):
             for choice in _state_choices(problem, slot_bytes, state_bytes, copied):
@@ -403,7 +551,7 @@ def _state_choices(
                 else:
                     streamed.append(unit)
             every = np.concatenate((always, np.array([*resident, *streamed], np.int64)))
-            yield _Choice(every, len(always), len(always) + len(resident), slots, copied)
+            yield _Choice(problem, every, len(always), len(always) + len(resident), slots, copied)
 
 
 def _spread(units: ByteCounts) -> ByteCounts:
@@ -451,152 +599,8 @@ def _least_state_bytes(problem: StreamProblem) -> int:
     return min(least, all_bytes) if all_bytes <= problem.most_resident_bytes else least
 
 
-def _slot_bytes(problem: StreamProblem, choice: _Choice) -> int:
-    return int(problem.staged[choice.order[choice.count :]].max(initial=0))
-
-
-def _state_bytes(problem: StreamProblem, choice: _Choice) -> int:
-    """Device memory for resident units, and slots."""
-    resident_bytes = int(problem.size[choice.order[: choice.count]].sum())
-    return resident_bytes + choice.slots * _slot_bytes(problem, choice)
-
-
-def _has_operands(problem: StreamProblem, choice: _Choice) -> bool:
-    """Whether an update of a streamed unit has weights or gradients at home."""
-    streamed = frozenset(choice.order[choice.count :].tolist())
-    leave = streamed & problem.with_copied_gradients
-    return any(problem.units[it].trained_weight_bytes for it in streamed) or any(
-        problem.units[it].gradient_bytes for it in leave
-    )
-
-
-def _temporary(
-    problem: StreamProblem, choice: _Choice, most: int = sys.maxsize
-) -> list[TemporarySlot]:
-    """Further slots that have room beside a choice."""
-    if not problem.makes_temporary or not choice.slots:
-        return []
-    pieces = sum(len(problem.units[it].pieces) for it in choice.order[choice.count :].tolist())
-    room_bytes = problem.budget_bytes - _state_bytes(problem, choice)
-    planned = problem.memory.planned(*_passes(problem, choice))
-    return planned.temporary_slots(
-        min(most, pieces - choice.slots), _slot_bytes(problem, choice), room_bytes
-    )
-
-
-def _early_count(temporary: Sequence[TemporarySlot]) -> int:
-    """Number of slots that are made before the step."""
-    return sum(it.made_in is not None for it in temporary)
-
-
-def _passes(problem: StreamProblem, choice: _Choice) -> tuple[dict[int, int], int, dict[int, int]]:
-    """When activations leave and come back, and gradients come back."""
-    memory, room_bytes = problem.memory, problem.budget_bytes - _state_bytes(problem, choice)
-    fetch_ahead = memory.most_ahead(choice.copied, room_bytes)
-    left_before = memory.left_before(choice.copied, room_bytes)
-    return left_before, fetch_ahead, memory.returning(left_before, fetch_ahead, room_bytes)
-
-
-def _simulated(problem: StreamProblem, choice: _Choice) -> StreamPlan:
-    """The plan of a choice, with temporary slots if they gain time."""
-    best = _simulated_with(problem, choice, ())
-    longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
-    every = _temporary(problem, choice)
-    early = _early_count(every)
-    counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
-    for count in dict.fromkeys(counts):
-        if count:
-            plan = _simulated_with(problem, choice, _temporary(problem, choice, count))
-            if plan.predicted.step_s < longest_s:
-                best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
-    return best
-
-
-def _simulated_with(
-    problem: StreamProblem, choice: _Choice, temporary: Sequence[TemporarySlot]
-) -> StreamPlan:
-    resident = frozenset(choice.order[: choice.count].tolist())
-    left_before, fetch_ahead, returning = _passes(problem, choice)
-    timing = simulate_stream(
-        problem.units,
-        resident,
-        choice.slots,
-        hardware=problem.hardware,
-        other_s=problem.other_s,
-        copied=left_before,
-        fetch_ahead=fetch_ahead,
-        is_deferred=problem.is_deferred,
-        in_backward=problem.in_backward,
-        batches=problem.batches,
-        copied_gradients=problem.with_copied_gradients,
-        returning_gradients=returning,
-        weight_slots=problem.weight_slots,
-        stages_operands=problem.stages_operands,
-        temporary=temporary,
-    )
-    slot_bytes = _slot_bytes(problem, choice)
-    planned = problem.memory.planned(left_before, fetch_ahead, returning)
-    return StreamPlan(
-        resident=resident,
-        slots=choice.slots,
-        slot_bytes=slot_bytes,
-        stages_operands=problem.stages_operands and _has_operands(problem, choice),
-        left_before=left_before,
-        fetch_ahead=fetch_ahead,
-        copied_gradients=problem.with_copied_gradients,
-        returning_gradients=returning,
-        temporary=tuple(temporary),
-        peak_bytes=_state_bytes(problem, choice) + planned.bytes_with(temporary, slot_bytes),
-        predicted=timing,
-    )
-
-
-def _lower_bound_s(problem: StreamProblem, choice: _Choice) -> float:
-    """A time that no step of a choice is below: most choices need no simulation."""
-    hardware, units = problem.hardware, problem.units
-    in_rate, out_rate = hardware.copy_to_device_bytes_per_s, hardware.copy_to_host_bytes_per_s
-    both_rate = min(hardware.copy_link_bytes_per_s, in_rate + out_rate)
-    # A computation is slowed by the bytes that cross the link in its own time, not in the added.
-    slowdown = hardware.copy_slowdown_s_per_byte
-    slowdown /= 1.0 + slowdown * both_rate
-    streamed = np.sort(choice.order[choice.count :])
-    size = np.array([it for n in streamed.tolist() for it in units[n].pieces], np.float64)
-    saved_bytes = problem.batches * float(problem.memory.left_bytes[choice.copied])
-    all_bytes = size.sum() + saved_bytes
-    passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
-    compute_s = passes_s + problem.other_s + sum(unit.update_s for unit in units)
-    bounds = [
-        compute_s + 2.0 * all_bytes * slowdown,
-        all_bytes / min(in_rate, out_rate, both_rate / 2.0),
-    ]
-    temporary = _temporary(problem, choice)
-    slots = choice.slots + len(temporary)
-    if slots < len(size) and not problem.in_backward:
-        early = choice.slots + _early_count(temporary)
-        ahead_bytes = size[:early].sum()
-        # The last units to use each slot may still be on their way home.
-        behind_bytes = size[-choice.slots :].sum() + size[choice.slots : slots].sum()
-        # Nothing leaves before the first update of a streamed unit. Without slots that the step
-        # makes, nothing comes before that has left.
-        first = units[streamed[0]]
-        updated_s = first.update_s * size[0] / first.state_bytes
-        idle_s, left_s = updated_s, updated_s + size[0] / out_rate
-        if early < slots:
-            idle_s = left_s = 0.0
-        copies_s = max(
-            left_s + (size.sum() - ahead_bytes) / in_rate,
-            updated_s + (size.sum() - behind_bytes) / out_rate,
-            idle_s + (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,
-        )
-        before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
-        if not problem.is_deferred:
-            before_s = 0.0
-        bounds.append(copies_s + passes_s - before_s + problem.other_s + ahead_bytes * slowdown)
-    return float(max(bounds))
-
-
 def _with_fewest(
-    problem: StreamProblem, plan: StreamPlan, choice: _Choice, what: str, least: int
+    plan: StreamPlan, choice: _Choice, what: str, least: int
 ) -> tuple[StreamPlan, _Choice]:
     """The plan with the lowest number of `what`, from `least` on, that gives the same time."""
     longest_s = plan.predicted.step_s * (1.0 + _EQUAL)
@@ -605,7 +609,7 @@ def _with_fewest(
     tried = high - 1  # usually slower already
     while high - low >= exact:
         fewer = replace(choice, **{what: tried})
-        trial = _simulated(problem, fewer)
+        trial = fewer.plan()
         if trial.predicted.step_s <= longest_s:
             plan, choice, high = trial, fewer, tried
         else:
