@@ -101,7 +101,7 @@ class StreamPlan:
     """For those of them that come back for the step, the unit in whose backward pass of the last
     batch they begin to. Whatever else the program does with the others uses them on the host."""
     temporary: tuple[TemporarySlot, ...]
-    """Further slots of this size, for the pieces behind those that have the others first."""
+    """Further slots of this size, for the pieces after those that have the others first."""
     peak_bytes: int
     """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming

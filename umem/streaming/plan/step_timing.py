@@ -99,7 +99,7 @@ class TemporarySlot:
 
     made_in: int | None
     """The unit with whose backward pass, of the last batch, it begins to exist, and to be filled;
-    None for the step, behind all that comes between the backward pass and the step."""
+    None for the step, after all that comes between the backward pass and the step."""
     freed_before: int
     """The unit before whose next forward pass the program waits until the piece is home, and frees
     it; the number of units for the end of the forward pass."""
@@ -213,7 +213,7 @@ def simulate_stream(
       :data:`UNITS_WITH_GRADIENTS` units wait for their update.
     * The pieces of streamed units use the slots in turn, from the first slot on in each step. A
       copy to the device waits until the piece before it in its slot is back in its home. The first
-      pieces, one for each slot, are fetched from the end of the first forward pass on. Behind these
+      pieces, one for each slot, are fetched from the end of the first forward pass on. After these
       come those with a temporary slot, fetched from when it is made on. They go home behind all
       weights, which the next forward pass may wait for.
     * The forward pass of each unit waits for the unit's update.
@@ -221,7 +221,7 @@ def simulate_stream(
       queues of their own. Copies of the same direction share it equally.
     * Gradients leave after their unit's backward pass in the first batch, in the queue of state.
       The backward pass waits for them :data:`UNITS_WITH_GRADIENTS` units later. Those of later
-      batches are added to them on the host, over the link. Behind the unit that
+      batches are added to them on the host, over the link. After the unit that
       `returning_gradients` names, in the last batch, they come back before the step; otherwise they
       come with the state, when the last gradient is clipped. Clipping those takes longer than
       `other_s` by what :func:`_over_the_link_s` estimates.
@@ -229,7 +229,7 @@ def simulate_stream(
       resident unit's update reads and writes both on the host. Without `stages_operands` every
       unit's does: that takes as much of the link, and time of the device besides.
     * Weights at home come to one of `weight_slots` buffers before each pass of their unit, in a
-      queue of their own, in the order of the passes. A buffer is free behind the pass that used it
+      queue of their own, in the order of the passes. A buffer is free after the pass that used it
       last. Where the backward pass turns, the buffers' last units are there already; so are those
       of the next forward pass, but for what an update changes on the host meanwhile.
     * Both directions share the link. Updates and passes share the device: at each moment one of
@@ -265,7 +265,7 @@ def simulate_stream(
     copied_gradients
         Numbers of the units whose gradients are copied out.
     returning_gradients
-        For those of them that come back for the step, the unit behind whose backward pass they do.
+        For those of them that come back for the step, the unit after whose backward pass they do.
     weight_slots
         Number of buffers for weights.
     weights_ahead
@@ -376,13 +376,13 @@ class _Step:
         with_state = [i for i, unit in enumerate(units) if unit.state_bytes]
         self._in_order = with_state[::-1] if in_backward else list(streamed)
         """Units that are updated beside the program, in the order of their updates."""
-        # Behind the step before, the program updates other units in its own stream.
+        # After the step before, the program updates other units in its own stream.
         beside = set(self._in_order)
         in_line_s = sum(self._in_place_s(i) for i in range(len(units)) if i not in beside)
         self._in_line = self.tasks.add(_Lane.PASSES, in_line_s)
         self._batches: list[_Passes] = []
         self._clipped = self._in_line
-        """Behind it, all gradients are clipped."""
+        """After it, all gradients are clipped."""
         self._updates: dict[int, Task] = {}
         """The last of each unit."""
         self._staged: list[_Staged] = []
@@ -527,7 +527,7 @@ class _Step:
             tasks.wait(fetched[slot], home[place], steps_before=1)
 
     def _made(self, slot: TemporarySlot, ahead: Task) -> Task:
-        """What a temporary slot is made behind; `ahead` is the end of the forward pass."""
+        """What a temporary slot is made after; `ahead` is the end of the forward pass."""
         if slot.made_in is None:
             return self._clipped
         backward, behind = self._batches[-1].backward, slot.made_in + 1
@@ -540,7 +540,7 @@ class _Step:
             for number, moment in done.items():
                 self.tasks.wait(forward[number], moment, steps_before=1)
         elif self._streamed:
-            # Updates run in order: behind the last one, all are done.
+            # Updates run in order: after the last one, all are done.
             self.tasks.wait(forward[0], done[self._in_order[-1]], steps_before=1)
 
     def add_weight_copies(self, with_weights: Sequence[int], slots: int, ahead: int) -> int:

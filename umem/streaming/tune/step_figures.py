@@ -37,7 +37,7 @@ class StepFigures:
 
     blocks: dict[str, BlockFigures] = field(default_factory=dict)
     """By name, in the order of the forward pass. :data:`NO_BLOCK` is first: the model between its
-    blocks. What comes behind the model's end, such as the loss, counts for the last block."""
+    blocks. What comes after the model's end, such as the loss, counts for the last block."""
     other_s: float = 0.0
     """From the last backward pass to the optimizer's step."""
     step_peak_bytes: int = 0

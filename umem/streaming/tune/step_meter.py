@@ -135,8 +135,8 @@ class StepMeter(StepListener):
         forward_s: defaultdict[str, float] = defaultdict(float)
         backward_s: defaultdict[str, float] = defaultdict(float)
         before = NO_BLOCK  # memory between two blocks counts for the one that ran before
-        for phase, behind in pairwise(phases):
-            seconds = self._clock.seconds(phase.mark, behind.mark)
+        for phase, following in pairwise(phases):
+            seconds = self._clock.seconds(phase.mark, following.mark)
             found.peak_bytes = max(found.peak_bytes, phase.peak_bytes)
             need_bytes = phase.peak_bytes + phase.home_bytes - phase.placed_bytes
             if phase.label == AFTER_BACKWARD:
