@@ -208,7 +208,8 @@ def test_a_step_takes_as_long_as_by_hand(
     machine: Hardware, units: list[StreamUnit], slots: int, expected: Any, settings: dict[str, Any]
 ) -> None:
     """Times in milliseconds, with 10 ms of clipping unless the settings say otherwise."""
-    options = {"resident": (), "other_s": 10 * MS, "link": 2.0, "slowdown": 0.0} | settings
+    usual: dict[str, Any] = {"resident": (), "other_s": 10 * MS, "link": 2.0, "slowdown": 0.0}
+    options = usual | settings
     hardware = replace(
         machine,
         copy_link_bytes_per_s=options.pop("link") * RATE,

@@ -41,7 +41,8 @@ WEIGHT, STATE, SAVED = 8, 16, 4
 SLACK = 256 * MIB
 """What plans leave free of a small budget."""
 
-MakeTrace = StepOf = Callable[..., Trace]
+MakeTrace = Callable[..., Trace]
+StepOf = MakeTrace
 
 
 @pytest.fixture

@@ -53,7 +53,8 @@ from umem.streaming.tune import (
 )
 from umem.streaming.weights import ModelWeights
 
-Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
+Log = pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True)

@@ -60,10 +60,10 @@ class LaneTasks:
         self.waits: list[list[list[tuple[Task, int]]]] = [[] for _ in kinds]
         """Tasks that each task waits for, and by how many steps they are earlier."""
 
-    def add(self, lane: int, work: float) -> Task:
-        """Put a task at the end of a lane; `work` is in seconds or bytes."""
+    def add(self, lane: int, work: float, *others: Task) -> Task:
+        """Put a task at the end of a lane, which waits for others; `work` is seconds or bytes."""
         self.work[lane].append(float(work))
-        self.waits[lane].append([])
+        self.waits[lane].append([(other, 0) for other in others])
         return Task(lane, len(self.work[lane]) - 1)
 
     def wait(self, task: Task, other: Task, steps_before: int = 0) -> None:

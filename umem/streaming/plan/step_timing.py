@@ -412,14 +412,14 @@ class _Step:
         backward = [tasks.add(_Lane.PASSES, each) for each in reversed(durations)][::-1]
         left = {}
         for number, before in leaving.items():
-            left[number] = tasks.add(_Lane.ACTIVATIONS_OUT, units[number].saved_bytes)
-            tasks.wait(left[number], forward[number])
+            saved_bytes = units[number].saved_bytes
+            left[number] = tasks.add(_Lane.ACTIVATIONS_OUT, saved_bytes, forward[number])
             tasks.wait(forward[before] if before < count else backward[-1], left[number])
         for number in reversed(list(leaving)):
-            back = tasks.add(_Lane.ACTIVATIONS_IN, units[number].saved_bytes)
-            behind = number + fetch_ahead + 1
-            tasks.wait(back, backward[behind] if behind < count else forward[-1])
-            tasks.wait(back, left[number])
+            at = number + fetch_ahead + 1
+            begin = backward[at] if at < count else forward[-1]
+            saved_bytes = units[number].saved_bytes
+            back = tasks.add(_Lane.ACTIVATIONS_IN, saved_bytes, begin, left[number])
             tasks.wait(backward[number], back)
         self._batches.append(_Passes(forward, backward))
 
@@ -441,16 +441,14 @@ class _Step:
         first, last = self._batches[0], self._batches[-1]
         for number in reversed(range(len(size_bytes))):
             if size_bytes[number]:
-                left = tasks.add(_Lane.STATE_OUT, size_bytes[number])
-                tasks.wait(left, first.backward[number])
+                left = tasks.add(_Lane.STATE_OUT, size_bytes[number], first.backward[number])
                 if number >= UNITS_WITH_GRADIENTS:
                     following = first.backward[number - UNITS_WITH_GRADIENTS]
                 else:
                     following = self._clipped if last is first else self._batches[1].forward[0]
                 tasks.wait(following, left)
         for number, after in sorted(self._returning.items(), key=itemgetter(1), reverse=True):
-            returned = tasks.add(_Lane.GRADIENTS_IN, size_bytes[number])
-            tasks.wait(returned, last.backward[after])
+            returned = tasks.add(_Lane.GRADIENTS_IN, size_bytes[number], last.backward[after])
             tasks.wait(self._clipped, returned)
 
     def add_updates(self) -> None:
@@ -502,18 +500,14 @@ class _Step:
                 if place < first:
                     tasks.wait(fetched[place], ahead)
                 else:
-                    fetched.append(tasks.add(_Lane.STATE_IN, it.state_bytes))
-                    tasks.wait(fetched[place], home[users[slot]])
+                    fetched.append(tasks.add(_Lane.STATE_IN, it.state_bytes, home[users[slot]]))
                 users[slot] = place
             more_bytes = it.gradient_bytes + it.weight_bytes
             if more_bytes:
-                more = tasks.add(_Lane.STATE_IN, more_bytes)
-                tasks.wait(more, self._clipped)
-                tasks.wait(it.update, more)
+                tasks.wait(it.update, tasks.add(_Lane.STATE_IN, more_bytes, self._clipped))
             tasks.wait(it.update, fetched[place])
             left_bytes = it.weight_bytes if place in own else it.state_bytes + it.weight_bytes
-            home[place] = tasks.add(_Lane.STATE_OUT, left_bytes)
-            tasks.wait(home[place], it.update)
+            home[place] = tasks.add(_Lane.STATE_OUT, left_bytes, it.update)
         self._done = self._updates | {
             number: home[place] for number, place in self._with_weights_home.items()
         }
@@ -530,8 +524,8 @@ class _Step:
         """What a temporary slot is made after; `ahead` is the end of the forward pass."""
         if slot.made_in is None:
             return self._clipped
-        backward, behind = self._batches[-1].backward, slot.made_in + 1
-        return backward[behind] if behind < len(backward) else ahead
+        backward, at = self._batches[-1].backward, slot.made_in + 1
+        return backward[at] if at < len(backward) else ahead
 
     def add_waits_for_updates(self, *, is_deferred: bool) -> None:
         """Let the next forward pass wait: each unit for its update, or the first for all."""
