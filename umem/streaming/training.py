@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,6 +49,7 @@ from umem.streaming.step.whole_steps import COMMON_STATE, WholeSteps, named_argu
 from umem.streaming.tune.optimizers import TunedOptimizer
 from umem.streaming.tune.states import TuningStatus
 from umem.streaming.tune.tuner import StreamTuner
+from umem.streaming.weights.managed_models import managed_weights
 from umem.streaming.weights.model_weights import ModelWeights
 from umem.streaming.weights.streamed_weights import forget_copies
 from umem.torch_compat import (
@@ -58,7 +59,7 @@ from umem.torch_compat import (
     runs_compiled,
 )
 
-__all__ = ["StreamedStatus", "StreamedTraining", "join", "streamed_trainings"]
+__all__ = ["StreamedStatus", "StreamedTraining", "graphing_begins", "join", "streamed_trainings"]
 
 _LOG = logging.getLogger("umem")
 
@@ -98,6 +99,20 @@ def join() -> None:
     for training in streamed_trainings():
         training.join()
     forget_copies()
+
+
+def graphing_begins(_modules: Sequence[nn.Module]) -> None:
+    """Make parameters and buffers stay where they are, which a graph reads there without a hook.
+
+    Updates are waited for, now and at the end of each later step: blocks within a graph are not
+    called any more, and nothing else waits for their updates. Weights are streamed no more; those
+    in host memory are read there.
+    """
+    join()
+    for training in streamed_trainings():
+        training.let_graphs_read()
+    for weights in managed_weights():
+        weights.let_graphs_read()
 
 
 def _memory_is_held() -> None:
