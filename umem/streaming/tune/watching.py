@@ -28,9 +28,9 @@ class Watching:
         """What came to that when memory ran short."""
         self.peak_bytes = 0
         """Most bytes of live tensors in the last step."""
-        self._room = room
         self.measures_again = False
         """Whether steps are to be measured once more, now that host memory is not in use."""
+        self._room = room
         self._steps = 0
         """Under the plan."""
         self._shortages = 0
