@@ -44,7 +44,7 @@ from umem.streaming.stage import CudaRoom
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import (
     TRANSITIONS,
-    StepFigures,
+    MeasuredStep,
     StepMeter,
     StreamTuner,
     TuningEvent,
@@ -79,7 +79,7 @@ class Measured:
         self.tracker = PhaseTracker(root, blocks, HookErrors(_raise), self.meter)
         self.tracker.start()
 
-    def step(self, batches: int = 1, clipping_s: float = 0.0) -> StepFigures | None:
+    def step(self, batches: int = 1, clipping_s: float = 0.0) -> MeasuredStep | None:
         for number in range(batches):
             self.model(batch(number)).sum().backward()
         self.machine.now_s += clipping_s

@@ -23,7 +23,7 @@ import numpy as np
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
-from umem.streaming.plan.step_memory import ByteCounts, StepMemory
+from umem.streaming.plan.step_memory import ByteCounts, MemoryByMoment
 from umem.streaming.plan.step_timing import (
     StreamTiming,
     StreamUnit,
@@ -179,10 +179,10 @@ class StreamProblem:
         return np.array(staged, np.int64)
 
     @cached_property
-    def memory(self) -> StepMemory:
+    def memory(self) -> MemoryByMoment:
         """Everything but state."""
         step_bytes, update_bytes = self.step_peak_bytes, self.update_peak_bytes
-        return StepMemory(
+        return MemoryByMoment(
             self.units,
             0 if self.in_backward else step_bytes,
             0 if self.in_backward else step_bytes if update_bytes is None else update_bytes,

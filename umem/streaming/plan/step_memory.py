@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS, StreamUnit, TemporarySlot
 
-__all__ = ["ByteCounts", "PlannedBytes", "StepMemory"]
+__all__ = ["ByteCounts", "MemoryByMoment", "PlannedBytes"]
 
 ByteCounts = npt.NDArray[np.int64]
 
@@ -19,7 +19,7 @@ _MOST_AHEAD = 16
 """Blocks by which activations come back early where there is room anyway."""
 
 
-class StepMemory:
+class MemoryByMoment:
     """Device memory of everything but streamed state and slots, moment by moment.
 
     Moments are the forward passes of N units, and their backward passes in reverse: 2 N in all.

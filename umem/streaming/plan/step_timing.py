@@ -291,7 +291,7 @@ def simulate_stream(
     if with_weights and weight_slots < 1:
         raise PlanError(f"no buffer for the weights of {len(with_weights)} units: give one or more")
     leaving = {i: copied[i] for i in sorted(copied) if units[i].saved_bytes}
-    step = _Step(
+    step = _StepTasks(
         units,
         hardware,
         streamed,
@@ -344,7 +344,7 @@ class _Staged:
     update: Task
 
 
-class _Step:
+class _StepTasks:
     """The tasks of a step, added in this order, which :func:`simulate_stream` describes."""
 
     def __init__(

@@ -13,8 +13,8 @@ from umem.runtime.torch_hooks.modules import HookErrors
 from umem.streaming.activations.copied_activations import CopiedActivations
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import SharedBudget
+from umem.streaming.tune.measured_steps import AS_LARGE, MeasuredStep, MeasuredSteps
 from umem.streaming.tune.states import TuningEvent
-from umem.streaming.tune.step_figures import AS_LARGE, MeasuredSteps, StepFigures
 from umem.streaming.tune.step_meter import StepMeter
 
 __all__ = ["Measuring", "Round"]
@@ -41,7 +41,7 @@ class Round:
     is_slow: bool = False
     """Whether more host memory was in use because of the budget in the last step."""
 
-    def add(self, figures: StepFigures, known: StepFigures | None) -> None:
+    def add(self, figures: MeasuredStep, known: MeasuredStep | None) -> None:
         """Count a step, whose predecessors are known."""
         self.tried += 1
         self.left -= figures.peak_bytes >= AS_LARGE * self.least_bytes
@@ -105,12 +105,12 @@ class Measuring:
         """The first call of ``step()`` in a training step begins."""
         self._tracker.optimizer_begins()
 
-    def step_ends(self) -> StepFigures | None:
+    def step_ends(self) -> MeasuredStep | None:
         """The call is over; returns the step's figures, or None if it could not be measured."""
         self._tracker.optimizer_ends()
         return self._meter.take()
 
-    def add(self, figures: StepFigures | None) -> bool:
+    def add(self, figures: MeasuredStep | None) -> bool:
         """Count a step, if it could be measured; returns whether the round is complete."""
         self._begin_step()
         if figures is None:

@@ -13,8 +13,8 @@ from umem.streaming.gradients.copied_gradients import CopiedGradients
 from umem.streaming.stage.shared_budget import BudgetMember
 from umem.streaming.step.step import StreamedStep
 from umem.streaming.step.temporary_slots import TemporarySlots
+from umem.streaming.tune.measured_steps import MeasuredSteps
 from umem.streaming.tune.named_plan import FEWEST_SLOTS, NamedPlan
-from umem.streaming.tune.step_figures import MeasuredSteps
 from umem.streaming.weights.model_weights import ModelWeights
 
 __all__ = ["TunedOptimizer", "TunedOptimizers"]

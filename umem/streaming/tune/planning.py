@@ -14,10 +14,10 @@ from umem.streaming.plan.training_plan import WEIGHT_SLOTS, TrainingPlan, plan_t
 from umem.streaming.plan.weight_plan import plan_weights
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
+from umem.streaming.tune.measured_steps import MeasuredStep, MeasuredSteps
 from umem.streaming.tune.named_plan import NamedPlan
 from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
 from umem.streaming.tune.states import TuningEvent
-from umem.streaming.tune.step_figures import MeasuredSteps, StepFigures
 
 __all__ = ["Planning"]
 
@@ -150,7 +150,7 @@ class Planning:
         return TuningEvent.PLAN_FITS
 
     def _plan(
-        self, units: Sequence[StreamUnit], figures: StepFigures, more_slack_for: int | None
+        self, units: Sequence[StreamUnit], figures: MeasuredStep, more_slack_for: int | None
     ) -> tuple[TrainingPlan | None, str]:
         if more_slack_for is None:
             return self._plan_with_slack(units, figures, self._slack)
@@ -163,7 +163,7 @@ class Planning:
         return whole, error
 
     def _plan_with_slack(
-        self, units: Sequence[StreamUnit], figures: StepFigures, slack: int
+        self, units: Sequence[StreamUnit], figures: MeasuredStep, slack: int
     ) -> tuple[TrainingPlan | None, str]:
         """A plan with the usual slack or, in a small budget, with less; or why none fits."""
         budget_bytes = self._room.budget_bytes
@@ -177,7 +177,7 @@ class Planning:
         return None, errors[0]
 
     def _plan_training(
-        self, units: Sequence[StreamUnit], figures: StepFigures, budget_bytes: int
+        self, units: Sequence[StreamUnit], figures: MeasuredStep, budget_bytes: int
     ) -> TrainingPlan:
         weights, fixed_bytes = self._weights, 0
         most_bytes = self.part.most_bytes

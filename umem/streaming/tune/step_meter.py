@@ -12,7 +12,7 @@ from umem.capture.live import NO_BLOCK, Block, StepListener
 from umem.capture.live.phase_tracker import AFTER_BACKWARD, BACKWARD_LOSS, FORWARD_LOSS
 from umem.capture.live.timing import Clock
 from umem.streaming.stage.device_room import DeviceRoom
-from umem.streaming.tune.step_figures import BlockFigures, StepFigures
+from umem.streaming.tune.measured_steps import MeasuredBlock, MeasuredStep
 from umem.trace import OPTIMIZER
 
 __all__ = ["StepMeter"]
@@ -69,9 +69,9 @@ class StepMeter(StepListener):
         self._backward |= {block.recompute: block.name for block in every}
         self._phases: list[_Phase] = []
         self._is_usable = False
-        self._found: StepFigures | None = None
+        self._found: MeasuredStep | None = None
 
-    def take(self) -> StepFigures | None:
+    def take(self) -> MeasuredStep | None:
         """The figures of the last step; None if it could not be measured. Waits for the device."""
         found, self._found = self._found, None
         return found
@@ -122,12 +122,12 @@ class StepMeter(StepListener):
 
     # ------------------------------------------------------------------ sums
 
-    def _figures(self) -> StepFigures:
-        phases, found = self._phases, StepFigures()
+    def _figures(self) -> MeasuredStep:
+        phases, found = self._phases, MeasuredStep()
         blocks = found.blocks
         for phase in phases:
             if phase.label in self._forward:
-                blocks.setdefault(self._forward[phase.label], BlockFigures())
+                blocks.setdefault(self._forward[phase.label], MeasuredBlock())
             found.batches += phase.label == BACKWARD_LOSS
         last = next(reversed(blocks))
         forward = {**self._forward, FORWARD_LOSS: last}
@@ -152,7 +152,7 @@ class StepMeter(StepListener):
             elif phase.label in backward:
                 name = backward[phase.label]
                 before = name or before
-                block = blocks.setdefault(before, BlockFigures())
+                block = blocks.setdefault(before, MeasuredBlock())
                 backward_s[name] += seconds
                 block.backward_peak_bytes = max(block.backward_peak_bytes, need_bytes)
         self._room.find_homes()  # the step may have made state

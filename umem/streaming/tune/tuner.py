@@ -15,11 +15,11 @@ from umem.streaming.activations.copied_activations import CopiedActivations
 from umem.streaming.plan.state_plan import StreamPlan
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import SharedBudget
+from umem.streaming.tune.measured_steps import MeasuredSteps
 from umem.streaming.tune.measuring import Measuring, Round
 from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
 from umem.streaming.tune.planning import Planning
 from umem.streaming.tune.states import TRANSITIONS, TuningEvent, TuningState, TuningStatus
-from umem.streaming.tune.step_figures import MeasuredSteps
 from umem.streaming.tune.watching import Watching
 from umem.streaming.weights.model_weights import ModelWeights
 from umem.torch_compat import current_graph_task_id

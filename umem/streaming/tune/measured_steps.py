@@ -9,7 +9,7 @@ from umem.capture.live import NO_BLOCK
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.step.unit_names import is_outside
 
-__all__ = ["AS_LARGE", "BlockFigures", "MeasuredSteps", "StepFigures"]
+__all__ = ["AS_LARGE", "MeasuredBlock", "MeasuredStep", "MeasuredSteps"]
 
 AS_LARGE = 0.97
 """A step is as large as another one from this part of its memory on."""
@@ -20,7 +20,7 @@ and the weight, and reads the gradient."""
 
 
 @dataclass
-class BlockFigures:
+class MeasuredBlock:
     """A block in one step. Seconds are of one batch; bytes leave out what the plan has placed."""
 
     forward_s: float = 0.0
@@ -32,10 +32,10 @@ class BlockFigures:
 
 
 @dataclass
-class StepFigures:
+class MeasuredStep:
     """A step."""
 
-    blocks: dict[str, BlockFigures] = field(default_factory=dict)
+    blocks: dict[str, MeasuredBlock] = field(default_factory=dict)
     """By name, in the order of the forward pass. :data:`NO_BLOCK` is first: the model between its
     blocks. What comes after the model's end, such as the loss, counts for the last block."""
     other_s: float = 0.0
@@ -58,7 +58,7 @@ class StepFigures:
         passes = (max(it.forward_peak_bytes, it.backward_peak_bytes) for it in self.blocks.values())
         return max(self.step_peak_bytes, *passes)
 
-    def exceeds(self, other: StepFigures) -> bool:
+    def exceeds(self, other: MeasuredStep) -> bool:
         """Whether the step has needed more memory than another one."""
         return self.need_bytes > other.need_bytes / AS_LARGE
 
@@ -71,9 +71,9 @@ class MeasuredSteps:
 
     def forget(self) -> None:
         """Have later steps nothing in common with those so far."""
-        self.figures: StepFigures | None = None
+        self.figures: MeasuredStep | None = None
         """None before the first step."""
-        self._timed: StepFigures | None = None
+        self._timed: MeasuredStep | None = None
         """The times of steps before updates moved into the backward pass, which hold on; None where
         those of `figures` do."""
         self._saved_bytes: dict[str, int] = {}
@@ -92,7 +92,7 @@ class MeasuredSteps:
         """Count the memory that a later call of ``step()`` in a step has needed."""
         self._later_bytes = max(self._later_bytes, needed_bytes)
 
-    def add(self, figures: StepFigures, saved_bytes: Mapping[str, int]) -> None:
+    def add(self, figures: MeasuredStep, saved_bytes: Mapping[str, int]) -> None:
         """Count a step, with what its blocks have saved."""
         figures.step_peak_bytes = max(figures.step_peak_bytes, self._later_bytes)
         figures.update_peak_bytes = max(figures.update_peak_bytes, self._later_bytes)
@@ -161,7 +161,7 @@ class MeasuredSteps:
         ]
 
 
-def _merged(one: StepFigures, other: StepFigures) -> StepFigures:
+def _merged(one: MeasuredStep, other: MeasuredStep) -> MeasuredStep:
     """The larger bytes of two steps. Of the times the shorter, which nothing has disturbed.
 
     Where a step is larger, its times count.
@@ -173,13 +173,13 @@ def _merged(one: StepFigures, other: StepFigures) -> StepFigures:
         second = other.blocks.get(name) or first
         # Between blocks the forward pass waits for updates and copies.
         pick_forward = min if name == NO_BLOCK else pick
-        blocks[name] = BlockFigures(
+        blocks[name] = MeasuredBlock(
             forward_s=pick_forward(first.forward_s, second.forward_s),
             backward_s=pick(first.backward_s, second.backward_s),
             forward_peak_bytes=max(first.forward_peak_bytes, second.forward_peak_bytes),
             backward_peak_bytes=max(first.backward_peak_bytes, second.backward_peak_bytes),
         )
-    return StepFigures(
+    return MeasuredStep(
         blocks=blocks,
         other_s=pick(one.other_s, other.other_s),
         step_peak_bytes=max(one.step_peak_bytes, other.step_peak_bytes),
