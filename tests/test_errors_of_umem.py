@@ -15,7 +15,7 @@ from torch import nn
 from umem.offloading import offload_blocks
 from umem.offloading.store import ActivationStore
 from umem.streaming.gradients import CopiedGradients
-from umem.streaming.step import TemporarySlots, call, pieces, step, units
+from umem.streaming.step import TemporarySlots, call, pieces, step, units, whole_steps
 from umem.streaming.training import StreamedTraining
 from umem.streaming.weights import ModelWeights, StreamedWeights
 
@@ -46,7 +46,7 @@ PARTS: list[tuple[Any, str]] = [
     (CopiedGradients, "settle"),
     (TemporarySlots, "step_begins"),
     (StreamedTraining, "_count_step"),
-    (StreamedTraining, "_obstacle"),
+    (whole_steps.WholeSteps, "obstacle"),
     (ModelWeights, "begin_call"),
     (StreamedWeights, "step_begins"),
 ]

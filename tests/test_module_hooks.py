@@ -32,7 +32,7 @@ from umem.runtime.torch_hooks.modules import (
     hook_calls,
     hook_running_forward,
 )
-from umem.streaming.graphing import graphing_begins
+from umem.streaming.training import graphing_begins
 
 SUPPORT = Path(__file__).parent / "support"
 

@@ -33,7 +33,7 @@ from umem.offloading import ActivationStore
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.stage import SharedBudget
 from umem.streaming.training import StreamedTraining
-from umem.streaming.tune import StreamTuner, TuningState, tuner
+from umem.streaming.tune import StreamTuner, TuningState, planning
 from umem.streaming.weights import ModelWeights
 
 # ------------------------------------------------------------------ the budget
@@ -42,7 +42,7 @@ from umem.streaming.weights import ModelWeights
 @pytest.fixture(autouse=True)
 def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of it would have room for these small models as a whole."""
-    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
 
 
 MODEL_STATE = LAYERS * LAYER_STATE
@@ -158,10 +158,12 @@ class Process:
         if not owner.optimizers:
             return
         owner.tuner = StreamTuner(
+            owner.model,
             load_hardware("h200-pcie"),
             WallClockOf(self.machine),
             RoomOfMachine(self.machine),
             ActivationStore("cpu", LazyMover(), min_bytes=1024),
+            weights=owner.weights,
             shared=self.shared,
         )
         for optimizer in owner.optimizers:
@@ -193,11 +195,14 @@ class Process:
         for optimizer in owner.optimizers:
             optimizer.step()
 
+    def step_all(self) -> None:
+        for owner in self.owners:
+            if owner.optimizers:
+                self.step(owner)
+
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            for owner in self.owners:
-                if owner.optimizers:
-                    self.step(owner)
+            self.step_all()
 
     def found(self) -> list[Any]:
         return [
@@ -223,8 +228,43 @@ class Process:
     def limit_bytes(self) -> int:
         return self.machine.budget_bytes - SLACK
 
+    def states(self) -> set[TuningState]:
+        return {it.tuner.status().state for it in self.owners if it.tuner is not None}
+
     def resident_bytes(self) -> list[int]:
         return [sum(of.step.units.resident_bytes for of in it.trainings) for it in self.owners]
+
+
+def both(
+    more_bytes: int,
+    parts: list[Any],
+    train: Callable[[Process], None],
+    *,
+    streams_weights: bool = False,
+    in_backward: bool = False,
+    keeps_budget: bool = True,
+) -> Process:
+    """A streamed process after a training, which has the bits of stock and kept its budget."""
+    run = Process(more_bytes, parts, streams_weights=streams_weights, in_backward=in_backward)
+    stock = Process(None, parts, in_backward=in_backward)
+    for process in (run, stock):
+        train(process)
+    assert run.found() == stock.found()
+    assert not keeps_budget or run.highest_bytes <= run.limit_bytes
+    return run
+
+
+def steps(before: int, after: int, step: Callable[[Process], None] | None = None) -> Any:
+    """Trains on, and counts memory from some step on: before plans the allocator keeps it."""
+
+    def train(process: Process) -> None:
+        process.stream_all()
+        for number in range(before + after):
+            if number == before:
+                process.forget_highest()
+            (step or Process.step_all)(process)
+
+    return train
 
 
 def one(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -237,16 +277,8 @@ def one(model: nn.Module) -> list[torch.optim.Optimizer]:
 def test_trainings_keep_one_budget(parts: list[Any], share: float) -> None:
     least_bytes = 2 * LAYER_STATE * len(parts)
     more_bytes = MODEL_SAVED + least_bytes + int(share * MODEL_STATE * len(parts))
-    run, stock = Process(more_bytes, parts), Process(None, parts)
-    for it in (run, stock):
-        it.stream_all()
-        it.run(4)
-        it.forget_highest()  # before there are plans the allocator keeps the budget
-        it.run(10)
-    assert run.found() == stock.found()
-    assert run.highest_bytes <= run.limit_bytes
-    statuses = [it.tuner.status() for it in run.owners if it.tuner is not None]
-    assert {it.state for it in statuses} == {TuningState.PLANNED}
+    run = both(more_bytes, parts, steps(4, 10))
+    assert run.states() == {TuningState.PLANNED}
     # What there is is used: but for what would not hold another layer's state.
     unused_bytes = MODEL_STATE * len(parts) - sum(run.resident_bytes())
     if share < 1.0:
@@ -260,73 +292,67 @@ def test_trainings_keep_one_budget(parts: list[Any], share: float) -> None:
 
 @pytest.mark.slow
 def test_a_training_that_ends_leaves_its_share() -> None:
-    more_bytes = MODEL_SAVED + 4 * LAYER_STATE + MODEL_STATE // 2
-    run, stock = Process(more_bytes, [one, one]), Process(None, [one, one])
     before: dict[bool, list[int]] = {}
-    for it in (run, stock):
-        it.stream_all()
-        it.run(8)
-        it.forget_highest()
-        before[it.is_stock] = it.resident_bytes()
-        gone = it.owners.pop()
+
+    def train(process: Process) -> None:
+        steps(8, 0)(process)
+        process.forget_highest()
+        before[process.is_stock] = process.resident_bytes()
+        gone = process.owners.pop()
         for training in gone.trainings:
             training.close()
         del gone
-        it.run(8)
-    assert run.found() == stock.found()
-    assert run.highest_bytes <= run.limit_bytes
+        process.run(8)
+
+    run = both(MODEL_SAVED + 4 * LAYER_STATE + MODEL_STATE // 2, [one, one], train)
     assert run.resident_bytes()[0] > before[False][0]
 
 
 @pytest.mark.slow
 def test_a_training_that_begins_later_gets_its_share() -> None:
-    more_bytes = MODEL_SAVED + 4 * LAYER_STATE + MODEL_STATE
-    run, stock = Process(more_bytes, [one, one]), Process(None, [one, one])
     before: dict[bool, list[int]] = {}
-    for it in (run, stock):
-        it.run(1)
-        it.stream(it.owners[0])
-        it.run(8)
-        before[it.is_stock] = it.resident_bytes()
-        it.stream(it.owners[1])
-        it.run(8)
-        it.forget_highest()
-        it.run(4)
-    assert run.found() == stock.found()
-    assert run.highest_bytes <= run.limit_bytes
+
+    def train(process: Process) -> None:
+        process.run(1)
+        process.stream(process.owners[0])
+        process.run(8)
+        before[process.is_stock] = process.resident_bytes()
+        process.stream(process.owners[1])
+        process.run(8)
+        process.forget_highest()
+        process.run(4)
+
+    run = both(MODEL_SAVED + 4 * LAYER_STATE + MODEL_STATE, [one, one], train)
     assert before[False][0] == MODEL_STATE
     assert 0 < run.resident_bytes()[1] <= run.resident_bytes()[0] < MODEL_STATE
 
 
 @pytest.mark.slow
 def test_an_optimizer_that_begins_later_and_one_that_ends() -> None:
-    more_bytes = MODEL_SAVED + 2 * LAYER_STATE + MODEL_STATE // 2
-    run, stock = Process(more_bytes, [halves]), Process(None, [halves])
     before: dict[bool, list[int]] = {}
-    for it in (run, stock):
-        (owner,) = it.owners
+
+    def train(process: Process) -> None:
+        (owner,) = process.owners
         first, second = owner.optimizers
-        it.run(1)
+        process.run(1)
         owner.optimizers = [first]
-        it.stream(owner)
-        it.run(6)
+        process.stream(owner)
+        process.run(6)
         owner.optimizers.append(second)
-        if not it.is_stock:
-            it.add(owner, second)
-        it.run(8)
-        it.forget_highest()
-        before[it.is_stock] = it.resident_bytes()
+        if not process.is_stock:
+            process.add(owner, second)
+        process.run(8)
+        process.forget_highest()
+        before[process.is_stock] = process.resident_bytes()
         owner.optimizers.remove(first)
-        if not it.is_stock:
+        if not process.is_stock:
             owner.trainings.pop(0).close()
-        it.run(8)
-    assert run.found() == stock.found()
-    assert run.highest_bytes <= run.limit_bytes
+        process.run(8)
+
+    run = both(MODEL_SAVED + 2 * LAYER_STATE + MODEL_STATE // 2, [halves], train)
     assert before[False][0] >= MODEL_STATE // 2 - LAYER_STATE
     assert run.resident_bytes()[0] == MODEL_STATE // 2
-    (owner,) = run.owners
-    assert owner.tuner is not None
-    assert owner.tuner.status().state == TuningState.PLANNED
+    assert run.states() == {TuningState.PLANNED}
 
 
 @pytest.mark.slow
@@ -335,15 +361,7 @@ def test_an_optimizer_that_begins_later_and_one_that_ends() -> None:
 def test_updates_in_the_backward_pass_keep_the_same_budget(parts: list[Any], share: float) -> None:
     least_bytes = 2 * LAYER_STATE * len(parts)
     more_bytes = MODEL_SAVED + least_bytes + int(share * MODEL_STATE * len(parts))
-    run = Process(more_bytes, parts, in_backward=True)
-    stock = Process(None, parts, in_backward=True)
-    for it in (run, stock):
-        it.stream_all()
-        it.run(8)
-        it.forget_highest()
-        it.run(6)
-    assert run.found() == stock.found()
-    assert run.highest_bytes <= run.limit_bytes
+    run = both(more_bytes, parts, steps(8, 6), in_backward=True)
     trainings = [of for it in run.owners for of in it.trainings]
     assert all(it.status().step_in_backward and it.counts.ahead > 0 for it in trainings)
 
@@ -414,19 +432,8 @@ def test_weights_that_are_streamed_keep_the_same_budget(parts: list[Any], share:
     all_bytes = trained * MODEL_STATE + len(parts) * MODEL_WEIGHTS
     least_bytes = 2 * LAYER_STATE * trained + MODEL_WEIGHTS // 2 * len(parts)
     more_bytes = MODEL_SAVED + least_bytes + int(share * all_bytes)
-    run = Process(more_bytes, parts, streams_weights=True)
-    stock = Process(None, parts)
-    for it in (run, stock):
-        it.stream_all()
-        for _ in range(10):
-            train(it)
-        it.forget_highest()
-        for _ in range(6):
-            train(it)
-    assert run.found() == stock.found()
-    assert run.highest_bytes <= run.limit_bytes
-    tuners = [it.tuner for it in run.owners if it.tuner is not None]
-    assert {it.status().state for it in tuners} == {TuningState.PLANNED}
+    run = both(more_bytes, parts, steps(10, 6, train), streams_weights=True)
+    assert run.states() == {TuningState.PLANNED}
     on_device = [
         of.weights.status().resident_bytes + state_bytes
         for of, state_bytes in zip(run.owners, run.resident_bytes(), strict=True)
@@ -539,16 +546,12 @@ def test_no_bit_changes(program: Callable[[Process], None], parts: list[Any], sh
         pytest.skip("they are two models")
     graphs = 3 if program is adversaries else 1
     more_bytes = graphs * MODEL_SAVED + least_bytes + int(share * MODEL_STATE * len(parts))
-    run, stock = Process(more_bytes, parts), Process(None, parts)
     # In turns, each model has a part of the iterations only.
     iterations = 14 * (len(parts) if program is in_turns else 1)
-    for it in (run, stock):
-        it.stream_all()
-        for _ in range(iterations):
-            program(it)
-    assert run.found() == stock.found()
-    tuners = [it.tuner for it in run.owners if it.tuner is not None]
-    assert {it.status().state for it in tuners} == {TuningState.PLANNED}
+    # State that is loaded is on the device beside the old one.
+    is_kept = program is not loaded
+    run = both(more_bytes, parts, steps(iterations - 1, 1, program), keeps_budget=is_kept)
+    assert run.states() == {TuningState.PLANNED}
     assert sum(of.counts.streamed for it in run.owners for of in it.trainings) > 0
     are_all_resident = sum(run.resident_bytes()) == MODEL_STATE * len(parts)
     # A model that is alone copies activations to have all state on the device.
@@ -575,26 +578,18 @@ def one_for_each_parameter(model: nn.Module) -> list[torch.optim.Optimizer]:
 def test_optimizers_that_step_in_the_backward_pass(share: float) -> None:
     def train(process: Process) -> None:
         (owner,) = process.owners
-        process.steps += 1
-        loss = owner.model(inputs(process.steps)).square().mean()
-        loss.backward()
-        process.seen.append(float(loss.detach()))
+        for number in range(12):
+            process.steps += 1
+            loss = owner.model(inputs(process.steps)).square().mean()
+            loss.backward()
+            process.seen.append(float(loss.detach()))
+            if number == 0:
+                process.stream(owner)
+            elif number == 5:
+                process.forget_highest()
 
-    parts = [one_for_each_parameter]
     more_bytes = MODEL_SAVED + 2 * LAYER_STATE + int(share * MODEL_STATE)
-    run, stock = Process(more_bytes, parts), Process(None, parts)
-    for it in (run, stock):
-        train(it)
-        it.stream(it.owners[0])
-        for _ in range(5):
-            train(it)
-        it.forget_highest()
-        for _ in range(6):
-            train(it)
-    assert run.found() == stock.found()
-    (owner,) = run.owners
-    assert owner.tuner is not None
-    assert owner.tuner.status().state == TuningState.PLANNED
-    assert run.highest_bytes <= run.limit_bytes
+    run = both(more_bytes, [one_for_each_parameter], train)
+    assert run.states() == {TuningState.PLANNED}
     assert (sum(run.resident_bytes()) == MODEL_STATE) == (share == 1.0)
     assert sum(run.resident_bytes()) > 0

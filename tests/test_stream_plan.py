@@ -19,6 +19,7 @@ from umem.streaming.plan import (
     LaneKind,
     LaneTasks,
     StreamPlan,
+    StreamProblem,
     StreamUnit,
     TemporarySlot,
     largest_slot_bytes,
@@ -31,6 +32,7 @@ MIB = 2**20
 MS = 1e-3
 RATE = 40e3 * MIB
 """Of a copy either way alone: 40 MiB a millisecond."""
+STATE = TensorClass.OPTIMIZER_STATE
 
 
 @pytest.fixture(scope="module")
@@ -55,191 +57,181 @@ def saving(saved_mib: float, before_mib: float, **changes: Any) -> StreamUnit:
     return replace(plain, **changes)
 
 
+def fastest(units: Sequence[StreamUnit], **settings: Any) -> StreamPlan:
+    return plan_stream(StreamProblem(units, **settings))
+
+
 def milliseconds(values: Sequence[float]) -> Any:
     return pytest.approx([value * MS for value in values], rel=1e-12)
 
 
 # ---------------------------------------------------------------------------------- by hand
 
-
-def test_resident_state_costs_nothing(machine: Hardware) -> None:
-    timing = simulate_stream([unit()] * 3, range(3), 0, hardware=machine, other_s=10 * MS)
-    assert [timing.step_s, timing.compute_s] == milliseconds([12.25, 12.25])
-    assert (timing.exposed_s, timing.slowed_s) == (0, 0)
-    assert (timing.to_device_bytes, timing.to_host_bytes, timing.to_device_busy) == ({}, {}, 0)
-    assert list(timing.update_end_s) == milliseconds([1.5] * 3)
-
-
-def test_the_third_of_three_units_waits_for_the_first_slot(two_way: Hardware) -> None:
-    """In two slots, with copies of 1 ms.
-
-    The third unit's copy waits until the first is written back at 1.5, and ends at 2.5. Its update
-    ends at 3. The forward pass is through with the first two units by then, since 1.5.
-    """
-    timing = simulate_stream([unit()] * 3, (), 2, hardware=two_way, other_s=10 * MS)
-    assert list(timing.update_end_s) == milliseconds([0.5, 1, 3])
-    assert [timing.step_s, timing.compute_s] == milliseconds([3.25 + 10, 12.25])
-    assert [timing.exposed_s, timing.slowed_s] == milliseconds([1, 0])
-    assert timing.to_device_bytes == {TensorClass.OPTIMIZER_STATE: 120 * MIB}
-    assert timing.to_host_bytes == timing.to_device_bytes
-    assert timing.to_device_busy == timing.to_host_busy == pytest.approx(3 / 13.25, rel=1e-12)
-    assert timing.home_s == pytest.approx(4 * MS, rel=1e-12)
+THREE = [unit()] * 3
+COPIES = unit(update_ms=0, forward_ms=0)
+BACK = replace(unit(), backward_s=1 * MS)
+WITH_WEIGHTS = replace(unit(), trained_weight_bytes=20 * MIB)
+LARGE = StreamUnit("block", 160 * MIB, 0.0, 0.0, 1 * MS)
+SAVES, MUCH = [saving(40, 0)] * 3, [saving(120, 0)] * 3
+IN_BACKWARD: dict[str, Any] = {"other_s": 0.0, "in_backward": True}
+ONE_COPIED: dict[str, Any] = {"other_s": 0.0, "copied": {0: 3}}
 
 
-def test_a_step_that_waits_does_so_for_all_updates(two_way: Hardware) -> None:
-    timing = simulate_stream(
-        [unit()] * 3, (), 2, hardware=two_way, other_s=10 * MS, is_deferred=False
-    )
-    assert list(timing.update_end_s) == milliseconds([0.5, 1, 3])
-    assert [timing.step_s, timing.exposed_s, timing.home_s] == milliseconds([13.75, 1.5, 4])
+def case(name: str, units: list[StreamUnit], slots: int, expected: Any, **settings: Any) -> Any:
+    return pytest.param(units, slots, expected, settings, id=name)
+
+
+def ms(**expected: Any) -> dict[str, Any]:
+    return expected
 
 
 @pytest.mark.parametrize(
-    ("freed_before", "step_ms", "exposed_ms"), [(3, 13.5, 1.25), (1, 14.0, 1.75)]
+    ("units", "slots", "expected", "settings"),
+    [
+        case(
+            *("resident state costs nothing", THREE, 0),
+            ms(step=12.25, compute=12.25, exposed=0, slowed=0, update_end=[1.5] * 3),
+            resident=range(3),
+        ),
+        # In two slots, with copies of 1 ms. The third unit's copy waits until the first is written
+        # back at 1.5, and ends at 2.5. Its update ends at 3. The forward pass is through with the
+        # first two units by then, since 1.5.
+        case(
+            *("the third of three units waits for the first slot", THREE, 2),
+            ms(update_end=[0.5, 1, 3], step=13.25, compute=12.25, exposed=1, slowed=0, home=4),
+        ),
+        case(
+            *("a step that waits does so for all updates", THREE, 2),
+            ms(update_end=[0.5, 1, 3], step=13.75, exposed=1.5, home=4),
+            is_deferred=False,
+        ),
+        # The third unit is there when the step begins, and leaves last, from 2.5 to 3.5. The second
+        # forward pass could begin at 1.75, the backward pass at 2.25.
+        *(
+            case(
+                *(f"a temporary slot is freed before {freed_before}", THREE, 2),
+                ms(update_end=[0.5, 1, 1.5], step=step, exposed=exposed, home=3.5),
+                is_deferred=False,
+                temporary=[TemporarySlot(made_in=1, freed_before=freed_before)],
+            )
+            for freed_before, step, exposed in [(3, 13.5, 1.25), (1, 14.0, 1.75)]
+        ),
+        # Weights of 20 MiB come from 0 to 0.5 and from 0.5 to 1; updates end at 1 and 1.5. The
+        # first unit leaves from 1 to 2.5, the second one's weights until 3: the forward passes
+        # begin. Its state leaves until 4, and the backward pass waits for that.
+        case(
+            *("weights at home leave before state in temporary slots", [WITH_WEIGHTS] * 2, 1),
+            ms(update_end=[1, 1.5], home=4, step=14),
+            is_deferred=False,
+            temporary=[TemporarySlot(made_in=0, freed_before=2)],
+        ),
+        # The first unit's pass runs from 1 to 2, the second's until the third's update at 2.5.
+        case(
+            *("an update interrupts the forward pass", [unit(forward_ms=1)] * 3, 2),
+            ms(update_end=[0.5, 1, 3], step=14.5, exposed=0),
+        ),
+        # The third unit arrives while the second leaves, each at three quarters of the speed.
+        case(
+            *("both directions share the link", THREE, 2),
+            ms(update_end=[0.5, 1, 2 + 4 / 3], step=1.5 + 4 / 3 + 0.75 + 10, exposed=4 / 3),
+            link=1.5,
+        ),
+        # The unit leaves from 1 to 2 and comes back until 3; meanwhile 4/5 of 2 ms is computed.
+        case(
+            *("copies slow the computation beside them", [unit(update_ms=1, forward_ms=1)], 1),
+            ms(step=12.4, slowed=0.4, exposed=0),
+            slowdown=0.25,
+        ),
+        case(
+            *("a step of copies takes as long as the link", [COPIES] * 4, 2),
+            ms(step=4, exposed=4, home=5),
+            other_s=0.0,
+        ),
+        # One unit leaves for 1 ms and comes back for 1 ms, however many slots are free.
+        *(
+            case(f"nothing is fetched early to {slots}", [COPIES], slots, ms(step=2), other_s=0.0)
+            for slots in (1, 2, 8)
+        ),
+        # Nothing but copies: a step begins when the third unit has arrived, in the slot of the
+        # first. It leaves until 1. Then the first one comes until 2, the second until 3, beside
+        # which the first leaves, and the third until 4.
+        case(
+            *("the first slot is free when its last unit is home", [COPIES] * 3, 2),
+            ms(update_end=[2, 3, 4], step=4, home=5),
+            other_s=0.0,
+        ),
+        # The passes of both units take 0.25 and 1 ms. The second's update runs from 1.5 to 2, the
+        # first's from 3, where the backward pass is over, to 3.5, where the next one begins.
+        case(
+            *("units are updated in the backward pass in reverse", [BACK] * 2, 2),
+            ms(step=3.5, compute=3.5, exposed=0, update_end=[0, -1.5], home=1),
+            **IN_BACKWARD,
+        ),
+        case("they follow in one slot", [BACK] * 2, 1, ms(step=5, exposed=1.5), **IN_BACKWARD),
+        case(
+            *("they are resident", [BACK] * 2, 0, ms(step=3.5, exposed=0)),
+            **IN_BACKWARD,
+            resident=(0, 1),
+        ),
+        # The states arrive at 4, 8, 12 and 16, and the first three backward passes end at 3. The
+        # last one waits for the first update until 4. The step ends after the second, at 8.
+        case(
+            *("more gradients wait than two units have", [LARGE] * 4, 4),
+            ms(step=16, exposed=12, update_end=[8, 4, 0, -4]),
+            **IN_BACKWARD,
+        ),
+        # Forward passes end at 1, 2 and 3, backward passes at 5, 7 and 9 or later.
+        case("activations leave and come back", SAVES, 0, ms(step=9, exposed=0), **ONE_COPIED),
+        # 3 ms each way, so that they leave until 4, where the backward pass begins. From 6 on they
+        # come back too late, from 4 on in time.
+        case("they come back late", MUCH, 0, ms(step=11, exposed=2), **ONE_COPIED, fetch_ahead=1),
+        case("they come early", MUCH, 0, ms(step=10, exposed=1), **ONE_COPIED, fetch_ahead=2),
+        # If their memory is needed before the third forward pass, that is from 4 to 5.
+        case(
+            *("the forward pass waits for memory", MUCH, 0, ms(step=11, exposed=2)),
+            other_s=0.0,
+            copied={0: 2},
+            fetch_ahead=2,
+        ),
+        # The state of one unit, and the activations of another, come back from 3 on, each in 2 ms.
+        # The forward passes end at 2, the second backward pass at 3, the first begins at 4.
+        case(
+            "copies in the same direction share it",
+            [saving(40, 0, state_bytes=40 * MIB), saving(40, 0, backward_s=1 * MS)],
+            *(1, ms(step=1 + 1 + 1 + 1 + 2 + 10, exposed=1)),
+            is_deferred=False,
+            copied={0: 2},
+        ),
+    ],
 )
-def test_a_temporary_slot_is_filled_before_the_step_and_freed_in_the_forward_pass(
-    two_way: Hardware, freed_before: int, step_ms: float, exposed_ms: float
+def test_a_step_takes_as_long_as_by_hand(
+    machine: Hardware, units: list[StreamUnit], slots: int, expected: Any, settings: dict[str, Any]
 ) -> None:
-    """The third unit is there when the step begins, and leaves last, from 2.5 to 3.5.
-
-    The second forward pass could begin at 1.75, the backward pass at 2.25.
-    """
-    timing = simulate_stream(
-        [unit()] * 3,
-        (),
-        2,
-        hardware=two_way,
-        other_s=10 * MS,
-        is_deferred=False,
-        temporary=[TemporarySlot(made_in=1, freed_before=freed_before)],
+    """Times in milliseconds, with 10 ms of clipping unless the settings say otherwise."""
+    usual: dict[str, Any] = {"resident": (), "other_s": 10 * MS, "link": 2.0, "slowdown": 0.0}
+    options = usual | settings
+    hardware = replace(
+        machine,
+        copy_link_bytes_per_s=options.pop("link") * RATE,
+        copy_slowdown_s_per_byte=options.pop("slowdown") * MS / (40 * MIB),
     )
-    assert list(timing.update_end_s) == milliseconds([0.5, 1, 1.5])
-    assert [timing.step_s, timing.exposed_s] == milliseconds([step_ms, exposed_ms])
-    assert timing.home_s == pytest.approx(3.5 * MS, rel=1e-12)
+    timing = simulate_stream(units, slots=slots, hardware=hardware, **options)
+    for name, times in expected.items():
+        found = np.divide(getattr(timing, f"{name}_s"), MS)
+        assert found == pytest.approx(np.array(times), rel=1e-12, abs=1e-12), name
 
 
-def test_weights_at_home_leave_before_state_in_temporary_slots(two_way: Hardware) -> None:
-    """Weights of 20 MiB come from 0 to 0.5 and from 0.5 to 1; updates end at 1 and 1.5.
-
-    The first unit leaves from 1 to 2.5, the second one's weights until 3: the forward passes begin.
-    Its state leaves until 4, and the backward pass waits for that.
-    """
-    units = [replace(unit(), trained_weight_bytes=20 * MIB)] * 2
-    timing = simulate_stream(
-        units,
-        (),
-        1,
-        hardware=two_way,
-        other_s=10 * MS,
-        is_deferred=False,
-        temporary=[TemporarySlot(made_in=0, freed_before=2)],
-    )
-    assert list(timing.update_end_s) == milliseconds([1, 1.5])
-    assert [timing.home_s, timing.step_s] == milliseconds([4, 14])
-
-
-def test_an_update_interrupts_the_forward_pass(two_way: Hardware) -> None:
-    """The first unit's pass runs from 1 to 2, the second's until the third's update at 2.5."""
-    units = [unit(forward_ms=1)] * 3
-    timing = simulate_stream(units, (), 2, hardware=two_way, other_s=10 * MS)
-    assert list(timing.update_end_s) == milliseconds([0.5, 1, 3])
-    assert [timing.step_s, timing.exposed_s] == milliseconds([4.5 + 10, 0])
-
-
-def test_both_directions_share_the_link(machine: Hardware) -> None:
-    """The third unit arrives while the second leaves, each at three quarters of the speed."""
-    timing = simulate_stream([unit()] * 3, (), 2, hardware=machine, other_s=10 * MS)
-    arrives = 1.5 + 4 / 3
-    assert list(timing.update_end_s) == milliseconds([0.5, 1, arrives + 0.5])
-    assert [timing.step_s, timing.exposed_s] == milliseconds([arrives + 0.75 + 10, arrives - 1.5])
-
-
-def test_copies_slow_the_computation_beside_them(two_way: Hardware) -> None:
-    """The unit leaves from 1 to 2 and comes back until 3; meanwhile 4/5 of 2 ms is computed."""
-    slower = replace(two_way, copy_slowdown_s_per_byte=0.25 * MS / (40 * MIB))
-    units = [unit(update_ms=1, forward_ms=1)]
-    timing = simulate_stream(units, (), 1, hardware=slower, other_s=10 * MS)
-    assert [timing.step_s, timing.slowed_s, timing.exposed_s] == milliseconds([12.4, 0.4, 0])
-
-
-def test_a_step_of_copies_takes_as_long_as_the_link(two_way: Hardware) -> None:
-    units = [unit(update_ms=0, forward_ms=0)] * 4
-    timing = simulate_stream(units, (), 2, hardware=two_way, other_s=0.0)
-    assert [timing.step_s, timing.exposed_s, timing.home_s] == milliseconds([4, 4, 5])
-    assert [timing.to_device_busy, timing.to_host_busy] == pytest.approx([1, 1], rel=1e-12)
-
-
-def test_nothing_is_fetched_before_its_home_is_written(two_way: Hardware) -> None:
-    """One unit leaves for 1 ms and comes back for 1 ms, however many slots are free."""
-    units = [unit(update_ms=0, forward_ms=0)]
-    for slots in (1, 2, 8):
-        timing = simulate_stream(units, (), slots, hardware=two_way, other_s=0.0)
-        assert timing.step_s == pytest.approx(2 * MS, rel=1e-12)
-
-
-def test_the_first_slot_is_free_when_its_last_unit_is_home(two_way: Hardware) -> None:
-    """Three units in two slots and nothing but copies: a step begins when the third has arrived.
-
-    The third is in the slot of the first and leaves until 1. Then the first one comes until 2, the
-    second until 3, beside which the first leaves, and the third until 4.
-    """
-    units = [unit(update_ms=0, forward_ms=0)] * 3
-    timing = simulate_stream(units, (), 2, hardware=two_way, other_s=0.0)
-    assert list(timing.update_end_s) == milliseconds([2, 3, 4])
-    assert [timing.step_s, timing.home_s] == milliseconds([4, 5])
-
-
-def test_units_are_updated_in_the_backward_pass_in_reverse(two_way: Hardware) -> None:
-    """The passes of both units take 0.25 and 1 ms.
-
-    The second's update runs from 1.5 to 2, the first's from 3, when the backward pass is over, to
-    3.5, where the next forward pass begins.
-    """
-    units = [replace(unit(), backward_s=1 * MS)] * 2
-    timing = simulate_stream(units, (), 2, hardware=two_way, in_backward=True)
-    assert [timing.step_s, timing.compute_s, timing.exposed_s] == milliseconds([3.5, 3.5, 0])
-    assert list(timing.update_end_s) == milliseconds([0, -1.5])
-    assert timing.home_s == pytest.approx(1 * MS, rel=1e-12)
-    # In one slot, the copies and updates of both units follow one another.
-    timing = simulate_stream(units, (), 1, hardware=two_way, in_backward=True)
-    assert [timing.step_s, timing.exposed_s] == milliseconds([5, 1.5])
-    resident = simulate_stream(units, (0, 1), 0, hardware=two_way, in_backward=True)
-    assert [resident.step_s, resident.exposed_s] == milliseconds([3.5, 0])
-
-
-def test_the_backward_pass_waits_before_more_gradients_wait_than_two_units_have(
-    two_way: Hardware,
-) -> None:
-    """The states arrive at 4, 8, 12 and 16, and the first three backward passes end at 3.
-
-    The last one waits for the first update until 4. The step ends behind the second, at 8.
-    """
-    units = [StreamUnit("block", 160 * MIB, 0.0, 0.0, 1 * MS)] * 4
-    timing = simulate_stream(units, (), 4, hardware=two_way, in_backward=True)
-    assert [timing.step_s, timing.exposed_s] == milliseconds([16, 12])
-    assert list(timing.update_end_s) == milliseconds([8, 4, 0, -4])
-
-
-def test_activations_leave_and_come_back(two_way: Hardware) -> None:
-    """Of three units; forward passes end at 1, 2 and 3, backward passes at 5, 7 and 9 or later."""
-    small = [saving(40, 0)] * 3
-    timing = simulate_stream(small, (), 0, hardware=two_way, copied=[0])
-    assert [timing.step_s, timing.exposed_s] == milliseconds([9, 0])
+def test_bytes_are_counted_by_class(two_way: Hardware) -> None:
+    for resident, slots, size_bytes in (((0, 1, 2), 0, {}), ((), 2, {STATE: 120 * MIB})):
+        timing = simulate_stream(THREE, resident, slots, hardware=two_way)
+        assert timing.to_device_bytes == timing.to_host_bytes == size_bytes
+    timing = simulate_stream(SAVES, (), 0, hardware=two_way, copied={0: 3})
     assert timing.to_device_bytes == timing.to_host_bytes == {TensorClass.ACTIVATIONS: 40 * MIB}
-    # 3 ms each way, so that they leave until 4, where the backward pass begins. From 6 on they come
-    # back too late, from 4 on in time.
-    large = [saving(120, 0)] * 3
-    late, early = (
-        simulate_stream(large, (), 0, hardware=two_way, copied=[0], fetch_ahead=ahead)
-        for ahead in (1, 2)
-    )
-    assert [late.step_s, late.exposed_s] == milliseconds([11, 2])
-    assert [early.step_s, early.exposed_s] == milliseconds([10, 1])
-    # If their memory is needed before the third forward pass, that is from 4 to 5.
-    waits = simulate_stream(
-        large, (), 0, hardware=two_way, copied=[0], left_before={0: 2}, fetch_ahead=2
-    )
-    assert [waits.step_s, waits.exposed_s] == milliseconds([11, 2])
+    # Every batch copies its activations.
+    units = [replace(BACK, saved_bytes=10 * MIB)] * 3
+    timing = simulate_stream(units, (), 2, hardware=two_way, copied={0: 3, 1: 3}, batches=3)
+    assert timing.to_host_bytes == {STATE: 120 * MIB, TensorClass.ACTIVATIONS: 60 * MIB}
+    assert timing.compute_s == pytest.approx(3 * (0.5 + 3 * 1.25) * MS)
 
 
 def test_clipping_takes_longer_for_gradients_on_the_host(two_way: Hardware) -> None:
@@ -299,51 +291,32 @@ def test_clipping_takes_no_longer_where_updates_have_copies_of_gradients(two_way
     assert step_s(stages_operands=False) > (2 * 3 + 2 + 5.5) * MS
 
 
-def test_gradients_leave_and_are_used_on_the_host(two_way: Hardware) -> None:
+@pytest.mark.parametrize(
+    ("settings", "step", "exposed", "back_mib"),
+    [
+        # The update reads them in 3 ms.
+        ({"copied_gradients": [3]}, 6 + 3, 2, 0),
+        # A second batch is added to them, read and written.
+        ({"copied_gradients": [3], "batches": 2}, 6 + 4 + 6 + 3, 2, 0),
+        # They come back after the first unit's backward pass, and the update finds them there.
+        ({"copied_gradients": [3], "returning_gradients": {3: 0}}, 6 + 3, 2 + 3, 120),
+        # Those of the first unit have left when the second batch begins.
+        ({"copied_gradients": [0], "batches": 2}, 4 + 3 + 4 + 6 + 3, 3, 0),
+    ],
+)
+def test_gradients_leave_and_are_used_on_the_host(
+    two_way: Hardware, settings: dict[str, Any], step: float, exposed: float, back_mib: int
+) -> None:
     """Of four units; the last one's backward pass ends at 1, and its gradients have left at 4.
 
     The second unit's backward pass waits for that from 2 on.
     """
     hardware = replace(two_way, mapped_bytes_per_s=RATE, mapped_read_bytes_per_s=RATE)
     units = [StreamUnit("block", 0, 0.0, 0.0, 1 * MS, gradient_bytes=120 * MIB)] * 4
-    timing = simulate_stream(units, (), 0, hardware=hardware, copied_gradients=[3])
-    # The update reads them in 3 ms.
-    assert [timing.step_s, timing.exposed_s] == milliseconds([6 + 3, 2])
+    timing = simulate_stream(units, (), 0, hardware=hardware, **settings)
+    assert [timing.step_s, timing.exposed_s] == milliseconds([step, exposed])
     assert timing.to_host_bytes == {TensorClass.GRADIENTS: 120 * MIB}
-    assert timing.to_device_bytes == {}
-    # A second batch is added to them, read and written.
-    timing = simulate_stream(units, (), 0, hardware=hardware, copied_gradients=[3], batches=2)
-    assert [timing.step_s, timing.exposed_s] == milliseconds([6 + 4 + 6 + 3, 2])
-    # They come back behind the first unit's backward pass, and the update finds them there.
-    timing = simulate_stream(
-        units, (), 0, hardware=hardware, copied_gradients=[3], returning_gradients={3: 0}
-    )
-    assert [timing.step_s, timing.exposed_s] == milliseconds([6 + 3, 2 + 3])
-    assert timing.to_device_bytes == {TensorClass.GRADIENTS: 120 * MIB}
-    # Those of the first unit have left when the second batch begins.
-    timing = simulate_stream(units, (), 0, hardware=hardware, copied_gradients=[0], batches=2)
-    assert [timing.step_s, timing.exposed_s] == milliseconds([4 + 3 + 4 + 6 + 3, 3])
-
-
-def test_copies_in_the_same_direction_share_it(two_way: Hardware) -> None:
-    """The state of one unit, and the activations of another, come back from 3 on, each in 2 ms."""
-    units = [saving(40, 0, state_bytes=40 * MIB), saving(40, 0, state_bytes=0)]
-    units[1] = replace(units[1], backward_s=1 * MS)
-    timing = simulate_stream(
-        units, (), 1, hardware=two_way, copied=[0], other_s=10 * MS, is_deferred=False
-    )
-    # The forward passes end at 2, the second backward pass at 3, the first begins at 4.
-    assert [timing.step_s, timing.exposed_s] == milliseconds([1 + 1 + 1 + 1 + 2 + 10, 1])
-
-
-def test_every_batch_copies_its_activations(two_way: Hardware) -> None:
-    units = [replace(unit(), saved_bytes=10 * MIB, backward_s=1 * MS)] * 3
-    timing = simulate_stream(units, (), 2, hardware=two_way, copied=[0, 1], batches=3)
-    assert timing.to_host_bytes == {
-        TensorClass.OPTIMIZER_STATE: 120 * MIB,
-        TensorClass.ACTIVATIONS: 60 * MIB,
-    }
-    assert timing.compute_s == pytest.approx(3 * (0.5 + 3 * 1.25) * MS)
+    assert timing.to_device_bytes == ({TensorClass.GRADIENTS: back_mib * MIB} if back_mib else {})
 
 
 def test_tasks_that_wait_for_each_other_are_an_error(machine: Hardware) -> None:
@@ -410,11 +383,6 @@ def test_every_step(
     assert sum(timing.to_host_bytes.values()) == copied_bytes
     whole_s = timing.compute_s + timing.slowed_s + timing.exposed_s
     assert timing.step_s == pytest.approx(whole_s, rel=1e-9)
-    for busy in (timing.to_device_busy, timing.to_host_busy):
-        busy_s = busy * timing.step_s
-        assert busy_s >= copied_bytes / RATE * (1 - CLOSE)
-        if figures[0] == 2:
-            assert busy_s == pytest.approx(copied_bytes / RATE, rel=CLOSE)
 
     # Nothing is faster than the computation, and than the link.
     bound_s = max(timing.compute_s, copied_bytes / RATE, 2 * copied_bytes / (figures[0] * RATE))
@@ -474,7 +442,7 @@ def planned(
     machine: Hardware, units: Sequence[StreamUnit], spare_mib: float, **kwargs: Any
 ) -> StreamPlan:
     settings: dict[str, Any] = {"other_s": 10 * MS} | kwargs
-    return plan_stream(units, budget_bytes=int(spare_mib * MIB), hardware=machine, **settings)
+    return fastest(units, budget_bytes=int(spare_mib * MIB), hardware=machine, **settings)
 
 
 def test_what_fits_is_resident(machine: Hardware) -> None:
@@ -679,31 +647,35 @@ def test_temporary_slots_where_a_step_waits(two_way: Hardware) -> None:
         "budget_bytes": 380 * MIB,
         "step_peak_bytes": 140 * MIB,
     }
-    with_none = plan_stream(units, is_deferred=False, may_have_temporary=False, **settings)
-    plan = plan_stream(units, is_deferred=False, **settings)
+    with_none = plan_stream(
+        StreamProblem(units, is_deferred=False, may_have_temporary=False, **settings)
+    )
+    plan = fastest(units, is_deferred=False, **settings)
     assert (len(with_none.temporary), len(plan.temporary)) == (0, 4)
     assert {it.made_in for it in plan.temporary} == {6}
     assert {it.freed_before for it in plan.temporary} == {7}
     assert plan.predicted.step_s < 0.95 * with_none.predicted.step_s
     assert plan.peak_bytes == most_bytes(units, plan, 140 * MIB, 140 * MIB) <= 380 * MIB
     units = [replace(units[0], forward_peak_bytes=60 * MIB), *units[1:]]
-    more = plan_stream(units, is_deferred=False, update_peak_bytes=60 * MIB, **settings)
+    more = plan_stream(
+        StreamProblem(units, is_deferred=False, update_peak_bytes=60 * MIB, **settings)
+    )
     assert [it.made_in for it in more.temporary] == [6] * 4 + [None] * 2
     assert [it.freed_before for it in more.temporary] == [1] * 2 + [7] * 4
     assert more.predicted.step_s < plan.predicted.step_s
     assert more.peak_bytes == most_bytes(units, more, 140 * MIB, 60 * MIB) <= 380 * MIB
     # A deferred step waits for nothing, and no more memory is taken for it.
-    deferred = plan_stream(units, **settings)
+    deferred = fastest(units, **settings)
     assert (deferred.temporary, deferred.predicted.exposed_s) == ((), 0.0)
-    assert plan_stream(units, in_backward=True, **settings).temporary == ()
-    assert plan_stream(units, most_state_bytes=10**12, **settings).temporary == ()
+    assert fastest(units, in_backward=True, **settings).temporary == ()
+    assert fastest(units, most_state_bytes=10**12, **settings).temporary == ()
 
 
 def test_as_few_activations_leave_as_fit(machine: Hardware) -> None:
     units = model(10, 40, 100)
-    everything = plan_stream(units, budget_bytes=500 * MIB, hardware=machine)
+    everything = fastest(units, budget_bytes=500 * MIB, hardware=machine)
     assert (everything.copied, everything.peak_bytes) == (frozenset(), 500 * MIB)
-    plan = plan_stream(units, budget_bytes=400 * MIB, hardware=machine)
+    plan = fastest(units, budget_bytes=400 * MIB, hardware=machine)
     # The last forward pass needs 500, and the last unit's activations come back early.
     assert plan.copied == {0, 1, 2}
     assert plan.peak_bytes == most_bytes(units, plan) <= 400 * MIB
@@ -716,23 +688,30 @@ def test_more_activations_leave_where_state_then_stays(two_way: Hardware) -> Non
     """The forward pass hides copies of activations, and not those of state."""
     units = model(8, 40, 0, state_bytes=120 * MIB)
     budget_bytes = (8 * 120 + 4 * 40) * MIB
-    plan = plan_stream(units, budget_bytes=budget_bytes, hardware=two_way)
+    plan = fastest(units, budget_bytes=budget_bytes, hardware=two_way)
     assert plan.copied
     assert plan.predicted.exposed_s == 0
     kept = [replace(each, saved_bytes=0) for each in units]
-    assert plan_stream(kept, budget_bytes=budget_bytes, hardware=two_way).predicted.exposed_s > 0
+    assert (
+        plan_stream(
+            StreamProblem(kept, budget_bytes=budget_bytes, hardware=two_way)
+        ).predicted.exposed_s
+        > 0
+    )
 
 
 def test_the_memory_of_the_step_bounds_state_but_in_the_backward_pass(two_way: Hardware) -> None:
     units = [unit(40)] * 8
     settings: dict[str, Any] = {"budget_bytes": 400 * MIB, "hardware": two_way}
-    plan = plan_stream(units, step_peak_bytes=240 * MIB, **settings)
+    plan = fastest(units, step_peak_bytes=240 * MIB, **settings)
     assert plan.peak_bytes <= 400 * MIB
     assert len(plan.resident) + plan.slots <= 4
-    plan = plan_stream(units, step_peak_bytes=240 * MIB, in_backward=True, **settings)
+    plan = plan_stream(
+        StreamProblem(units, step_peak_bytes=240 * MIB, in_backward=True, **settings)
+    )
     assert len(plan.resident) == 8
     with pytest.raises(PlanError, match=f"{480 * MIB} bytes"):
-        plan_stream(units, step_peak_bytes=400 * MIB, **settings)
+        fastest(units, step_peak_bytes=400 * MIB, **settings)
 
 
 def test_resident_units_are_spread_where_updates_are_in_the_backward_pass(
@@ -740,7 +719,9 @@ def test_resident_units_are_spread_where_updates_are_in_the_backward_pass(
 ) -> None:
     """The copies of neighbours would hold up the backward pass, and then nothing be copied."""
     units = [replace(unit(40, update_ms=0.1), backward_s=0.6 * MS)] * 16
-    plan = plan_stream(units, budget_bytes=10 * 40 * MIB, hardware=two_way, in_backward=True)
+    plan = plan_stream(
+        StreamProblem(units, budget_bytes=10 * 40 * MIB, hardware=two_way, in_backward=True)
+    )
     early = simulate_stream(
         units, range(len(plan.resident)), plan.slots, hardware=two_way, in_backward=True
     )
@@ -780,14 +761,14 @@ def test_gradients_of_the_last_units_leave_where_nothing_else_is_enough(
         "step_peak_bytes": step * MIB,
         "holds_gradients": holds,
     }
-    plan = plan_stream(units, budget_bytes=300 * MIB, batches=batches, **settings)
+    plan = fastest(units, budget_bytes=300 * MIB, batches=batches, **settings)
     assert plan.copied_gradients == copied
     assert plan.peak_bytes == 300 * MIB
     assert plan.predicted.to_host_bytes == {TensorClass.GRADIENTS: len(copied) * 40 * MIB}
-    enough = plan_stream(units, budget_bytes=460 * MIB, batches=batches, **settings)
+    enough = fastest(units, budget_bytes=460 * MIB, batches=batches, **settings)
     assert enough.copied_gradients == frozenset()
     with pytest.raises(PlanError, match="gradients of 8 copied out"):
-        plan_stream(units, budget_bytes=120 * MIB, batches=batches, **settings)
+        fastest(units, budget_bytes=120 * MIB, batches=batches, **settings)
 
 
 @pytest.mark.slow
@@ -805,12 +786,14 @@ def test_memory_with_gradients_on_the_host(
     budget_mib = step - sum(gradients[::-1][:on_host])
     try:
         plan = plan_stream(
-            units,
-            budget_bytes=budget_mib * MIB,
-            hardware=machine,
-            step_peak_bytes=step * MIB,
-            batches=batches,
-            holds_gradients=holds,
+            StreamProblem(
+                units,
+                budget_bytes=budget_mib * MIB,
+                hardware=machine,
+                step_peak_bytes=step * MIB,
+                batches=batches,
+                holds_gradients=holds,
+            )
         )
     except PlanError:
         return
@@ -860,11 +843,13 @@ def test_gradients_come_back_where_activations_have_made_room(
         for number, more_mib in enumerate([first_mib, 0, 0, 0, 0, 0, 0, 200])
     ]
     plan = plan_stream(
-        units,
-        budget_bytes=660 * MIB,
-        hardware=machine,
-        step_peak_bytes=(100 + 8 * 40) * MIB,
-        batches=2,
+        StreamProblem(
+            units,
+            budget_bytes=660 * MIB,
+            hardware=machine,
+            step_peak_bytes=(100 + 8 * 40) * MIB,
+            batches=2,
+        )
     )
     assert plan.copied_gradients == {4, 5, 6, 7}
     assert plan.returning_gradients == returning
@@ -919,11 +904,11 @@ def test_every_plan_fits_its_budget(
     update_bytes, step_bytes = (it * MIB for it in sorted(between))
     peaks: dict[str, Any] = {"step_peak_bytes": step_bytes, "update_peak_bytes": update_bytes}
     try:
-        plan = plan_stream(units, budget_bytes=budget_mib * MIB, **peaks, **settings)
+        plan = fastest(units, budget_bytes=budget_mib * MIB, **peaks, **settings)
     except PlanError as error:
         (needed,) = re.findall(r"\((\d+) bytes\)", str(error))
         assert int(needed) > budget_mib * MIB
-        plan = plan_stream(units, budget_bytes=int(needed), **peaks, **settings)
+        plan = fastest(units, budget_bytes=int(needed), **peaks, **settings)
         budget_mib = int(needed) // MIB
     if updates == "in backward":
         step_bytes = update_bytes = 0
@@ -937,8 +922,7 @@ def test_every_plan_fits_its_budget(
         units,
         plan.resident,
         plan.slots,
-        copied=plan.copied,
-        left_before=plan.left_before,
+        copied=plan.left_before,
         fetch_ahead=plan.fetch_ahead,
         temporary=plan.temporary,
         **settings,
@@ -984,5 +968,7 @@ def test_measured_steps_are_predicted_within_a_twentieth() -> None:
     assert timing.step_s == pytest.approx(1.545, rel=0.05)
     # Measured with a step that returned when all state was home.
     assert timing.home_s + 1.07 + clipping_s == pytest.approx(1.893, rel=0.05)
-    plan = plan_stream(units, budget_bytes=16 * 2**30, hardware=hardware, other_s=clipping_s)
+    plan = plan_stream(
+        StreamProblem(units, budget_bytes=16 * 2**30, hardware=hardware, other_s=clipping_s)
+    )
     assert plan.predicted.step_s == pytest.approx(1.61, rel=0.05)

@@ -23,7 +23,13 @@ from umem.predict.stream_prediction import (
     stream_row,
     streamed_step,
 )
-from umem.streaming.plan import WeightUnit, least_slack_bytes, plan_stream, plan_training
+from umem.streaming.plan import (
+    StreamProblem,
+    WeightUnit,
+    least_slack_bytes,
+    plan_stream,
+    plan_training,
+)
 from umem.trace import Trace, save_trace
 
 PREDICTIONS = Path(__file__).parents[1] / "benchmarks" / "results" / "predicted-streamed.txt"
@@ -36,6 +42,7 @@ SLACK = 256 * MIB
 """What plans leave free of a small budget."""
 
 MakeTrace = Callable[..., Trace]
+StepOf = MakeTrace
 
 
 @pytest.fixture
@@ -69,7 +76,7 @@ def with_budget(policy: ResolvedPolicy, budget_mib: int) -> ResolvedPolicy:
 
 
 @pytest.fixture
-def step_of(make_trace: MakeTrace) -> Callable[..., Trace]:
+def step_of(make_trace: MakeTrace) -> StepOf:
     """Builds a step of layers, forward 1 ms and backward 2 ms each, with clipping of 3 ms."""
 
     def build(batches: int = 1) -> Trace:
@@ -106,7 +113,7 @@ def step_of(make_trace: MakeTrace) -> Callable[..., Trace]:
 # ---------------------------------------------------------------------------------- units
 
 
-def test_units_are_the_layers(step_of: Callable[..., Trace], policy: ResolvedPolicy) -> None:
+def test_units_are_the_layers(step_of: StepOf, policy: ResolvedPolicy) -> None:
     step = streamed_step(step_of(), policy, STATE * MIB)
     assert [unit.name for unit in step.units] == [f"model.layers.{it}" for it in range(LAYERS)]
     for unit in step.units:
@@ -120,7 +127,7 @@ def test_units_are_the_layers(step_of: Callable[..., Trace], policy: ResolvedPol
 
 
 def test_activations_count_for_the_last_layer_that_uses_them_forward(
-    step_of: Callable[..., Trace], policy: ResolvedPolicy
+    step_of: StepOf, policy: ResolvedPolicy
 ) -> None:
     saved = [unit.saved_bytes for unit in streamed_step(step_of(), policy, STATE * MIB).units]
     assert saved == [0, *[SAVED * MIB] * (LAYERS - 2), 2 * SAVED * MIB]
@@ -131,7 +138,7 @@ def test_activations_count_for_the_last_layer_that_uses_them_forward(
 
 @pytest.mark.parametrize("streams_weights", [False, True])
 def test_peaks_have_gradients_for_as_long_as_the_program(
-    step_of: Callable[..., Trace], policy: ResolvedPolicy, streams_weights: bool
+    step_of: StepOf, policy: ResolvedPolicy, streams_weights: bool
 ) -> None:
     policy = policy if streams_weights else keeping(policy)
     small = 4 * LAYERS  # the step counts
@@ -157,7 +164,7 @@ def test_peaks_have_gradients_for_as_long_as_the_program(
     ]
 
 
-def test_batches_share_the_passes(step_of: Callable[..., Trace], policy: ResolvedPolicy) -> None:
+def test_batches_share_the_passes(step_of: StepOf, policy: ResolvedPolicy) -> None:
     one, three = (streamed_step(step_of(batches), policy, STATE * MIB) for batches in (1, 3))
     assert three.batches == 3
     assert three.passes_s == pytest.approx(3 * one.passes_s)
@@ -174,9 +181,7 @@ def test_batches_share_the_passes(step_of: Callable[..., Trace], policy: Resolve
         assert many.forward_peak_bytes == few.forward_peak_bytes + kept
 
 
-def test_modules_around_the_layers_are_units(
-    step_of: Callable[..., Trace], policy: ResolvedPolicy
-) -> None:
+def test_modules_around_the_layers_are_units(step_of: StepOf, policy: ResolvedPolicy) -> None:
     trace = step_of()
     names = [it.replace("model.layers.0.linear", "model.embed") for it in trace.tensor_names]
     phases = [it.replace("model.layers.0.linear", "model.embed") for it in trace.phase_names]
@@ -198,7 +203,7 @@ def frozen(trace: Trace, *layers: int) -> Trace:
     return replace(trace, tensor_class=tensor_class)
 
 
-def test_weights_are_those_of_units(step_of: Callable[..., Trace], policy: ResolvedPolicy) -> None:
+def test_weights_are_those_of_units(step_of: StepOf, policy: ResolvedPolicy) -> None:
     step = streamed_step(frozen(step_of(), 2), policy, STATE * MIB)
     unit = WeightUnit((WEIGHT * MIB,), trained=frozenset([0]))
     assert step.weights == {
@@ -214,9 +219,7 @@ def test_weights_are_those_of_units(step_of: Callable[..., Trace], policy: Resol
 
 
 @pytest.mark.parametrize("what", ["small", "shared", "in no unit"])
-def test_some_weights_stay(
-    step_of: Callable[..., Trace], policy: ResolvedPolicy, what: str
-) -> None:
+def test_some_weights_stay(step_of: StepOf, policy: ResolvedPolicy, what: str) -> None:
     trace = step_of()
     usual = streamed_step(trace, policy, STATE * MIB)
     first, second = (
@@ -254,11 +257,7 @@ def test_some_weights_stay(
     ],
 )
 def test_an_embedding_is_a_table_of_rows(
-    step_of: Callable[..., Trace],
-    policy: ResolvedPolicy,
-    module: str,
-    operator: str,
-    is_table: bool,
+    step_of: StepOf, policy: ResolvedPolicy, module: str, operator: str, is_table: bool
 ) -> None:
     trace = step_of()
     tensors = (name.replace("linear", module) for name in trace.tensor_names)
@@ -284,7 +283,7 @@ def test_a_trace_without_a_forward_pass_is_an_error(
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_the_prediction_is_the_plan_of_a_training(
-    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy, in_backward: bool
+    step_of: StepOf, machine: Hardware, policy: ResolvedPolicy, in_backward: bool
 ) -> None:
     prediction = predict_stream(step_of(), machine, policy, in_backward=in_backward)
     step: StreamedStep = prediction.step
@@ -292,12 +291,14 @@ def test_the_prediction_is_the_plan_of_a_training(
     weight_bytes = LAYERS * WEIGHT * MIB
     leaving_bytes = 0 if in_backward else weight_bytes
     assert prediction.plan == plan_stream(
-        step.units,
-        budget_bytes=200 * MIB - leaving_bytes,
-        hardware=machine,
-        other_s=step.other_s,
-        step_peak_bytes=step.step_peak_bytes,
-        in_backward=in_backward,
+        StreamProblem(
+            step.units,
+            budget_bytes=200 * MIB - leaving_bytes,
+            hardware=machine,
+            other_s=step.other_s,
+            step_peak_bytes=step.step_peak_bytes,
+            in_backward=in_backward,
+        )
     )
     kept = predict_stream(step_of(), machine, keeping(policy), in_backward=in_backward)
     assert stream_row(kept) == stream_row(prediction)
@@ -317,7 +318,7 @@ def test_the_prediction_is_the_plan_of_a_training(
 
 
 def test_a_policy_may_leave_shares_on_the_device(
-    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+    step_of: StepOf, machine: Hardware, policy: ResolvedPolicy
 ) -> None:
     def row(fraction: float) -> dict[str, Any]:
         rules = [it.model_copy(update={"fraction": fraction}) for it in policy.rules]
@@ -331,7 +332,7 @@ def test_a_policy_may_leave_shares_on_the_device(
 
 
 def test_weights_leave_where_they_have_no_room(
-    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+    step_of: StepOf, machine: Hardware, policy: ResolvedPolicy
 ) -> None:
     trace = frozen(step_of(), 1, 2, 3)
     small = with_budget(policy, 100)
@@ -363,9 +364,7 @@ def test_weights_leave_where_they_have_no_room(
     assert json.loads(json.dumps(row)) == row
 
 
-def test_embeddings_leave_first(
-    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
-) -> None:
+def test_embeddings_leave_first(step_of: StepOf, machine: Hardware, policy: ResolvedPolicy) -> None:
     """All else fits once a table is read in place: nothing of it is copied."""
     trace = step_of()
     layer = "model.layers.0.linear"
@@ -387,7 +386,7 @@ def test_embeddings_leave_first(
 
 
 def test_a_step_in_the_backward_pass_has_one_batch(
-    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+    step_of: StepOf, machine: Hardware, policy: ResolvedPolicy
 ) -> None:
     assert predict_stream(step_of(2), machine, policy).step.batches == 2
     with pytest.raises(PlanError, match="2 batches"):
@@ -395,7 +394,7 @@ def test_a_step_in_the_backward_pass_has_one_batch(
 
 
 def test_speed_leaves_out_recomputation(
-    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+    step_of: StepOf, machine: Hardware, policy: ResolvedPolicy
 ) -> None:
     trace = step_of()
     names = list(trace.phase_names)
@@ -410,7 +409,7 @@ def test_speed_leaves_out_recomputation(
 
 
 def test_plans_leave_a_share_of_large_budgets(
-    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+    step_of: StepOf, machine: Hardware, policy: ResolvedPolicy
 ) -> None:
     # All state fits both budgets, and without the part that plans leave free the second one only.
     everything = predict_stream(step_of(), machine, with_budget(policy, 4096)).training
@@ -426,7 +425,7 @@ def test_plans_leave_a_share_of_large_budgets(
 
 
 def test_what_cannot_be_predicted_is_an_error(
-    step_of: Callable[..., Trace], machine: Hardware, policy: ResolvedPolicy
+    step_of: StepOf, machine: Hardware, policy: ResolvedPolicy
 ) -> None:
     with pytest.raises(PlanError, match="raise device_budget"):
         predict_stream(step_of(), machine, with_budget(keeping(policy), 100))
@@ -450,7 +449,7 @@ def test_what_cannot_be_predicted_is_an_error(
 
 
 @pytest.fixture
-def saved_step(step_of: Callable[..., Trace], tmp_path: Path) -> Path:
+def saved_step(step_of: StepOf, tmp_path: Path) -> Path:
     path = tmp_path / "step.npz"
     save_trace(step_of(), path)
     return path

@@ -44,20 +44,23 @@ from umem.streaming.stage import CudaRoom
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import (
     TRANSITIONS,
-    StepFigures,
+    MeasuredStep,
     StepMeter,
     StreamTuner,
     TuningEvent,
     TuningState,
-    tuner,
+    planning,
 )
 from umem.streaming.weights import ModelWeights
 
+Log = pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
+
 
 @pytest.fixture(autouse=True)
-def usual_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+def usual_slack(monkeypatch: Patch) -> None:
     """Half of it would have room for these small models as a whole."""
-    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
 
 
 # ------------------------------------------------------------------ one measured step
@@ -76,7 +79,7 @@ class Measured:
         self.tracker = PhaseTracker(root, blocks, HookErrors(_raise), self.meter)
         self.tracker.start()
 
-    def step(self, batches: int = 1, clipping_s: float = 0.0) -> StepFigures | None:
+    def step(self, batches: int = 1, clipping_s: float = 0.0) -> MeasuredStep | None:
         for number in range(batches):
             self.model(batch(number)).sum().backward()
         self.machine.now_s += clipping_s
@@ -226,7 +229,6 @@ class Training:
         store = ActivationStore("cpu", mover or LazyMover(), min_bytes=1024)
         clock = WallClockOf(machine)
         hardware = hardware or load_hardware("h200-pcie")
-        self.tuner = StreamTuner(hardware, clock, machine, store, state_share=share)
         lanes = LazyLanes(self.model, 0.5, 1)
         self.weights: Any = None
         if streams_weights:
@@ -234,6 +236,9 @@ class Training:
                 self.model, lanes, memory, machine, store, min_bytes=1024, share=share
             )
             machine.placed = lambda: self.weights.placed_bytes if self.weights else 0
+        self.tuner = StreamTuner(
+            self.model, hardware, clock, machine, store, weights=self.weights, state_share=share
+        )
         self.training = StreamedTraining(
             self.model,
             self.optimizer,
@@ -312,9 +317,7 @@ def test_weights_leave_where_the_rest_has_no_room(frozen: int, room: int) -> Non
 
     # For the least of all else, and the weights of three layers.
     machine = Machine(room + 3 * LAYER_WEIGHTS)
-    run = Training(machine, make_model=freeze, streams_weights=True)
-    stock = Training(make_model=freeze)
-    assert run.run(8) == stock.run(8)
+    run = exact(machine, make_model=freeze, streams_weights=True)
     status = run.weights.status()
     assert run.weights.is_driven
     assert run.tuner.status().state == TuningState.PLANNED
@@ -344,7 +347,7 @@ def test_a_share_of_weights_and_state_stays_where_all_would_fit(share: float) ->
 
 
 @pytest.mark.slow
-def test_a_budget_for_nothing_streams_all_weights(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_budget_for_nothing_streams_all_weights(caplog: Log) -> None:
     run = exact(Machine(-BASE), 6, streams_weights=True)
     assert run.tuner.status().state == TuningState.NO_PLAN_FITS
     assert run.weights.status().streamed_bytes == LAYERS * LAYER_WEIGHTS
@@ -382,9 +385,7 @@ def test_a_step_in_the_backward_pass_is_planned_anew() -> None:
 
 
 @pytest.mark.slow
-def test_no_plan_is_made_for_a_step_that_will_move_into_the_backward_pass(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_no_plan_is_made_for_a_step_that_will_move_into_the_backward_pass(caplog: Log) -> None:
     """The plan for gradients that are all kept would be for a budget that it is too large for."""
     caplog.set_level(logging.INFO, "umem")
     run = Training(Machine(2 * LAYER_STATE + 4 * SAVED), clips=False)
@@ -408,7 +409,7 @@ def test_no_plan_is_made_for_a_step_that_will_move_into_the_backward_pass(
 
 
 @pytest.mark.slow
-def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_all_fits_nothing_moves(caplog: Log) -> None:
     caplog.set_level(logging.INFO, "umem")
     run = exact(Machine())
     status = run.status
@@ -429,7 +430,7 @@ def test_where_all_fits_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_for_which_nothing_moves_marks_no_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_for_which_nothing_moves_marks_no_moment(monkeypatch: Patch) -> None:
     """Events take time, and nothing would wait for them."""
     run = Training(Machine(), copies_gradients=True, streams_weights=True)
     run.run(8)
@@ -460,7 +461,7 @@ def test_a_step_for_which_nothing_moves_marks_no_moment(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_steps_rest_where_all_fits_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_rest_where_all_fits_until_something_changes(monkeypatch: Patch) -> None:
     machine = Machine(LAYERS * LAYER_STATE + LAYERS * SAVED + SAVED)
     run, expected = Training(machine), Training()
     looks = 0
@@ -595,56 +596,40 @@ def test_state_that_was_made_on_the_device_counts_once() -> None:
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_no_bit_changes(is_checkpointed: bool, batches: int) -> None:
-    machine = Machine(2 * LAYER_STATE + 4 * SAVED)
-    run = Training(machine, is_checkpointed=is_checkpointed)
+    run = Training(Machine(2 * LAYER_STATE + 4 * SAVED), is_checkpointed=is_checkpointed)
     expected = Training(is_checkpointed=is_checkpointed)
     assert run.run(10, batches=batches) == expected.run(10, batches=batches)
 
 
 def test_activations_are_copied_where_no_state_is_streamed() -> None:
     run = exact(Machine(4 * SAVED), streams_state=False)
-    status = run.status
-    assert status.copied_blocks >= 2
-    assert status.resident_bytes == 0
+    assert run.status.copied_blocks >= 2
     counts = run.training.counts
-    assert counts.streamed == counts.in_line == counts.resident == 0
+    assert run.status.resident_bytes == counts.streamed == counts.in_line == counts.resident == 0
 
 
 @pytest.mark.slow
-def test_a_budget_that_is_too_small_copies_all(caplog: pytest.LogCaptureFixture) -> None:
-    run = exact(Machine(-(10**5)))
-    status = run.status
-    assert status.state == TuningState.NO_PLAN_FITS
-    assert status.copied_blocks == LAYERS - 1
-    assert len([it for it in caplog.messages if "activations and gradients are copied" in it]) == 1
-
-
-@pytest.mark.slow
-def test_a_budget_that_is_too_small_in_the_backward_pass_names_the_other_way(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_budget_that_is_too_small_copies_all(caplog: Log, in_backward: bool) -> None:
     run = Training(Machine(-(10**5)), clips=False)
-    run.training.move_into_backward()
+    if in_backward:
+        run.training.move_into_backward()
     assert run.run(8) == Training(clips=False).run(8)
-    status = run.status
-    assert status.state == TuningState.NO_PLAN_FITS
+    assert run.status.state == TuningState.NO_PLAN_FITS
+    assert run.status.copied_blocks == LAYERS - 1
     (said,) = (it for it in caplog.messages if "activations and gradients are copied" in it)
-    assert "Without step_in_backward" in said
+    assert ("Without step_in_backward" in said) == in_backward
 
 
-def test_a_small_budget_has_a_plan_with_less_slack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0, 0.5))
+def test_a_small_budget_has_a_plan_with_less_slack(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0, 0.5))
     machine = Machine()
     machine.budget_bytes = SLACK // 2 + BASE + 10 * LAYER_STATE
-    run = exact(machine)
-    status = run.status
-    assert status.state == TuningState.PLANNED
+    assert exact(machine).status.state == TuningState.PLANNED
 
 
 @pytest.mark.slow
-def test_gradients_are_copied_where_activations_alone_leave_too_little_room(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_gradients_are_copied_where_activations_alone_leave_too_little_room(caplog: Log) -> None:
     """All are there at the fullest moment, the loss of the second batch."""
 
     def run(budget_bytes: int, **options: Any) -> tuple[Any, Any]:
@@ -688,9 +673,7 @@ def test_a_larger_batch_is_planned_for() -> None:
 
 
 @pytest.mark.slow
-def test_memory_that_stays_short_ends_in_a_bounded_number_of_plans(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_memory_that_stays_short_ends_in_a_bounded_number_of_plans(caplog: Log) -> None:
     machine = Machine(10**6)
     run = Training(machine)
     plans: list[int] = []
@@ -810,7 +793,7 @@ def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
     status = run.status
     assert status.state == TuningState.PLANNED
     assert [run.memory.is_home(it) for it in run.model.unheld] == [must_leave] * 3
-    weights = sum(it.trained_weight_bytes for it in run.tuner._units)
+    weights = sum(it.trained_weight_bytes for it in run.tuner._planning.units)
     assert weights == unheld_bytes * must_leave
     assert run.machine.spilled == 0
 
@@ -842,9 +825,7 @@ def test_a_training_that_is_closed_is_stock() -> None:
     assert not run.model._forward_pre_hooks
 
 
-def test_an_error_of_a_measurement_does_not_reach_the_training(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_of_a_measurement_does_not_reach_the_training(caplog: Log) -> None:
     class Broken(Machine):
         def find_homes(self) -> None:
             raise RuntimeError("no figures")

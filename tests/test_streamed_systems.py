@@ -34,8 +34,7 @@ from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.hidden import hidden_in
-from umem.streaming.tune import StreamTuner, TuningState
-from umem.streaming.tune import tuner as tuner_module
+from umem.streaming.tune import StreamTuner, TuningState, planning
 
 transformers: Any = pytest.importorskip("transformers")
 accelerate: Any = pytest.importorskip("accelerate")
@@ -325,11 +324,12 @@ def test_compilers_and_transforms_see_updated_weights(change: Callable[[Program]
 
 
 def test_transforms_do_not_end_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner_module, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
     room = Room(-1)
     store = ActivationStore("cpu", LazyMover(), min_bytes=64)
-    tuner = StreamTuner(load_hardware("h200-pcie"), room, room, store)
-    streamed = Program(lambda model: LazyLanes(model, 0.5), tuner=tuner)
+    streamed = Program(lambda model: LazyLanes(model, 0.5))
+    tuner = StreamTuner(streamed.model, load_hardware("h200-pcie"), room, room, store)
+    streamed.tuner = tuner
     found = streamed.run(gradient_of_a_function, steps=5)
     assert bits(found) == bits(Program(None).run(gradient_of_a_function, steps=5))
     assert tuner.status().state == TuningState.NO_PLAN_FITS

@@ -15,6 +15,8 @@ from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
 from umem.hardware import Hardware
 from umem.streaming.plan import (
+    StreamPlan,
+    StreamProblem,
     StreamUnit,
     TrainingPlan,
     WeightUnit,
@@ -30,6 +32,10 @@ MS = 1e-3
 RATE = 40e3 * MIB
 """Of a copy either way alone: 40 MiB a millisecond."""
 CLOSE = 1e-6
+
+
+def fastest(units: Sequence[StreamUnit], **settings: Any) -> StreamPlan:
+    return plan_stream(StreamProblem(units, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +202,7 @@ def test_what_fits_is_planned_as_without_weights(
     plan = plan_training(
         units, weights, budget_bytes=ample_bytes + all_bytes + 7, fixed_bytes=7, **options
     )
-    expected = plan_stream(units, budget_bytes=ample_bytes, **options)
+    expected = fastest(units, budget_bytes=ample_bytes, **options)
     assert plan.stream == expected
     assert plan.weights == plan_weights(list(weights.values()), all_bytes, 2)
     assert plan.weights.resident_bytes == all_bytes
@@ -292,10 +298,12 @@ def test_every_plan(
 
     def with_fewest() -> None:
         plan_stream(
-            with_weights(units, weights, fewest),
-            budget_bytes=budget_bytes - fewest.device_bytes,
-            weight_slots=fewest.slots,
-            **options,
+            StreamProblem(
+                with_weights(units, weights, fewest),
+                budget_bytes=budget_bytes - fewest.device_bytes,
+                weight_slots=fewest.slots,
+                **options,
+            )
         )
 
     try:
@@ -314,7 +322,7 @@ def test_every_plan(
     # Weights leave where they have no room, or where it makes the step faster by much.
     assert plan.weights is not None
     try:
-        kept = plan_stream(units, budget_bytes=budget_bytes - all_bytes, **options)
+        kept = fastest(units, budget_bytes=budget_bytes - all_bytes, **options)
     except PlanError:
         event("weights have no room")
         assert plan.weights.resident_bytes < all_bytes
@@ -380,8 +388,7 @@ def test_frozen_weights_stay_where_the_loss_needs_memory(
         stream.resident,
         stream.slots,
         hardware=machine,
-        copied=stream.copied,
-        left_before=stream.left_before,
+        copied=stream.left_before,
         fetch_ahead=stream.fetch_ahead,
         weight_slots=placed.slots,
     )
@@ -400,7 +407,9 @@ def test_weights_leave_for_a_large_gain_only(two_way: Hardware) -> None:
     gains, streamed_bytes = [], []
     for spare_mib in (480, 540, 600, 640):
         budget_bytes = all_bytes + spare_mib * MIB
-        kept = plan_stream(units, budget_bytes=spare_mib * MIB, **options).predicted.step_s
+        kept = plan_stream(
+            StreamProblem(units, budget_bytes=spare_mib * MIB, **options)
+        ).predicted.step_s
         plan = plan_training(units, weights, budget_bytes=budget_bytes, **options)
         check_plan(plan, weights, budget_bytes)
         assert plan.weights is not None

@@ -363,7 +363,7 @@ def host_caps(
 
 def _graphing_begins(modules: Sequence[nn.Module]) -> None:
     """Keep what torch captures where it is."""
-    from umem.streaming.graphing import graphing_begins  # not before there is a model
+    from umem.streaming.training import graphing_begins  # not before there is a model
 
     graphing_begins(modules)
 

@@ -23,7 +23,7 @@ from umem.runtime.model_parts import optimizer_parameters
 from umem.streaming.stage import DeviceRoom
 from umem.streaming.step import refusal
 from umem.streaming.training import StreamedTraining
-from umem.streaming.tune import StreamTuner, tuner
+from umem.streaming.tune import StreamTuner, planning
 
 __all__ = ["Room", "Streams", "streaming", "three_ways"]
 
@@ -102,7 +102,8 @@ class Streams:
             memory = HostStateMemory()
             room = Room(self._more_bytes)
             store = ActivationStore("cpu", LazyMover(), min_bytes=256)
-            tuner, pool = StreamTuner(load_hardware("h200-pcie"), room, room, store), None
+            hardware, pool = load_hardware("h200-pcie"), None
+            tuner = StreamTuner(model, hardware, room, room, store)
         training = StreamedTraining(
             model,
             optimizer,
@@ -132,7 +133,7 @@ def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Itera
             inner.update(module.modules())
 
     # Half of it would have room for small models as a whole.
-    monkeypatch.setattr(tuner, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
     hooks: list[Callable[..., Any]] = []
     monkeypatch.setattr(swap, "register_optimizer_step_post_hook", hooks.append)
     monkeypatch.setattr("umem.streaming.stream_state", streams.attach)

@@ -19,7 +19,7 @@ from umem.fit.shapes import Layer, ModelShape
 from umem.hardware import Hardware
 from umem.policy import ResolvedPolicy
 from umem.predict.stream_prediction import StreamedStep, StreamPrediction
-from umem.streaming.plan.state_plan import least_slack_bytes, plan_stream
+from umem.streaming.plan.state_plan import StreamProblem, least_slack_bytes, plan_stream
 from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS, largest_slot_bytes
 from umem.streaming.plan.training_plan import (
     WEIGHT_SLOTS,
@@ -215,12 +215,14 @@ def _planned(
     placed = plan_weights(list(weights.values()), weights_bytes, WEIGHT_SLOTS)
     units = with_weights(step.units, weights, placed)
     stream = plan_stream(
-        units,
-        budget_bytes=room_bytes - placed.device_bytes,
-        hardware=hardware,
-        step_peak_bytes=step.step_peak_bytes,
-        holds_gradients=True,
-        weight_slots=placed.slots,
+        StreamProblem(
+            units,
+            budget_bytes=room_bytes - placed.device_bytes,
+            hardware=hardware,
+            step_peak_bytes=step.step_peak_bytes,
+            holds_gradients=True,
+            weight_slots=placed.slots,
+        )
     )
     return TrainingPlan(units, stream, placed, {}, placed.device_bytes + stream.peak_bytes)
 

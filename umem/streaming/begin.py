@@ -73,10 +73,12 @@ def stream_state(
     tuner = others[0].tuner if others else None
     if tuner is None:
         tuner = StreamTuner(
+            model,
             detect_hardware(index),
             CudaClock(device),
             CudaRoom(state.allocator, index, budget_bytes, policy.homes),
             ActivationStore(device) if policy.copies_activations else None,
+            weights=weights,
             state_share=rule.fraction,
             shared=shared_budget(index),
         )

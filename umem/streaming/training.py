@@ -1,4 +1,9 @@
-"""Streams the optimizer state of a training, and defers its steps."""
+"""A training whose optimizer state is streamed, from its first step to its end.
+
+A :class:`StreamedTraining` begins with a model and an optimizer. It hears of the model's passes,
+and its hooks on the optimizer come before and after each step. It ends when it is closed, when
+model or optimizer is gone, or with an error of umem's: then the program goes on as without it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,9 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -25,7 +29,7 @@ from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.compilation import before_compiled_code
 from umem.runtime.torch_hooks.graphed import graphed_tensors
 from umem.runtime.torch_hooks.hidden import hide
-from umem.runtime.torch_hooks.modules import Hook
+from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
 from umem.runtime.torch_hooks.work_starts import before_work
 from umem.streaming.activations.copied_activations import is_compiled
@@ -35,15 +39,17 @@ from umem.streaming.stage.lanes import Lanes
 from umem.streaming.stage.sharded_parameters import GatheredParameters
 from umem.streaming.stage.staged_state import StateMemory
 from umem.streaming.step.in_backward import BackwardUpdates
-from umem.streaming.step.known_optimizers import refusal, whole_step_reason
+from umem.streaming.step.known_optimizers import refusal
 from umem.streaming.step.slot_pool import SlotPool
 from umem.streaming.step.step import StepCounts, StreamedStep
 from umem.streaming.step.temporary_slots import TemporarySlots
 from umem.streaming.step.unit_names import UnitNames
 from umem.streaming.step.units import StreamedUnits
+from umem.streaming.step.whole_steps import COMMON_STATE, WholeSteps, named_arguments
 from umem.streaming.tune.optimizers import TunedOptimizer
 from umem.streaming.tune.states import TuningStatus
 from umem.streaming.tune.tuner import StreamTuner
+from umem.streaming.weights.managed_models import managed_weights
 from umem.streaming.weights.model_weights import ModelWeights
 from umem.streaming.weights.streamed_weights import forget_copies
 from umem.torch_compat import (
@@ -53,13 +59,14 @@ from umem.torch_compat import (
     runs_compiled,
 )
 
-__all__ = ["StreamedStatus", "StreamedTraining", "join", "streamed_trainings"]
+__all__ = ["StreamedStatus", "StreamedTraining", "graphing_begins", "join", "streamed_trainings"]
 
 _LOG = logging.getLogger("umem")
 
-_STEPS_BEFORE_WARNING = 3
-"""Steps that run on state in host memory for the same reason before umem warns: a first step may
-differ from all others."""
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Those that torch calls the step's own function with."""
+
+_Result = TypeVar("_Result")
 
 _trainings: weakref.WeakSet[StreamedTraining] = weakref.WeakSet()
 
@@ -92,6 +99,20 @@ def join() -> None:
     for training in streamed_trainings():
         training.join()
     forget_copies()
+
+
+def graphing_begins(_modules: Sequence[nn.Module]) -> None:
+    """Make parameters and buffers stay where they are, which a graph reads there without a hook.
+
+    Updates are waited for, now and at the end of each later step: blocks within a graph are not
+    called any more, and nothing else waits for their updates. Weights are streamed no more; those
+    in host memory are read there.
+    """
+    join()
+    for training in streamed_trainings():
+        training.let_graphs_read()
+    for weights in managed_weights():
+        weights.let_graphs_read()
 
 
 def _memory_is_held() -> None:
@@ -183,31 +204,28 @@ class StreamedTraining(Listener):
         if streams_state:
             _check(optimizer)
         _watch_compiler()
-        blocks = find_blocks(model, None)
-        self._names = UnitNames(blocks)
-        units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes, pool)
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self._lanes, self._weights, self._streams_state = lanes, weights, streams_state
+        self.tuner = tuner
+        """Decides what stays on the device, for all optimizers of the model."""
+        self._blocks = blocks = find_blocks(model, None)
+        self._names = names = UnitNames(blocks)
+        units = StreamedUnits(names.of, lanes, memory, names.part_bytes, pool)
         clipped = ClippedGradients(lanes)
-        self._step = StreamedStep(units, lanes, clipped, self, may_defer=not is_compiled(model))
-        self._gradients = CopiedGradients(
-            units.parameters, lanes, memory, clipped, self._gradient_failed
+        self.step = StreamedStep(units, lanes, clipped, self, may_defer=not is_compiled(model))
+        """The step that is streamed."""
+        self.gradients = CopiedGradients(
+            units.parameters, lanes, memory, clipped, self._gradients_failed
         )
-        self._streams_state = streams_state
-        self._tuner = tuner
-        self._lanes = lanes
-        self._undo: list[Callable[[], None]] = []
-        self._model = weakref.ref(model)
-        self._optimizer = weakref.ref(optimizer)
-        self._backward: BackwardUpdates | None = None
-        self._weights = weights
-        self._temporary = TemporarySlots(
+        """The copies of gradients."""
+        self.temporary = TemporarySlots(
             model, blocks, units, self._may_make_slots, self._temporary_failed
         )
-        self._undo.append(self._temporary.close)
-        if weights is not None:
-            updates, update_of = weights.streamed.updates, self._step.update_of
-            updates.append(update_of)
-            self._undo.append(lambda: updates.remove(update_of))
-        self.let_graphs_read()
+        """The slots that exist from a backward pass to the next forward pass."""
+        gradients = self.gradients if copies_gradients else None
+        self._tuned = TunedOptimizer(self.step, gradients, self.temporary)
+        self._backward: BackwardUpdates | None = None
+        self._whole_steps = WholeSteps(lanes)
         self._is_in_line = True
         """Whether the optimizer runs the present step itself."""
         self._is_step_compiled = False
@@ -220,57 +238,57 @@ class StreamedTraining(Listener):
         """Number of the layout, and the modules of FSDP2 in it."""
         self._idle: _Idle | None = None
         """While all is on the device, and a step has nothing to do but to look whether it is."""
-        self._whole_steps: Counter[str] = Counter()
-        """Steps that ran on state in host memory, by reason."""
-        self._managed_run = new_run(model, "step", functools.partial(_late, weakref.ref(self)))
-        if streams_state and optimizer.state:
-            self._step.find_state(optimizer)
-        if tuner is not None:
-            gradients = self._gradients if copies_gradients else None
-            self._tuned = tuned = TunedOptimizer(
-                self._step.units,
-                gradients,
-                self._step.join,
-                self._send_parameters_home,
-                lambda: self._step.waits,
-                self._temporary,
-            )
-            tuner.attach(model, blocks, tuned, weights)
-            self._undo.append(lambda: tuner.detach(tuned))
-        self._blocks = blocks
         self._hears_blocks = False
         """Not while no update can be under way in a forward pass."""
+        self._managed_run = new_run(model, "step", _weakly(self._late_uses))
+        self._undo: list[Callable[[], None]] = [self.temporary.close]
+        self._undo_on_optimizer: list[Callable[[], None]] = []
+        """Not for a hook of the optimizer's own, which iterates over its hooks."""
+        self._begin(model, optimizer)
+        if step_in_backward:
+            self.move_into_backward()
+        _trainings.add(self)
+        before_hold(_memory_is_held)
+
+    # ------------------------------------------------------------------ the beginning
+
+    def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Find what there is, and set the hooks."""
+        hook = HookErrors(self._fail)
+        if self._weights is not None:
+            updates, update_of = self._weights.streamed.updates, self.step.update_of
+            updates.append(update_of)
+            self._undo.append(lambda: updates.remove(update_of))
+        self.let_graphs_read()
+        if self._streams_state and optimizer.state:
+            self.step.find_state(optimizer)
+        tuner, tuned = self.tuner, self._tuned
+        if tuner is not None:
+            tuner.attach(tuned)
+            self._undo.append(lambda: tuner.detach(tuned))
         self._hearing = Hearing(self, Order.STATE, self._fail, model)
-        self._undo.append(self._hearing.close)
         self._hear_blocks()
-        model_loads = Hook(self._model_loads, self._fail)
-        loads, loaded = (
-            Hook(it, self._fail)
-            for it in (self._optimizer_loads, lambda *_: self._step.have_loaded("optimizer"))
-        )
         self._undo += [
-            hide(model.register_load_state_dict_pre_hook(model_loads)),
+            self._hearing.close,
+            hide(model.register_load_state_dict_pre_hook(hook(self._model_loads))),
         ]
-        self._unhook_optimizer = [
-            # Behind all of the program's, which may change gradients.
+        loads = hook(lambda *_: self.step.join())
+        loaded = hook(lambda *_: self.step.have_loaded("optimizer"))
+        self._undo_on_optimizer += [
+            # After all of the program's, which may change gradients.
             hide(optimizer.register_step_pre_hook(self._step_begins()), "last"),
-            hide(optimizer.register_step_post_hook(disable(Hook(self._after_step, self._fail)))),
+            hide(optimizer.register_step_post_hook(disable(hook(self._after_step)))),
             hide(optimizer.register_load_state_dict_pre_hook(loads)),
             hide(optimizer.register_load_state_dict_post_hook(loaded)),
         ]
-        """Not for a hook of the optimizer's own, which iterates over its hooks."""
-        if step_in_backward:
-            self.move_into_backward()
         # The model may be trained again, by another optimizer.
         for owner in (model, optimizer):
-            weakref.finalize(owner, _close, weakref.ref(self)).atexit = False
-        if streams_state:
-            undo = before_work(functools.partial(_work_begins, weakref.ref(self)))
+            weakref.finalize(owner, _weakly(self._owner_is_gone)).atexit = False
+        if self._streams_state:
+            undo = before_work(_weakly(self.work_begins))
             self._undo.append(undo)
             # Collected together with the model, it is not closed.
             weakref.finalize(self, undo).atexit = False
-        _trainings.add(self)
-        before_hold(_memory_is_held)
 
     def move_into_backward(self) -> None:
         """Update parameters in the backward pass, once two complete steps show that it is exact.
@@ -290,188 +308,15 @@ class StreamedTraining(Listener):
         if self._weights is not None:
             # Updates would change what a backward pass still reads from a buffer.
             self._weights.exclude(optimizer_parameters(optimizer))
-        self._backward = BackwardUpdates(self._step, optimizer, self._lanes)
-        if self._tuner is not None:
-            self._tuner.expect_backward(self._tuned)
-        loads = Hook(self._backward.model_loads, self._fail)
-        loaded = Hook(lambda *_: self._backward_loads(), self._fail)
+        self._backward = backward = BackwardUpdates(self.step, optimizer, self._lanes)
+        if self.tuner is not None:
+            self.tuner.expect_backward(self._tuned)
+        hook = HookErrors(self._fail)
+        loads, loaded = hook(backward.model_loads), hook(lambda *_: backward.optimizer_loads())
         self._undo.append(hide(model.register_load_state_dict_pre_hook(loads)))
-        self._unhook_optimizer.append(hide(optimizer.register_load_state_dict_post_hook(loaded)))
+        self._undo_on_optimizer.append(hide(optimizer.register_load_state_dict_post_hook(loaded)))
 
-    @property
-    def model(self) -> nn.Module | None:
-        """The model; None once it was collected."""
-        return self._model()
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer; None once it was collected."""
-        return self._optimizer()
-
-    @property
-    def counts(self) -> StepCounts:
-        """What became of the steps so far."""
-        return self._step.counts
-
-    @property
-    def late_uses(self) -> int:
-        """Uses of parameters before their block's update, and of activations before their copy."""
-        return self.counts.early + (0 if self._tuner is None else self._tuner.late_fetches)
-
-    @property
-    def step(self) -> StreamedStep:
-        """The step that is streamed."""
-        return self._step
-
-    @property
-    def tuner(self) -> StreamTuner | None:
-        """Decides what stays on the device, for all optimizers of the model."""
-        return self._tuner
-
-    @property
-    def gradients(self) -> CopiedGradients:
-        """The copies of gradients."""
-        return self._gradients
-
-    @property
-    def temporary(self) -> TemporarySlots:
-        """The slots that exist from a backward pass to the next forward pass."""
-        return self._temporary
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return not self._undo
-
-    def join(self) -> None:
-        """Let the current stream wait until all have their values in their own memory."""
-        self._step.join()
-        self._step.units.write_back_and_wait()
-        self._gradients.join()
-
-    def memory_is_held(self) -> None:
-        """Join, and look at the next step which state may still move: some is held from now on.
-
-        Raises
-        ------
-        PlanError
-            Between an update in the backward pass and ``step()``.
-        """
-        for unit in self._step.units:
-            unit.check_not_ahead()
-        self.join()
-        self._step.units.lay_out_anew()
-
-    def work_begins(self) -> None:
-        """Let the current stream wait for all updates: what comes may use any parameter."""
-        if self._step.is_under_way:
-            self._step.join(is_early=True)
-
-    def status(self) -> StreamedStatus:
-        """Current state, and counts over the training so far."""
-        is_watched = self._backward is not None and self._backward.is_observing
-        return StreamedStatus(
-            state_bytes=sum(map(sum, self._step.units.sizes().values())),
-            slots_bytes=self._step.units.slots_bytes,
-            counts=replace(self._step.counts),
-            step_in_backward=self._backward is not None and not is_watched,
-            is_settled=not is_watched and (self._tuner is None or self._tuner.is_settled),
-            measured_s=self._managed_run.measured_s,
-            tuning=None if self._tuner is None else self._tuner.status(),
-        )
-
-    def close(self) -> None:
-        """Wait for all updates, and leave later steps to the optimizer alone.
-
-        Raises
-        ------
-        PlanError
-            If the backward pass has updated parameters, and ``step()`` was not called since.
-        """
-        if self._backward is not None:
-            self._backward.close()
-        self._release()
-        self._remove_hooks_of_optimizer()
-
-    def _release(self) -> None:
-        self._idle = None  # which has the optimizer's state
-        self._gradients.close()
-        self._step.forget()
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-
-    def _remove_hooks_of_optimizer(self) -> None:
-        for unhook in self._unhook_optimizer:
-            unhook()
-        self._unhook_optimizer.clear()
-
-    def abandon(self) -> None:
-        """Close when model or optimizer is gone, whatever has become of the last step."""
-        self._leave()
-        self._remove_hooks_of_optimizer()
-
-    def _leave(self) -> None:
-        if self._backward is not None:
-            self._backward.close(is_checked=False)
-        self._release()
-
-    def let_graphs_read(self) -> None:
-        """Defer no step from now on, and stream no weight, if a CUDA graph reads the model's."""
-        model = self._model()
-        if model is None or not graphed_tensors(model):
-            return
-        self._step.may_defer = False
-        if self._weights is not None:
-            self._weights.let_graphs_read()
-
-    def _fail(self, error: Exception) -> None:
-        """An error must not end the training, which goes on as without umem.
-
-        What raises here all the same: what `step_in_backward` does not allow, and an error without
-        whose end the program would see other values, as an update that cannot be waited for.
-        """
-        backward = self._backward
-        if backward is not None and (isinstance(error, PlanError) or backward.is_ahead):
-            raise error
-        if self.is_closed:  # by an earlier one
-            return
-        _LOG.warning(
-            "umem: optimizer state is not streamed any more, and used where it is, which may be "
-            "slow: %s: %s",
-            type(error).__name__,
-            str(error),
-            exc_info=_LOG.isEnabledFor(logging.DEBUG),
-        )
-        self._leave()
-
-    def compilation_begins(self) -> bool:
-        """Let the stream wait for all updates; returns whether there were any.
-
-        Compiled code checks the keys of tensors, and reads some past torch's operators.
-
-        Raises
-        ------
-        PlanError
-            Between an update in the backward pass and ``step()``.
-        """
-        try:
-            return self._wait_for_compiler()
-        except Exception as error:
-            self._fail(error)
-            return True
-
-    def _wait_for_compiler(self) -> bool:
-        if self._backward is not None:
-            self._backward.compilation_begins()
-        was_under_way = self._step.is_under_way
-        if was_under_way:
-            self._step.join()
-        if self._weights is not None:
-            was_under_way |= self._weights.streamed.drop_waiting()
-        return was_under_way
-
-    # ------------------------------------------------------------------ passes
+    # ------------------------------------------------------------------ the model's passes
 
     def _hear_blocks(self) -> None:
         """Have each block send state home and wait for its update, if they do not yet."""
@@ -488,22 +333,22 @@ class StreamedTraining(Listener):
         self._hears_blocks = False
         self._hearing.set_blocks({})
 
-    def block_begins(self, name: str, now: Pass, _args: object, _kwargs: object) -> None:
-        """Wait for a block's update."""
-        self._step.enter(name, now)
-
     def pass_begins(self, now: Pass, _args: object, _kwargs: object) -> None:
         """Wait for updates of what is outside of blocks."""
         if self._idle is not None:
             return
-        self._gradients.settle()
+        self.gradients.settle()
         if now.is_training:
-            if self._tuner is not None:
-                self._tuner.forward_begins()
+            if self.tuner is not None:
+                self.tuner.forward_begins()
             if self._backward is not None:
                 self._backward.forward_begins()
         for outside in self._names.outside:
-            self._step.wait(outside, now)
+            self.step.wait(outside, now)
+
+    def block_begins(self, name: str, now: Pass, _args: object, _kwargs: object) -> None:
+        """Wait for a block's update."""
+        self.step.enter(name, now)
 
     def pass_ends(self, now: Pass, _output: object, *, failed: bool) -> None:
         """Fetch state for the step ahead of it."""
@@ -514,10 +359,10 @@ class StreamedTraining(Listener):
             self._backward.forward_ends(optimizer)
         if self._is_distributed:
             # DDP may give gradients to parameters that this process has not called.
-            self._step.join()
-        self._step.units.fetch_ahead()
+            self.step.join()
+        self.step.units.fetch_ahead()
 
-    # ------------------------------------------------------------------ steps
+    # ------------------------------------------------------------------ before the optimizer's step
 
     def _step_begins(self) -> Callable[..., Any]:
         """A hook that no compiler looks into, and that knows whether compiled code calls it."""
@@ -531,88 +376,90 @@ class StreamedTraining(Listener):
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> _Arguments | None:
         if self.is_closed:
             return None
         if self._idle is not None:
-            if self._idle.holds(optimizer) and self._tuner is not None and self._tuner.is_idle:
+            if self._idle.holds(optimizer) and self.tuner is not None and self.tuner.is_idle:
                 return None
             self._idle = None
-        named = _named_arguments(args, kwargs)
+        named = named_arguments(args, kwargs)
         may_call = named.keys() == {"closure"} and self._streams_state and self._backward is None
         if not may_call or self._is_step_compiled:
-            return self._begin(optimizer, named)
+            return self._begin_step(optimizer, named)
         closure = named.pop("closure")
         # Known optimizers call it once, before they use a gradient.
         with InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(True)
             loss = closure()
-        done = self._begin(optimizer, named)
+        done = self._begin_step(optimizer, named)
         return (optimizer,) if done is None else done[0], {"closure": lambda: loss}
 
-    def _begin(
-        self, optimizer: Optimizer, arguments: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._step.is_begun = False
+    def _begin_step(self, optimizer: Optimizer, arguments: dict[str, Any]) -> _Arguments | None:
+        """Stream the step; returns other arguments for the program's own, or None for the same."""
+        self.step.is_begun = False
         try:
-            return None if self.is_closed else self._begin_step(optimizer, arguments)
+            empty = None if self.is_closed else self._stream_step(optimizer, arguments)
         except Exception as error:
-            if self._step.is_begun:  # the optimizer's own error, as without umem
+            if self.step.is_begun:  # the optimizer's own error, as without umem
                 raise
             self._fail(error)
             return None  # the optimizer runs the step itself
+        # torch runs the step's own function on what a hook returns: here on no parameters.
+        return None if empty is None else ((empty,), arguments)
 
-    def _begin_step(
-        self, optimizer: Optimizer, arguments: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._step.check_known()
-        self._gradients.step_begins()
-        self._temporary.step_begins()
+    def _stream_step(self, optimizer: Optimizer, arguments: Mapping[str, Any]) -> Optimizer | None:
+        """Queue the step; returns an optimizer without parameters, or None if nothing is queued."""
+        self.step.check_known()
+        self.gradients.step_begins()
+        self.temporary.step_begins()
         if self._weights is not None:
             self._weights.step_begins()
-        if self._tuner is not None:
-            self._tuner.step_begins(id(next(optimizer_parameters(optimizer), None)))
+        if self.tuner is not None:
+            self.tuner.step_begins(id(next(optimizer_parameters(optimizer), None)))
         if not self._streams_state:
             return None
-        can_split = self._backward is not None or self._step.can_split(optimizer)
+        can_split = self._backward is not None or self.step.can_split(optimizer)
         if can_split:
             self._hear_blocks()
-        obstacle = self._obstacle(optimizer, arguments, can_split=can_split)
+        obstacle = self._whole_steps.obstacle(
+            optimizer, arguments, is_compiled=self._is_step_compiled, can_split=can_split
+        )
         self._is_in_line = bool(obstacle)
         if self._backward is not None:
             self._backward.step_begins(optimizer, obstacle)
-        if self._is_in_line:
-            if self._lanes.is_capturing():
-                note_export(optimizer)  # replays use these addresses
-            self._step.join()
-            self._step.counts.in_line += 1
-            self._note_whole_step(obstacle)
+        if obstacle:
+            self._leave_whole_step(optimizer, obstacle)
             return None
         if not can_split:
-            self._step.leave_to_optimizer(optimizer)
-            if self._step.may_defer:  # a compiled model would be compiled again
+            self.step.leave_to_optimizer(optimizer)
+            if self.step.may_defer:  # a compiled model would be compiled again
                 self._leave_blocks()
             return None
         self._is_distributed |= is_distributed()
         # Libraries hand parameters that no module holds to functions of their own.
         defers_outside = not self._is_distributed or self._model_holds(optimizer)
         # Updates would take a part of the time of the forward pass that is measured.
-        is_measuring = self._tuner is not None and self._tuner.is_measuring
-        empty = self._step.step(
+        is_measuring = self.tuner is not None and self.tuner.is_measuring
+        empty = self.step.step(
             optimizer, is_deferred=not is_measuring, defers_outside=defers_outside
         )
-        if self._step.units.has_common_state:
-            self._note_whole_step(
-                "several parameters have one tensor in their state, as in a state_dict that was "
-                "loaded with one step count for all of them; give each its own, as by "
-                "`for values in optimizer.state.values(): values['step'] = values['step'].clone()`"
-            )
-        # torch runs the step's own function on what a hook returns: here on no parameters.
-        return None if empty is None else ((empty,), dict(arguments))
+        if self.step.units.has_common_state and self.step.units.queued:
+            self._whole_steps.note(COMMON_STATE)
+        return empty
+
+    def _leave_whole_step(self, optimizer: Optimizer, obstacle: str) -> None:
+        """Leave a step to the optimizer, which uses all state where it is."""
+        if self._lanes.is_capturing():
+            note_export(optimizer)  # replays use these addresses
+        self.step.join()
+        self.step.counts.in_line += 1
+        if self.step.units.queued:
+            self._whole_steps.note(obstacle)
 
     def _model_holds(self, optimizer: Optimizer) -> bool:
         """Whether the model's modules hold all parameters of the optimizer."""
-        units, model = self._step.units, self._model()
+        units, model = self.step.units, self._model()
         layout = units.layouts
         if self._held is None or self._held[0] != layout or not units.has_members_of(optimizer):
             held = set() if model is None else set(map(id, model.parameters()))
@@ -642,55 +489,54 @@ class StreamedTraining(Listener):
 
     def gathered_parameters(self) -> GatheredParameters:
         """What FSDP2 gathers the model's parameters from."""
-        layout, model = self._step.units.layouts, self._model()
+        layout, model = self.step.units.layouts, self._model()
         if self._sharded is None or self._sharded[0] != layout:
             modules = () if model is None else fsdp_modules(model)
             self._sharded = layout, [weakref.ref(it) for it in modules]
         return GatheredParameters.of(it for of in self._sharded[1] if (it := of()) is not None)
 
-    # ------------------------------------------------------------------ behind steps, and at loads
-
-    def _optimizer_loads(self, *_: object) -> None:
-        """Before the state of the optimizer is loaded."""
-        self._step.join()
-
-    def _backward_loads(self) -> None:
-        if self._backward is not None:
-            self._backward.optimizer_loads()
+    # ------------------------------------------------------------------ after the optimizer's step
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self.is_closed:
             return
-        if self._idle is not None and self._tuner is not None:
-            self._step.counts.resident += self._streams_state
+        tuner = self.tuner
+        if self._idle is not None and tuner is not None:
+            self.step.counts.resident += self._streams_state
             self._count_step()
-            if not self._tuner.still_idle():
+            if not tuner.still_idle():
                 self._idle = None
             return
         if not self._is_in_line:
-            self._step.find_state(optimizer)
-        if self._tuner is not None:
-            self._tuner.step_ends(self._tuned)
-        if self._backward is not None and self._backward.step_ends() and self._tuner is not None:
-            self._tuner.move_into_backward(self._tuned)
+            self.step.find_state(optimizer)
+        if tuner is not None:
+            tuner.step_ends(self._tuned)
+        if self._backward is not None and self._backward.step_ends() and tuner is not None:
+            tuner.move_into_backward(self._tuned)
         self._count_step()
         if self._may_be_idle():
             self._idle = _Idle.of(optimizer)
 
+    def _count_step(self) -> None:
+        plan = None if self.tuner is None or self.tuner.is_measuring else self.tuner.plan
+        predicted_s = None if plan is None else plan.predicted.step_s
+        self._managed_run.ends(predicted_s, is_planned=plan is not None)
+
     def _may_be_idle(self) -> bool:
         """Whether no later step has anything to do until something changes."""
         return (
-            self._tuner is not None
-            and self._tuner.is_idle
+            self.tuner is not None
+            and self.tuner.is_idle
             and self._backward is None
-            and not self._step.units.queued
+            and not self.step.units.queued
             and (self._weights is None or not self._weights.away_bytes)
         )
 
-    def _count_step(self) -> None:
-        plan = None if self._tuner is None or self._tuner.is_measuring else self._tuner.plan
-        predicted_s = None if plan is None else plan.predicted.step_s
-        self._managed_run.ends(predicted_s, is_planned=plan is not None)
+    def _may_make_slots(self) -> bool:
+        """Whether there may be temporary slots now: a measured step has none."""
+        return self.tuner is None or not self.tuner.is_measuring
+
+    # ------------------------------------------------------------------ what else may come
 
     def _model_loads(
         self, model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
@@ -698,108 +544,208 @@ class StreamedTraining(Listener):
         """Before the state of the model is loaded."""
         named = ((p, state.get(f"{prefix}{name}")) for name, p in model.named_parameters())
         if all(value is not None and value.shape == p.shape for p, value in named):
-            self._step.have_loaded("model")
+            self.step.have_loaded("model")
 
-    def _send_parameters_home(self) -> int:
-        """Move parameters that no module holds to host memory; returns their bytes."""
+    def join(self) -> None:
+        """Let the current stream wait until all have their values in their own memory."""
+        self.step.join()
+        self.step.units.write_back_and_wait()
+        self.gradients.join()
+
+    def memory_is_held(self) -> None:
+        """Join, and look at the next step which state may still move: some is held from now on.
+
+        Raises
+        ------
+        PlanError
+            Between an update in the backward pass and ``step()``.
+        """
+        for unit in self.step.units:
+            unit.check_not_ahead()
+        self.join()
+        self.step.units.lay_out_anew()
+
+    def work_begins(self) -> None:
+        """Let the current stream wait for all updates: what comes may use any parameter."""
+        if self.step.is_under_way:
+            self.step.join(is_early=True)
+
+    def let_graphs_read(self) -> None:
+        """Defer no step from now on, and stream no weight, if a CUDA graph reads the model's."""
         model = self._model()
-        if model is None:
-            return 0
-        return self._step.units.move_to_host(set(map(id, model.parameters())))
+        if model is None or not graphed_tensors(model):
+            return
+        self.step.may_defer = False
+        if self._weights is not None:
+            self._weights.let_graphs_read()
 
-    def _gradient_failed(self, error: Exception) -> None:
-        """An error must not end the training, which goes on with gradients where they are."""
-        _LOG.warning(
-            "umem: gradients are not copied any more: %s: %s", type(error).__name__, str(error)
+    def compilation_begins(self) -> bool:
+        """Let the stream wait for all updates; returns whether there were any.
+
+        Compiled code checks the keys of tensors, and reads some past torch's operators.
+
+        Raises
+        ------
+        PlanError
+            Between an update in the backward pass and ``step()``.
+        """
+        try:
+            if self._backward is not None:
+                self._backward.compilation_begins()
+            was_under_way = self.step.is_under_way
+            if was_under_way:
+                self.step.join()
+            if self._weights is not None:
+                was_under_way |= self._weights.streamed.drop_waiting()
+        except Exception as error:
+            self._fail(error)
+            return True
+        return was_under_way
+
+    # ------------------------------------------------------------------ what is asked
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None once it was collected."""
+        return self._model()
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; None once it was collected."""
+        return self._optimizer()
+
+    @property
+    def counts(self) -> StepCounts:
+        """What became of the steps so far."""
+        return self.step.counts
+
+    def _late_uses(self) -> int:
+        """Uses of parameters before their block's update, and of activations before their copy."""
+        return self.counts.early + (0 if self.tuner is None else self.tuner.late_fetches)
+
+    def status(self) -> StreamedStatus:
+        """Current state, and counts over the training so far."""
+        is_watched = self._backward is not None and self._backward.is_observing
+        return StreamedStatus(
+            state_bytes=sum(map(sum, self.step.units.sizes().values())),
+            slots_bytes=self.step.units.slots_bytes,
+            counts=replace(self.counts),
+            step_in_backward=self._backward is not None and not is_watched,
+            is_settled=not is_watched and (self.tuner is None or self.tuner.is_settled),
+            measured_s=self._managed_run.measured_s,
+            tuning=None if self.tuner is None else self.tuner.status(),
         )
-        self._gradients.set_plan(())
 
-    def _may_make_slots(self) -> bool:
-        """Whether there may be temporary slots now: a measured step has none."""
-        return self._tuner is None or not self._tuner.is_measuring
+    # ------------------------------------------------------------------ the end
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the training goes on without umem."""
+        return not self._undo
+
+    def close(self) -> None:
+        """Wait for all updates, and leave later steps to the optimizer alone.
+
+        Raises
+        ------
+        PlanError
+            If the backward pass has updated parameters, and ``step()`` was not called since.
+        """
+        self._leave(is_checked=True)
+        _call_all(self._undo_on_optimizer)
+
+    def abandon(self) -> None:
+        """Close when model or optimizer is gone, whatever has become of the last step."""
+        self._leave()
+        _call_all(self._undo_on_optimizer)
+
+    def _owner_is_gone(self) -> None:
+        if not self.is_closed:
+            self.abandon()
+
+    def _leave(self, *, is_checked: bool = False) -> None:
+        if self._backward is not None:
+            self._backward.close(is_checked=is_checked)
+        self._idle = None  # which has the optimizer's state
+        self.gradients.close()
+        self.step.forget()
+        _call_all(self._undo)
+
+    def _fail(self, error: Exception) -> None:
+        """An error must not end the training, which goes on as without umem.
+
+        What raises here all the same: what `step_in_backward` does not allow, and an error without
+        whose end the program would see other values, as an update that cannot be waited for.
+        """
+        backward = self._backward
+        if backward is not None and (isinstance(error, PlanError) or backward.is_ahead):
+            raise error
+        if self.is_closed:  # by an earlier one
+            return
+        _warn(
+            "optimizer state is not streamed any more, and used where it is, which may be slow",
+            error,
+        )
+        self._leave()
+
+    def _gradients_failed(self, error: Exception) -> None:
+        """Go on with gradients where they are."""
+        _warn("gradients are not copied any more", error)
+        self.gradients.set_plan(())
 
     def _temporary_failed(self, error: Exception) -> None:
-        """An error must not end the training, which goes on with the other slots."""
-        _LOG.warning(
-            "umem: state has no temporary slots any more: %s: %s", type(error).__name__, str(error)
-        )
-        self._temporary.close()
-
-    def _obstacle(
-        self, optimizer: Optimizer, arguments: Mapping[str, Any], *, can_split: bool
-    ) -> str:
-        """Why the optimizer has to run the step itself; empty if it does not."""
-        if arguments:
-            return f"step() has {', '.join(f'a {it}' for it in arguments)}"
-        if self._is_step_compiled:
-            return "step() is compiled"
-        if self._lanes.is_capturing():
-            return "step() is captured into a CUDA graph"
-        # One that runs as a whole anyway needs no look at all gradients.
-        return whole_step_reason(optimizer) if can_split else ""
-
-    def _note_whole_step(self, reason: str) -> None:
-        """Warn once of steps that use state where it is, if some of it is in host memory."""
-        if not reason or not self._step.units.queued:
-            return
-        self._whole_steps[reason] += 1
-        if self._whole_steps[reason] == _STEPS_BEFORE_WARNING:
-            _LOG.warning("umem: optimizer state is used in host memory, which is slow: %s", reason)
+        """Go on with the other slots."""
+        _warn("state has no temporary slots any more", error)
+        self.temporary.close()
 
 
-def _named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``step()`` by name, but None: Accelerate calls ``step(None)``."""
-    if len(args) == 1 and not kwargs:
-        return {}
-    named = {**dict(zip(("closure",), args[1:], strict=False)), **kwargs}
-    return {name: value for name, value in named.items() if value is not None}
+def _warn(what: str, error: Exception) -> None:
+    """Say what the training goes on without, because of an error."""
+    _LOG.warning(
+        "umem: %s: %s: %s",
+        what,
+        type(error).__name__,
+        str(error),
+        exc_info=_LOG.isEnabledFor(logging.DEBUG),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Idle:
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+    functions.clear()
+
+
+def _weakly(method: Callable[[], _Result]) -> Callable[[], _Result | None]:
+    """A method of a training that may be gone when it is called, which returns None then."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> _Result | None:
+        found = reference()
+        return None if found is None else found()
+
+    return call
+
+
+class _Idle(NamedTuple):
     """What an optimizer had when its steps began to have nothing to do."""
 
-    state: object = field(repr=False)
+    state: Mapping[Any, Any]
     states: int
     parameters: int
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> _Idle:
-        return cls(optimizer.state, len(optimizer.state), _parameter_count(optimizer))
+        parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        return cls(optimizer.state, len(optimizer.state), parameters)
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has no other parameters or state; a new parameter gets state."""
-        state = optimizer.state
-        return (
-            state is self.state
-            and len(state) == self.states
-            and _parameter_count(optimizer) == self.parameters
-        )
-
-
-def _parameter_count(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+        now = self.of(optimizer)
+        return now.state is self.state and now[1:] == self[1:]
 
 
 def _check(optimizer: Optimizer) -> None:
     reason = refusal(optimizer)
     if reason:
         raise PlanError(f"optimizer state cannot be streamed: {reason}")
-
-
-def _work_begins(reference: weakref.ref[StreamedTraining]) -> None:
-    training = reference()
-    if training is not None:
-        training.work_begins()
-
-
-def _late(reference: weakref.ref[StreamedTraining]) -> int | None:
-    """Uses before an update or a copy was there; None if the training is gone."""
-    training = reference()
-    return None if training is None else training.late_uses
-
-
-def _close(reference: weakref.ref[StreamedTraining]) -> None:
-    training = reference()
-    if training is not None and not training.is_closed:
-        training.abandon()

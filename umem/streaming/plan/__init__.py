@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from umem.streaming.plan.lane_simulation import LaneKind, LaneReport, LaneTasks, simulate_lanes
     from umem.streaming.plan.state_plan import (
         StreamPlan,
+        StreamProblem,
         least_slack_bytes,
         plan_stream,
         simulate_plan,
@@ -30,6 +31,7 @@ __all__ = [
     "LaneReport",
     "LaneTasks",
     "StreamPlan",
+    "StreamProblem",
     "StreamUnit",
     "TemporarySlot",
     "TrainingPlan",
@@ -51,7 +53,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "lane_simulation": "LaneKind LaneReport LaneTasks simulate_lanes",
-        "state_plan": "StreamPlan least_slack_bytes plan_stream simulate_plan",
+        "state_plan": "StreamPlan StreamProblem least_slack_bytes plan_stream simulate_plan",
         "step_timing": "FIRST_SLOTS StreamUnit TemporarySlot largest_slot_bytes simulate_stream",
         "training_plan": "TrainingPlan plan_training with_weights",
         "weight_plan": "WeightPlan WeightUnit plan_weights staged_bytes",

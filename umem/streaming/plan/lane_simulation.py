@@ -60,10 +60,10 @@ class LaneTasks:
         self.waits: list[list[list[tuple[Task, int]]]] = [[] for _ in kinds]
         """Tasks that each task waits for, and by how many steps they are earlier."""
 
-    def add(self, lane: int, work: float) -> Task:
-        """Put a task at the end of a lane; `work` is in seconds or bytes."""
+    def add(self, lane: int, work: float, *others: Task) -> Task:
+        """Put a task at the end of a lane, which waits for others; `work` is seconds or bytes."""
         self.work[lane].append(float(work))
-        self.waits[lane].append([])
+        self.waits[lane].append([(other, 0) for other in others])
         return Task(lane, len(self.work[lane]) - 1)
 
     def wait(self, task: Task, other: Task, steps_before: int = 0) -> None:
@@ -83,10 +83,6 @@ class LaneReport:
     """Time in which nothing is computed."""
     slowed_s: float
     """Time that copies add to the computation beside them."""
-    to_device_s: float
-    """Time in which anything is copied to the device."""
-    to_host_s: float
-    """Time in which anything is copied to the host."""
     end_s: tuple[tuple[float, ...], ...]
     """End of each task by lane, from the end of its step on: that of the last lane's last task."""
 
@@ -97,8 +93,6 @@ class _Totals(NamedTuple):
     now_s: float
     idle_s: float
     slowed_s: float
-    in_s: float
-    out_s: float
 
 
 class _Speeds(NamedTuple):
@@ -108,8 +102,6 @@ class _Speeds(NamedTuple):
     """Lanes that run, and the work that each does per second."""
     computing: float
     """Seconds of computation done per second."""
-    inward: bool
-    outward: bool
 
 
 def simulate_lanes(tasks: LaneTasks, hardware: Hardware) -> LaneReport:
@@ -146,7 +138,7 @@ def simulate_lanes(tasks: LaneTasks, hardware: Hardware) -> LaneReport:
     speeds: dict[int, _Speeds] = {}
     clock = len(work) - 1
     steps = 0
-    now_s = idle_s = slowed_s = in_s = out_s = 0.0
+    now_s = idle_s = slowed_s = 0.0
     done, place, step = [0] * len(work), [0] * len(work), [0] * len(work)
     left = [some[0] if some else 0.0 for some in work]
     ends: list[list[float]] = [[] for _ in work]
@@ -177,10 +169,6 @@ def simulate_lanes(tasks: LaneTasks, hardware: Hardware) -> LaneReport:
             slowed_s += seconds * (1.0 - speed.computing)
         else:
             idle_s += seconds
-        if speed.inward:
-            in_s += seconds
-        if speed.outward:
-            out_s += seconds
         step_ends = False
         for (lane, rate), time_s in zip(speed.rates, times, strict=True):
             if time_s > seconds:
@@ -199,7 +187,7 @@ def simulate_lanes(tasks: LaneTasks, hardware: Hardware) -> LaneReport:
         if not step_ends:
             continue
         steps += 1
-        history.append(_Totals(now_s, idle_s, slowed_s, in_s, out_s))
+        history.append(_Totals(now_s, idle_s, slowed_s))
         state = (
             *(done[lane] - steps * size[lane] for lane in lanes),
             *(
@@ -230,14 +218,14 @@ def _speeds(kinds: tuple[LaneKind, ...], runnable: int, hardware: Hardware) -> _
     if compute:
         computing = 1.0 / (1.0 + hardware.copy_slowdown_s_per_byte * (in_rate + out_rate))
         rates.append((compute[0], computing))
-    return _Speeds(tuple(rates), computing, bool(inward), bool(outward))
+    return _Speeds(tuple(rates), computing)
 
 
 def _report(
     history: list[_Totals], earlier: int, ends: list[list[float]], size: list[int]
 ) -> LaneReport:
     first, last, steps = history[earlier - 1], history[-1], len(history)
-    step_s, idle_s, slowed_s, in_s, out_s = (
+    step_s, idle_s, slowed_s = (
         (after - before) / (steps - earlier) for before, after in zip(first, last, strict=True)
     )
 
@@ -252,4 +240,4 @@ def _report(
                 for index in latest
             )
         )
-    return LaneReport(step_s, idle_s, slowed_s, in_s, out_s, tuple(end_s))
+    return LaneReport(step_s, idle_s, slowed_s, tuple(end_s))

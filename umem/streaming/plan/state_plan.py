@@ -9,12 +9,12 @@ milliseconds, before the training's first step, and without a GPU.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
-from umem.streaming.plan.step_memory import ByteCounts, StepMemory
+from umem.streaming.plan.step_memory import ByteCounts, MemoryByMoment
 from umem.streaming.plan.step_timing import (
     StreamTiming,
     StreamUnit,
@@ -31,7 +31,7 @@ from umem.streaming.plan.step_timing import (
     simulate_stream,
 )
 
-__all__ = ["StreamPlan", "least_slack_bytes", "plan_stream", "simulate_plan"]
+__all__ = ["StreamPlan", "StreamProblem", "least_slack_bytes", "plan_stream", "simulate_plan"]
 
 _SLACK_SHARE, _LEAST_SLACK_BYTES = 0.03, 256 << 20
 
@@ -89,11 +89,10 @@ class StreamPlan:
     stages_operands: bool
     """Whether slots have room for the weights and gradients at home, too, that an update uses;
     otherwise it uses them on the host."""
-    copied: frozenset[int]
-    """Units whose activations are copied out behind their forward pass."""
     left_before: Mapping[int, int]
-    """For each of them, the unit before whose forward pass the program waits until the activations
-    have left, so that their memory is free; the number of units for the backward pass."""
+    """For each unit whose activations are copied out after its forward pass, the unit before whose
+    forward pass the program waits until they have left, so that their memory is free; the number of
+    units for the backward pass."""
     fetch_ahead: int
     """Blocks before its backward pass at which a block's activations are fetched."""
     copied_gradients: frozenset[int]
@@ -102,10 +101,15 @@ class StreamPlan:
     """For those of them that come back for the step, the unit in whose backward pass of the last
     batch they begin to. Whatever else the program does with the others uses them on the host."""
     temporary: tuple[TemporarySlot, ...]
-    """Further slots of this size, for the pieces behind those that have the others first."""
+    """Further slots of this size, for the pieces after those that have the others first."""
     peak_bytes: int
     """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming
+
+    @property
+    def copied(self) -> frozenset[int]:
+        """Units whose activations are copied out."""
+        return frozenset(self.left_before)
 
     def temporary_bytes(self, *, forward: int = -1, backward: int | None = None) -> int:
         """Bytes of temporary slots in a unit's forward or backward pass; by default in the step.
@@ -119,23 +123,98 @@ class StreamPlan:
         )
 
 
-def plan_stream(
-    units: Sequence[StreamUnit],
-    *,
-    budget_bytes: int,
-    hardware: Hardware,
-    other_s: float = 0.0,
-    step_peak_bytes: int = 0,
-    update_peak_bytes: int | None = None,
-    is_deferred: bool = True,
-    in_backward: bool = False,
-    batches: int = 1,
-    holds_gradients: bool = False,
-    weight_slots: int = 0,
-    state_share: float = 1.0,
-    most_state_bytes: int | None = None,
-    may_have_temporary: bool = True,
-) -> StreamPlan:
+@dataclass(frozen=True, eq=False)
+class StreamProblem:
+    """What a plan is made for."""
+
+    units: Sequence[StreamUnit]
+    """In forward order."""
+    budget_bytes: int
+    """Device memory for everything: what the units and `step_peak_bytes` name, resident state and
+    slots."""
+    hardware: Hardware
+    """Bandwidths of explicit copies and of the link, and the slowdown beside copies."""
+    other_s: float = 0.0
+    """Computation between the last backward pass and the step, such as gradient clipping."""
+    step_peak_bytes: int = 0
+    """Device memory of everything but streamed state and slots between the passes, such as weights
+    and gradients, and what clipping makes. It does not count with `in_backward`."""
+    update_peak_bytes: int | None = None
+    """The same from the step on, when clipping is over; None if that is not known."""
+    is_deferred: bool = True
+    """As in :func:`umem.streaming.plan.step_timing.simulate_stream`; so are the next two."""
+    in_backward: bool = False
+    batches: int = 1
+    holds_gradients: bool = False
+    """Whether `forward_peak_bytes` of the units have the gradients of updates to come."""
+    weight_slots: int = 0
+    """Number of buffers for weights at home, which the budget leaves out."""
+    state_share: float = 1.0
+    """The most of the units' state that may be resident, as a share of its bytes."""
+    most_state_bytes: int | None = None
+    """The most that resident state and slots may take; None for as much as has room."""
+    may_have_temporary: bool = True
+    """Whether there may be temporary slots. There are none where steps are deferred or in the
+    backward pass, which hides their copies, and with `most_state_bytes`, where others need what is
+    left."""
+    copied_gradients: int = 0
+    """Number of units whose gradients are copied out, the last ones. Found by :func:`plan_stream`.
+    """
+    stages_operands: bool = False
+    """Whether slots have room for gradients and weights at home. Found too."""
+
+    @cached_property
+    def size(self) -> ByteCounts:
+        """State of each unit, int64[N]."""
+        return np.array([unit.state_bytes for unit in self.units], np.int64)
+
+    @cached_property
+    def staged(self) -> ByteCounts:
+        """The largest part of it that is staged at a time, with its operands, int64[N]."""
+        leave = self.with_copied_gradients
+        staged = [
+            _staged_bytes(unit, number in leave) if self.stages_operands else max(unit.pieces)
+            for number, unit in enumerate(self.units)
+        ]
+        return np.array(staged, np.int64)
+
+    @cached_property
+    def memory(self) -> MemoryByMoment:
+        """Everything but state."""
+        step_bytes, update_bytes = self.step_peak_bytes, self.update_peak_bytes
+        return MemoryByMoment(
+            self.units,
+            0 if self.in_backward else step_bytes,
+            0 if self.in_backward else step_bytes if update_bytes is None else update_bytes,
+            self.copied_gradients,
+            self.batches,
+            self.holds_gradients,
+        )
+
+    @cached_property
+    def most_resident_bytes(self) -> int:
+        """State that may be resident."""
+        return int(self.state_share * int(self.size.sum()))
+
+    @property
+    def most_placed_bytes(self) -> int:
+        """What resident state and slots may take."""
+        return sys.maxsize if self.most_state_bytes is None else self.most_state_bytes
+
+    @property
+    def makes_temporary(self) -> bool:
+        """Whether temporary slots are of use."""
+        hides_copies = self.is_deferred or self.in_backward
+        return self.may_have_temporary and not hides_copies and self.most_state_bytes is None
+
+    @cached_property
+    def with_copied_gradients(self) -> frozenset[int]:
+        """Numbers of the units whose gradients are copied out."""
+        count = len(self.units)
+        return frozenset(range(count - self.copied_gradients, count))
+
+
+def plan_stream(problem: StreamProblem) -> StreamPlan:
     """Choose resident units, slots and copied activations with the shortest predicted step.
 
     Resident are early units of the forward pass, whose updates are due first, and units that are
@@ -147,91 +226,38 @@ def plan_stream(
     of one more unit where that gains time. They come back for the step as soon as there is room. If
     fewer resident units, or copied ones, give the same time, fewer are.
 
-    Parameters
-    ----------
-    units
-        In forward order.
-    budget_bytes
-        Device memory for everything: what the units and `step_peak_bytes` name, resident state and
-        slots.
-    hardware
-        Bandwidths of explicit copies and of the link, and the slowdown beside copies.
-    other_s
-        Computation between the last backward pass and the step, such as gradient clipping.
-    step_peak_bytes
-        Device memory of everything but streamed state and slots between the passes, such as
-        weights and gradients, and what clipping makes. It does not count with `in_backward`.
-    update_peak_bytes
-        The same from the step on, when clipping is over; None if that is not known.
-    is_deferred, in_backward, batches
-        As in :func:`umem.streaming.plan.step_timing.simulate_stream`.
-    holds_gradients
-        Whether `forward_peak_bytes` of the units have the gradients of updates to come.
-    weight_slots
-        Number of buffers for weights at home, which the budget leaves out.
-    state_share
-        The most of the units' state that may be resident, as a share of its bytes.
-    most_state_bytes
-        The most that resident state and slots may take; None for as much as has room.
-    may_have_temporary
-        Whether there may be temporary slots. There are none where steps are deferred or in the
-        backward pass, which hides their copies, and with `most_state_bytes`, where others need what
-        is left.
-
     Raises
     ------
     PlanError
         If the budget, or `most_state_bytes`, is too small for two slots with all activations and
         gradients copied out. The message says how many bytes are needed.
     """
-    most_resident_bytes = int(state_share * sum(unit.state_bytes for unit in units))
-    update_bytes = step_peak_bytes if update_peak_bytes is None else update_peak_bytes
-    between_bytes = (0, 0) if in_backward else (step_peak_bytes, update_bytes)
+    units, budget_bytes = problem.units, problem.budget_bytes
 
-    def with_gradients_copied(count: int, *, stages_operands: bool) -> _Problem:
-        first = len(units) - count
-        staged = [
-            _staged_bytes(unit, number >= first) if stages_operands else max(unit.pieces)
-            for number, unit in enumerate(units)
-        ]
-        return _Problem(
-            units=units,
-            size=np.array([unit.state_bytes for unit in units], np.int64),
-            staged=np.array(staged, np.int64),
-            stages_operands=stages_operands,
-            memory=StepMemory(units, *between_bytes, count, batches, holds_gradients),
-            budget_bytes=budget_bytes,
-            hardware=hardware,
-            other_s=other_s,
-            is_deferred=is_deferred,
-            in_backward=in_backward,
-            batches=batches,
-            copied_gradients=count,
-            weight_slots=weight_slots,
-            most_resident_bytes=most_resident_bytes,
-            most_state_bytes=sys.maxsize if most_state_bytes is None else most_state_bytes,
-            may_have_temporary=may_have_temporary
-            and not (is_deferred or in_backward)
-            and most_state_bytes is None,
-        )
+    def with_copied(count: int, *, stages_operands: bool) -> StreamProblem:
+        return replace(problem, copied_gradients=count, stages_operands=stages_operands)
 
     # In the backward pass, gradients live for a few units only.
-    most = 0 if in_backward or not any(unit.gradient_bytes for unit in units) else len(units)
-    in_place = functools.partial(with_gradients_copied, stages_operands=False)
+    leave = not problem.in_backward and any(unit.gradient_bytes for unit in units)
+    most = len(units) if leave else 0
     fewest = bisect_left(
-        range(most), True, key=lambda count: sum(_least_bytes(in_place(count))) <= budget_bytes
+        range(most),
+        True,
+        key=lambda count: (
+            sum(_least_bytes(with_copied(count, stages_operands=False))) <= budget_bytes
+        ),
     )
-    problem = with_gradients_copied(fewest, stages_operands=True)
-    if not _has_room(problem):  # slots for them would push more of them out
-        problem = in_place(fewest)
-    best = _fastest(problem)
+    best_problem = with_copied(fewest, stages_operands=True)
+    if not _has_room(best_problem):  # slots for them would push more of them out
+        best_problem = with_copied(fewest, stages_operands=False)
+    best = _fastest(best_problem)
     if not 0 < fewest < most:
         return best
     # The fewest leave room for the fewest slots only. Those of one more unit make room for others.
-    problem = with_gradients_copied(fewest + 1, stages_operands=True)
-    if not _has_room(problem):
+    further = with_copied(fewest + 1, stages_operands=True)
+    if not _has_room(further):
         return best
-    plan = _fastest(problem)
+    plan = _fastest(further)
     gains = plan.predicted.step_s < (1.0 - _LEAST_GAIN) * best.predicted.step_s
     return plan if gains else best
 
@@ -239,26 +265,17 @@ def plan_stream(
 def simulate_plan(
     units: Sequence[StreamUnit], plan: StreamPlan, *, hardware: Hardware, **options: Any
 ) -> StreamTiming:
-    """Predict the step of a plan again.
+    """Predict the step of a plan for these units again.
 
-    Parameters
-    ----------
-    units
-        Those of the plan, in forward order.
-    plan
-        What is where.
-    hardware
-        The machine.
-    **options
-        Of :func:`umem.streaming.plan.step_timing.simulate_stream`, that a plan does not hold.
+    `options` are those of :func:`umem.streaming.plan.step_timing.simulate_stream` that a plan does
+    not hold.
     """
     return simulate_stream(
         units,
         plan.resident,
         plan.slots,
         hardware=hardware,
-        copied=plan.copied,
-        left_before=plan.left_before,
+        copied=plan.left_before,
         fetch_ahead=plan.fetch_ahead,
         copied_gradients=plan.copied_gradients,
         returning_gradients=plan.returning_gradients,
@@ -268,29 +285,29 @@ def simulate_plan(
     )
 
 
-def _fastest(problem: _Problem) -> StreamPlan:
+def _fastest(problem: StreamProblem) -> StreamPlan:
     """The plan with the shortest predicted step. PlanError if the budget is too small for any."""
-    bounded = [(_lower_bound_s(problem, choice), choice) for choice in _choices(problem)]
+    bounded = [(choice.lower_bound_s(), choice) for choice in _choices(problem)]
     if not bounded:
         raise _too_small(problem)
     bounded.sort(key=itemgetter(0))
     _, fastest = bounded[0]
-    best = _simulated(problem, fastest)
+    best = fastest.plan()
     # Per step: updates, copies in two directions, passes; three steps until they repeat.
     units = problem.units
     pieces = sum(len(unit.pieces) for unit in units)
     per_plan = 3 * (3 * pieces + 2 * problem.batches * len(units))
-    per_plan *= 1 + (1 + _EARLY_COUNTS) * problem.may_have_temporary
+    per_plan *= 1 + (1 + _EARLY_COUNTS) * problem.makes_temporary
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
             break
-        plan = _simulated(problem, choice)
+        plan = choice.plan()
         if plan.predicted.step_s < best.predicted.step_s * (1.0 - _EQUAL):
             best, fastest = plan, choice
     if fastest.slots:
-        best, fastest = _with_fewest(problem, best, fastest, "count", fastest.least)
-    fewest = problem.memory.fewest_copied(problem.budget_bytes - _state_bytes(problem, fastest))
-    return _with_fewest(problem, best, fastest, "copied", fewest)[0]
+        best, fastest = _with_fewest(best, fastest, "count", fastest.least)
+    fewest = problem.memory.fewest_copied(problem.budget_bytes - fastest.state_bytes)
+    return _with_fewest(best, fastest, "copied", fewest)[0]
 
 
 def _staged_bytes(unit: StreamUnit, gradients_leave: bool) -> int:
@@ -300,45 +317,10 @@ def _staged_bytes(unit: StreamUnit, gradients_leave: bool) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Problem:
-    """What a plan is made for."""
-
-    units: Sequence[StreamUnit]
-    size: ByteCounts
-    """State of each unit, int64[N]."""
-    staged: ByteCounts
-    """The largest part of it that is staged at a time, with gradients and weights where slots have
-    room for them, int64[N]."""
-    stages_operands: bool
-    """Whether they do."""
-    memory: StepMemory
-    budget_bytes: int
-    hardware: Hardware
-    other_s: float
-    is_deferred: bool
-    in_backward: bool
-    batches: int
-    copied_gradients: int
-    """Number of units whose gradients are copied out, the last ones."""
-    weight_slots: int
-    most_resident_bytes: int
-    """State that may be resident."""
-    most_state_bytes: int
-    """What that and slots may take."""
-    may_have_temporary: bool
-    """Whether there may be temporary slots."""
-
-    @property
-    def with_copied_gradients(self) -> frozenset[int]:
-        """Numbers of these units."""
-        count = len(self.units)
-        return frozenset(range(count - self.copied_gradients, count))
-
-
-@dataclass(frozen=True, eq=False)
 class _Choice:
     """The first units of an order are resident, the others are streamed through some slots."""
 
+    problem: StreamProblem
     order: ByteCounts
     """Numbers of the units: always resident ones, resident ones from the most useful to the least,
     and streamed ones."""
@@ -350,14 +332,161 @@ class _Choice:
     copied: int
     """Number of units whose activations leave, the first that can."""
 
+    @cached_property
+    def resident(self) -> frozenset[int]:
+        """Numbers of the resident units."""
+        return frozenset(self.order[: self.count].tolist())
 
-def _choices(problem: _Problem) -> Iterator[_Choice]:
+    @cached_property
+    def streamed(self) -> ByteCounts:
+        """Numbers of the others."""
+        return self.order[self.count :]
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Size of a slot."""
+        return int(self.problem.staged[self.streamed].max(initial=0))
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Device memory for resident units, and slots."""
+        resident_bytes = int(self.problem.size[self.order[: self.count]].sum())
+        return resident_bytes + self.slots * self.slot_bytes
+
+    @property
+    def has_operands(self) -> bool:
+        """Whether an update of a streamed unit has weights or gradients at home."""
+        units, leave = self.problem.units, self.problem.with_copied_gradients
+        return any(
+            units[number].trained_weight_bytes or (number in leave and units[number].gradient_bytes)
+            for number in self.streamed.tolist()
+        )
+
+    @cached_property
+    def passes(self) -> tuple[dict[int, int], int, dict[int, int]]:
+        """When activations leave and come back, and gradients come back."""
+        memory, room_bytes = self.problem.memory, self.problem.budget_bytes - self.state_bytes
+        fetch_ahead = memory.most_ahead(self.copied, room_bytes)
+        left_before = memory.left_before(self.copied, room_bytes)
+        return left_before, fetch_ahead, memory.returning(left_before, fetch_ahead, room_bytes)
+
+    def temporary(self, most: int = sys.maxsize) -> list[TemporarySlot]:
+        """Further slots that have room."""
+        if not self.problem.makes_temporary or not self.slots:
+            return []
+        units = self.problem.units
+        pieces = sum(len(units[number].pieces) for number in self.streamed.tolist())
+        return self.problem.memory.planned(*self.passes).temporary_slots(
+            min(most, pieces - self.slots),
+            self.slot_bytes,
+            self.problem.budget_bytes - self.state_bytes,
+        )
+
+    def plan(self) -> StreamPlan:
+        """The plan of the choice, with temporary slots if they gain time."""
+        best = self._plan_with(())
+        longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
+        every = self.temporary()
+        early = _early_count(every)
+        counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
+        for count in dict.fromkeys(counts):
+            if count:
+                plan = self._plan_with(self.temporary(count))
+                if plan.predicted.step_s < longest_s:
+                    best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
+        return best
+
+    def _plan_with(self, temporary: Sequence[TemporarySlot]) -> StreamPlan:
+        problem = self.problem
+        left_before, fetch_ahead, returning = self.passes
+        timing = simulate_stream(
+            problem.units,
+            self.resident,
+            self.slots,
+            hardware=problem.hardware,
+            other_s=problem.other_s,
+            copied=left_before,
+            fetch_ahead=fetch_ahead,
+            is_deferred=problem.is_deferred,
+            in_backward=problem.in_backward,
+            batches=problem.batches,
+            copied_gradients=problem.with_copied_gradients,
+            returning_gradients=returning,
+            weight_slots=problem.weight_slots,
+            stages_operands=problem.stages_operands,
+            temporary=temporary,
+        )
+        planned_bytes = problem.memory.planned(*self.passes).bytes_with(temporary, self.slot_bytes)
+        return StreamPlan(
+            resident=self.resident,
+            slots=self.slots,
+            slot_bytes=self.slot_bytes,
+            stages_operands=problem.stages_operands and self.has_operands,
+            left_before=left_before,
+            fetch_ahead=fetch_ahead,
+            copied_gradients=problem.with_copied_gradients,
+            returning_gradients=returning,
+            temporary=tuple(temporary),
+            peak_bytes=self.state_bytes + planned_bytes,
+            predicted=timing,
+        )
+
+    def lower_bound_s(self) -> float:
+        """A time that no step of the choice is below: most choices need no simulation."""
+        problem, hardware, units = self.problem, self.problem.hardware, self.problem.units
+        in_rate, out_rate = hardware.copy_to_device_bytes_per_s, hardware.copy_to_host_bytes_per_s
+        both_rate = min(hardware.copy_link_bytes_per_s, in_rate + out_rate)
+        # What crosses the link in a computation's own time slows it, not what does in the added.
+        slowdown = hardware.copy_slowdown_s_per_byte
+        slowdown /= 1.0 + slowdown * both_rate
+        streamed = np.sort(self.streamed)
+        size = np.array([it for n in streamed.tolist() for it in units[n].pieces], np.float64)
+        saved_bytes = problem.batches * float(problem.memory.left_bytes[self.copied])
+        all_bytes = size.sum() + saved_bytes
+        passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
+        compute_s = passes_s + problem.other_s + sum(unit.update_s for unit in units)
+        bounds = [
+            compute_s + 2.0 * all_bytes * slowdown,
+            all_bytes / min(in_rate, out_rate, both_rate / 2.0),
+        ]
+        temporary = self.temporary()
+        slots = self.slots + len(temporary)
+        if slots < len(size) and not problem.in_backward:
+            early = self.slots + _early_count(temporary)
+            ahead_bytes = size[:early].sum()
+            # The last units to use each slot may still be on their way home.
+            behind_bytes = size[-self.slots :].sum() + size[self.slots : slots].sum()
+            # Nothing leaves before the first update of a streamed unit. Without slots that the step
+            # makes, nothing comes before that has left.
+            first = units[streamed[0]]
+            updated_s = first.update_s * size[0] / first.state_bytes
+            idle_s, left_s = updated_s, updated_s + size[0] / out_rate
+            if early < slots:
+                idle_s = left_s = 0.0
+            copies_s = max(
+                left_s + (size.sum() - ahead_bytes) / in_rate,
+                updated_s + (size.sum() - behind_bytes) / out_rate,
+                idle_s + (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,
+            )
+            before_s = 0.0
+            if problem.is_deferred:
+                before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
+            bounds.append(copies_s + passes_s - before_s + problem.other_s + ahead_bytes * slowdown)
+        return float(max(bounds))
+
+
+def _early_count(temporary: Sequence[TemporarySlot]) -> int:
+    """Number of slots that are made before the step."""
+    return sum(slot.made_in is not None for slot in temporary)
+
+
+def _choices(problem: StreamProblem) -> Iterator[_Choice]:
     """Choices that fit the budget: those with as much resident state as it holds."""
     seen = set()
     for copied, state_bytes in _rooms(problem):
         if problem.size.sum() <= min(state_bytes, problem.most_resident_bytes):
             everything = np.arange(len(problem.size))
-            yield _Choice(everything, len(everything), len(everything), 0, copied)
+            yield _Choice(problem, everything, len(everything), len(everything), 0, copied)
             continue
         for slot_bytes in _slot_sizes(problem):
             for choice in _state_choices(problem, slot_bytes, state_bytes, copied):
@@ -367,20 +496,20 @@ def _choices(problem: _Problem) -> Iterator[_Choice]:
                     yield choice
 
 
-def _least_bytes(problem: _Problem) -> tuple[int, int]:
+def _least_bytes(problem: StreamProblem) -> tuple[int, int]:
     """Memory that no choice is below: of all else, and of state."""
     memory = problem.memory
     return memory.most_bytes(len(memory.can_leave), _FETCH_AHEAD[0]), _least_state_bytes(problem)
 
 
-def _has_room(problem: _Problem) -> bool:
+def _has_room(problem: StreamProblem) -> bool:
     """Whether there is any choice."""
     other_bytes, state_bytes = _least_bytes(problem)
     fits = other_bytes + state_bytes <= problem.budget_bytes
-    return fits and state_bytes <= problem.most_state_bytes
+    return fits and state_bytes <= problem.most_placed_bytes
 
 
-def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
+def _rooms(problem: StreamProblem) -> Iterator[tuple[int, int]]:
     """Numbers of copied units, and the bytes that they leave for state."""
     memory = problem.memory
     if not _has_room(problem):
@@ -395,11 +524,11 @@ def _rooms(problem: _Problem) -> Iterator[tuple[int, int]]:
         )
         for copied in sorted(set(np.linspace(fewest, most_useful, _COPIED_COUNTS, dtype=int))):
             state_bytes = problem.budget_bytes - memory.most_bytes(copied, ahead)
-            yield int(copied), min(state_bytes, problem.most_state_bytes)
+            yield int(copied), min(state_bytes, problem.most_placed_bytes)
 
 
 def _state_choices(
-    problem: _Problem, slot_bytes: int, state_bytes: int, copied: int
+    problem: StreamProblem, slot_bytes: int, state_bytes: int, copied: int
 ) -> Iterator[_Choice]:
     """For each number of slots and each order, as many units as fit beside them."""
     size = problem.size
@@ -422,7 +551,7 @@ def _state_choices(
                 else:
                     streamed.append(unit)
             every = np.concatenate((always, np.array([*resident, *streamed], np.int64)))
-            yield _Choice(every, len(always), len(always) + len(resident), slots, copied)
+            yield _Choice(problem, every, len(always), len(always) + len(resident), slots, copied)
 
 
 def _spread(units: ByteCounts) -> ByteCounts:
@@ -435,7 +564,7 @@ def _spread(units: ByteCounts) -> ByteCounts:
     return units[np.argsort(key)]
 
 
-def _slot_sizes(problem: _Problem) -> list[int]:
+def _slot_sizes(problem: StreamProblem) -> list[int]:
     """Sizes of a slot to try, the largest first; one of them needs the least memory of all.
 
     Units that are larger than a slot are resident, which not all may be.
@@ -451,17 +580,17 @@ def _slot_sizes(problem: _Problem) -> list[int]:
     return sorted({*chosen, least}, reverse=True)
 
 
-def _needed_bytes(problem: _Problem, slot_bytes: int) -> int:
+def _needed_bytes(problem: StreamProblem, slot_bytes: int) -> int:
     """Memory for the fewest slots of a size, and for larger units."""
     return _SLOTS[0] * slot_bytes + _larger_bytes(problem, slot_bytes)
 
 
-def _larger_bytes(problem: _Problem, slot_bytes: int) -> int:
+def _larger_bytes(problem: StreamProblem, slot_bytes: int) -> int:
     """State of units with pieces that are larger than a slot."""
     return int(problem.size[problem.staged > slot_bytes].sum())
 
 
-def _least_state_bytes(problem: _Problem) -> int:
+def _least_state_bytes(problem: StreamProblem) -> int:
     """Memory for the fewest slots and for larger units, or for all state if that is less."""
     if not problem.size.any():
         return 0
@@ -470,152 +599,8 @@ def _least_state_bytes(problem: _Problem) -> int:
     return min(least, all_bytes) if all_bytes <= problem.most_resident_bytes else least
 
 
-def _slot_bytes(problem: _Problem, choice: _Choice) -> int:
-    return int(problem.staged[choice.order[choice.count :]].max(initial=0))
-
-
-def _state_bytes(problem: _Problem, choice: _Choice) -> int:
-    """Device memory for resident units, and slots."""
-    resident_bytes = int(problem.size[choice.order[: choice.count]].sum())
-    return resident_bytes + choice.slots * _slot_bytes(problem, choice)
-
-
-def _has_operands(problem: _Problem, choice: _Choice) -> bool:
-    """Whether an update of a streamed unit has weights or gradients at home."""
-    streamed = frozenset(choice.order[choice.count :].tolist())
-    leave = streamed & problem.with_copied_gradients
-    return any(problem.units[it].trained_weight_bytes for it in streamed) or any(
-        problem.units[it].gradient_bytes for it in leave
-    )
-
-
-def _temporary(problem: _Problem, choice: _Choice, most: int = sys.maxsize) -> list[TemporarySlot]:
-    """Further slots that have room beside a choice."""
-    if not problem.may_have_temporary or not choice.slots:
-        return []
-    pieces = sum(len(problem.units[it].pieces) for it in choice.order[choice.count :].tolist())
-    room_bytes = problem.budget_bytes - _state_bytes(problem, choice)
-    planned = problem.memory.planned(*_passes(problem, choice))
-    return planned.temporary_slots(
-        min(most, pieces - choice.slots), _slot_bytes(problem, choice), room_bytes
-    )
-
-
-def _early_count(temporary: Sequence[TemporarySlot]) -> int:
-    """Number of slots that are made before the step."""
-    return sum(it.made_in is not None for it in temporary)
-
-
-def _passes(problem: _Problem, choice: _Choice) -> tuple[dict[int, int], int, dict[int, int]]:
-    """When activations leave and come back, and gradients come back."""
-    memory, room_bytes = problem.memory, problem.budget_bytes - _state_bytes(problem, choice)
-    fetch_ahead = memory.most_ahead(choice.copied, room_bytes)
-    left_before = memory.left_before(choice.copied, room_bytes)
-    return left_before, fetch_ahead, memory.returning(left_before, fetch_ahead, room_bytes)
-
-
-def _simulated(problem: _Problem, choice: _Choice) -> StreamPlan:
-    """The plan of a choice, with temporary slots if they gain time."""
-    best = _simulated_with(problem, choice, ())
-    longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
-    every = _temporary(problem, choice)
-    early = _early_count(every)
-    counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
-    for count in dict.fromkeys(counts):
-        if count:
-            plan = _simulated_with(problem, choice, _temporary(problem, choice, count))
-            if plan.predicted.step_s < longest_s:
-                best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
-    return best
-
-
-def _simulated_with(
-    problem: _Problem, choice: _Choice, temporary: Sequence[TemporarySlot]
-) -> StreamPlan:
-    resident = frozenset(choice.order[: choice.count].tolist())
-    left_before, fetch_ahead, returning = _passes(problem, choice)
-    timing = simulate_stream(
-        problem.units,
-        resident,
-        choice.slots,
-        hardware=problem.hardware,
-        other_s=problem.other_s,
-        copied=left_before,
-        left_before=left_before,
-        fetch_ahead=fetch_ahead,
-        is_deferred=problem.is_deferred,
-        in_backward=problem.in_backward,
-        batches=problem.batches,
-        copied_gradients=problem.with_copied_gradients,
-        returning_gradients=returning,
-        weight_slots=problem.weight_slots,
-        stages_operands=problem.stages_operands,
-        temporary=temporary,
-    )
-    slot_bytes = _slot_bytes(problem, choice)
-    planned = problem.memory.planned(left_before, fetch_ahead, returning)
-    return StreamPlan(
-        resident=resident,
-        slots=choice.slots,
-        slot_bytes=slot_bytes,
-        stages_operands=problem.stages_operands and _has_operands(problem, choice),
-        copied=frozenset(left_before),
-        left_before=left_before,
-        fetch_ahead=fetch_ahead,
-        copied_gradients=problem.with_copied_gradients,
-        returning_gradients=returning,
-        temporary=tuple(temporary),
-        peak_bytes=_state_bytes(problem, choice) + planned.bytes_with(temporary, slot_bytes),
-        predicted=timing,
-    )
-
-
-def _lower_bound_s(problem: _Problem, choice: _Choice) -> float:
-    """A time that no step of a choice is below: most choices need no simulation."""
-    hardware, units = problem.hardware, problem.units
-    in_rate, out_rate = hardware.copy_to_device_bytes_per_s, hardware.copy_to_host_bytes_per_s
-    both_rate = min(hardware.copy_link_bytes_per_s, in_rate + out_rate)
-    # A computation is slowed by the bytes that cross the link in its own time, not in the added.
-    slowdown = hardware.copy_slowdown_s_per_byte
-    slowdown /= 1.0 + slowdown * both_rate
-    streamed = np.sort(choice.order[choice.count :])
-    size = np.array([it for n in streamed.tolist() for it in units[n].pieces], np.float64)
-    saved_bytes = problem.batches * float(problem.memory.left_bytes[choice.copied])
-    all_bytes = size.sum() + saved_bytes
-    passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
-    compute_s = passes_s + problem.other_s + sum(unit.update_s for unit in units)
-    bounds = [
-        compute_s + 2.0 * all_bytes * slowdown,
-        all_bytes / min(in_rate, out_rate, both_rate / 2.0),
-    ]
-    temporary = _temporary(problem, choice)
-    slots = choice.slots + len(temporary)
-    if slots < len(size) and not problem.in_backward:
-        early = choice.slots + _early_count(temporary)
-        ahead_bytes = size[:early].sum()
-        # The last units to use each slot may still be on their way home.
-        behind_bytes = size[-choice.slots :].sum() + size[choice.slots : slots].sum()
-        # Nothing leaves before the first update of a streamed unit. Without slots that the step
-        # makes, nothing comes before that has left.
-        first = units[streamed[0]]
-        updated_s = first.update_s * size[0] / first.state_bytes
-        idle_s, left_s = updated_s, updated_s + size[0] / out_rate
-        if early < slots:
-            idle_s = left_s = 0.0
-        copies_s = max(
-            left_s + (size.sum() - ahead_bytes) / in_rate,
-            updated_s + (size.sum() - behind_bytes) / out_rate,
-            idle_s + (2.0 * size.sum() - ahead_bytes - behind_bytes) / both_rate,
-        )
-        before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
-        if not problem.is_deferred:
-            before_s = 0.0
-        bounds.append(copies_s + passes_s - before_s + problem.other_s + ahead_bytes * slowdown)
-    return float(max(bounds))
-
-
 def _with_fewest(
-    problem: _Problem, plan: StreamPlan, choice: _Choice, what: str, least: int
+    plan: StreamPlan, choice: _Choice, what: str, least: int
 ) -> tuple[StreamPlan, _Choice]:
     """The plan with the lowest number of `what`, from `least` on, that gives the same time."""
     longest_s = plan.predicted.step_s * (1.0 + _EQUAL)
@@ -624,7 +609,7 @@ def _with_fewest(
     tried = high - 1  # usually slower already
     while high - low >= exact:
         fewer = replace(choice, **{what: tried})
-        trial = _simulated(problem, fewer)
+        trial = fewer.plan()
         if trial.predicted.step_s <= longest_s:
             plan, choice, high = trial, fewer, tried
         else:
@@ -633,14 +618,14 @@ def _with_fewest(
     return plan, choice
 
 
-def _too_small(problem: _Problem) -> PlanError:
+def _too_small(problem: StreamProblem) -> PlanError:
     other_bytes, state_bytes = _least_bytes(problem)
     needed = other_bytes + state_bytes
-    if state_bytes > problem.most_state_bytes:
+    if state_bytes > problem.most_placed_bytes:
         return PlanError(
             f"{_SLOTS[0]} staging buffers for optimizer state and the state of larger units take "
             f"{format_bytes(state_bytes)} of device memory, and this training may have "
-            f"{format_bytes(max(0, problem.most_state_bytes))} of device_budget: others have the "
+            f"{format_bytes(max(0, problem.most_placed_bytes))} of device_budget: others have the "
             "rest. Raise device_budget"
         )
     return PlanError(

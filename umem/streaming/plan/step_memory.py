@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS, StreamUnit, TemporarySlot
 
-__all__ = ["ByteCounts", "PlannedBytes", "StepMemory"]
+__all__ = ["ByteCounts", "MemoryByMoment", "PlannedBytes"]
 
 ByteCounts = npt.NDArray[np.int64]
 
@@ -19,7 +19,7 @@ _MOST_AHEAD = 16
 """Blocks by which activations come back early where there is room anyway."""
 
 
-class StepMemory:
+class MemoryByMoment:
     """Device memory of everything but streamed state and slots, moment by moment.
 
     Moments are the forward passes of N units, and their backward passes in reverse: 2 N in all.
@@ -211,14 +211,7 @@ class PlannedBytes:
     def temporary_slots(self, most: int, slot_bytes: int, room_bytes: int) -> list[TemporarySlot]:
         """The slots for which there is room from a backward pass, or the step, to a forward pass.
 
-        Parameters
-        ----------
-        most
-            The most slots that are of use.
-        slot_bytes
-            Of each.
-        room_bytes
-            Device memory for them and everything that these bytes count.
+        `most` of them are of use, and `room_bytes` are for them and all that these bytes count.
         """
         if most < 1 or len(self.backward) < 2:
             return []

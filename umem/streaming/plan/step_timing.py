@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import itemgetter
+from types import MappingProxyType
+from typing import NamedTuple
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
@@ -97,7 +99,7 @@ class TemporarySlot:
 
     made_in: int | None
     """The unit with whose backward pass, of the last batch, it begins to exist, and to be filled;
-    None for the step, behind all that comes between the backward pass and the step."""
+    None for the step, after all that comes between the backward pass and the step."""
     freed_before: int
     """The unit before whose next forward pass the program waits until the piece is home, and frees
     it; the number of units for the end of the forward pass."""
@@ -154,10 +156,6 @@ class StreamTiming:
     """Bytes copied to the device in a step, by class."""
     to_host_bytes: Mapping[TensorClass, int]
     """Bytes copied to the host in a step, by class."""
-    to_device_busy: float
-    """Share of the step in which copies to the device run."""
-    to_host_busy: float
-    """Share of the step in which copies to the host run."""
     update_end_s: tuple[float, ...]
     """End of each unit's update, seconds from the end of the step's computation on; before it, so
     below 0, are most updates in the backward pass."""
@@ -176,15 +174,13 @@ class _Lane(IntEnum):
     PASSES = 7
 
 
-_KINDS = (
-    LaneKind.COMPUTE,
-    LaneKind.TO_DEVICE,
-    LaneKind.TO_HOST,
-    LaneKind.TO_DEVICE,
-    LaneKind.TO_HOST,
-    LaneKind.TO_DEVICE,
-    LaneKind.TO_DEVICE,
-    LaneKind.COMPUTE,
+_KINDS = tuple(
+    LaneKind.TO_DEVICE
+    if lane.name.endswith("_IN")
+    else LaneKind.TO_HOST
+    if lane.name.endswith("_OUT")
+    else LaneKind.COMPUTE
+    for lane in _Lane
 )
 
 
@@ -195,14 +191,13 @@ def simulate_stream(
     *,
     hardware: Hardware,
     other_s: float = 0.0,
-    copied: Collection[int] = (),
-    left_before: Mapping[int, int] | None = None,
+    copied: Mapping[int, int] = MappingProxyType({}),
     fetch_ahead: int = 1,
     is_deferred: bool = True,
     in_backward: bool = False,
     batches: int = 1,
     copied_gradients: Collection[int] = (),
-    returning_gradients: Mapping[int, int] | None = None,
+    returning_gradients: Mapping[int, int] = MappingProxyType({}),
     weight_slots: int = 0,
     weights_ahead: int = 0,
     stages_operands: bool = True,
@@ -218,7 +213,7 @@ def simulate_stream(
       :data:`UNITS_WITH_GRADIENTS` units wait for their update.
     * The pieces of streamed units use the slots in turn, from the first slot on in each step. A
       copy to the device waits until the piece before it in its slot is back in its home. The first
-      pieces, one for each slot, are fetched from the end of the first forward pass on. Behind these
+      pieces, one for each slot, are fetched from the end of the first forward pass on. After these
       come those with a temporary slot, fetched from when it is made on. They go home behind all
       weights, which the next forward pass may wait for.
     * The forward pass of each unit waits for the unit's update.
@@ -226,7 +221,7 @@ def simulate_stream(
       queues of their own. Copies of the same direction share it equally.
     * Gradients leave after their unit's backward pass in the first batch, in the queue of state.
       The backward pass waits for them :data:`UNITS_WITH_GRADIENTS` units later. Those of later
-      batches are added to them on the host, over the link. Behind the unit that
+      batches are added to them on the host, over the link. After the unit that
       `returning_gradients` names, in the last batch, they come back before the step; otherwise they
       come with the state, when the last gradient is clipped. Clipping those takes longer than
       `other_s` by what :func:`_over_the_link_s` estimates.
@@ -234,7 +229,7 @@ def simulate_stream(
       resident unit's update reads and writes both on the host. Without `stages_operands` every
       unit's does: that takes as much of the link, and time of the device besides.
     * Weights at home come to one of `weight_slots` buffers before each pass of their unit, in a
-      queue of their own, in the order of the passes. A buffer is free behind the pass that used it
+      queue of their own, in the order of the passes. A buffer is free after the pass that used it
       last. Where the backward pass turns, the buffers' last units are there already; so are those
       of the next forward pass, but for what an update changes on the host meanwhile.
     * Both directions share the link. Updates and passes share the device: at each moment one of
@@ -256,10 +251,8 @@ def simulate_stream(
     other_s
         Computation between the last backward pass and the step, such as gradient clipping.
     copied
-        Numbers of the units whose activations are copied out.
-    left_before
-        For a copied unit, the unit before whose forward pass the program waits until its
-        activations have left; by default, and for the number of units, it waits before the backward
+        Numbers of the units whose activations are copied out, each with the unit before whose
+        forward pass the program waits until they have left; the number of units for the backward
         pass.
     fetch_ahead
         Number of blocks before its backward pass at which a block's activations are fetched.
@@ -272,7 +265,7 @@ def simulate_stream(
     copied_gradients
         Numbers of the units whose gradients are copied out.
     returning_gradients
-        For those of them that come back for the step, the unit behind whose backward pass they do.
+        For those of them that come back for the step, the unit after whose backward pass they do.
     weight_slots
         Number of buffers for weights.
     weights_ahead
@@ -297,17 +290,18 @@ def simulate_stream(
     with_weights = [i for i, unit in enumerate(units) if unit.weight_bytes]
     if with_weights and weight_slots < 1:
         raise PlanError(f"no buffer for the weights of {len(with_weights)} units: give one or more")
-    leaving = [i for i in sorted(copied) if units[i].saved_bytes]
-    step = _Step(
+    leaving = {i: copied[i] for i in sorted(copied) if units[i].saved_bytes}
+    step = _StepTasks(
         units,
         hardware,
         streamed,
-        _HostGradients.of(units, copied_gradients, returning_gradients or {}),
+        set(copied_gradients),
+        returning_gradients,
         in_backward=in_backward,
         stages_operands=stages_operands,
     )
     for _ in range(batches):
-        step.add_batch(leaving, left_before or {}, fetch_ahead)
+        step.add_batch(leaving, fetch_ahead)
     step.add_clipping(other_s)
     step.add_gradient_copies()
     step.add_updates()
@@ -317,9 +311,8 @@ def simulate_stream(
 
     report = simulate_lanes(step.tasks, hardware)
     to_device_bytes, to_host_bytes = step.moved_bytes(leaving, fetched_bytes)
-    step_s = report.step_s
     return StreamTiming(
-        step_s=step_s,
+        step_s=report.step_s,
         compute_s=sum(unit.update_s for unit in units)
         + batches * sum(unit.forward_s + unit.backward_s for unit in units)
         + other_s,
@@ -327,36 +320,12 @@ def simulate_stream(
         exposed_s=report.idle_s,
         to_device_bytes=to_device_bytes,
         to_host_bytes=to_host_bytes,
-        to_device_busy=report.to_device_s / step_s if step_s else 0.0,
-        to_host_busy=report.to_host_s / step_s if step_s else 0.0,
         update_end_s=step.update_end_s(report),
         home_s=report.end_s[_Lane.STATE_OUT][-1] if streamed else 0.0,
     )
 
 
-@dataclass(frozen=True)
-class _HostGradients:
-    """Gradients that are copied out, by unit."""
-
-    size_bytes: Sequence[int]
-    back: Mapping[int, int]
-    """Units whose gradients come back before the step, each with the unit behind whose backward
-    pass they do."""
-    staying_bytes: Sequence[int]
-    """What does not come back before the step."""
-
-    @classmethod
-    def of(
-        cls, units: Sequence[StreamUnit], copied: Collection[int], back: Mapping[int, int]
-    ) -> _HostGradients:
-        chosen = set(copied)
-        size_bytes = [unit.gradient_bytes if i in chosen else 0 for i, unit in enumerate(units)]
-        staying_bytes = [0 if i in back else it for i, it in enumerate(size_bytes)]
-        return cls(size_bytes, dict(back), staying_bytes)
-
-
-@dataclass(frozen=True)
-class _Passes:
+class _Passes(NamedTuple):
     """The passes of one batch, by unit."""
 
     forward: list[Task]
@@ -375,29 +344,16 @@ class _Staged:
     update: Task
 
 
-class _Step:
-    """The tasks of a step, which :func:`simulate_stream` describes. They are added in this order.
-
-    Parameters
-    ----------
-    units
-        In forward order.
-    hardware
-        The machine's figures.
-    streamed
-        Numbers of the units whose state is streamed.
-    gradients
-        Those that are copied out.
-    in_backward, stages_operands
-        As of :func:`simulate_stream`.
-    """
+class _StepTasks:
+    """The tasks of a step, added in this order, which :func:`simulate_stream` describes."""
 
     def __init__(
         self,
         units: Sequence[StreamUnit],
         hardware: Hardware,
         streamed: Sequence[int],
-        gradients: _HostGradients,
+        copied_gradients: Collection[int],
+        returning_gradients: Mapping[int, int],
         *,
         in_backward: bool,
         stages_operands: bool,
@@ -408,18 +364,25 @@ class _Step:
         self._streamed = streamed
         self._in_slots = set(streamed) if stages_operands else set()
         """Units whose weights and gradients are staged beside their state."""
-        self._gradients = gradients
+        every = [unit.gradient_bytes for unit in units]
+        self._leaving_bytes = [it if i in copied_gradients else 0 for i, it in enumerate(every)]
+        """Gradients that are copied out, by unit."""
+        self._returning = returning_gradients
+        self._staying_bytes = [
+            0 if i in returning_gradients else it for i, it in enumerate(self._leaving_bytes)
+        ]
+        """What of them does not come back before the step."""
         self._in_backward = in_backward
         with_state = [i for i, unit in enumerate(units) if unit.state_bytes]
         self._in_order = with_state[::-1] if in_backward else list(streamed)
         """Units that are updated beside the program, in the order of their updates."""
-        # Behind the step before, the program updates other units in its own stream.
+        # After the step before, the program updates other units in its own stream.
         beside = set(self._in_order)
         in_line_s = sum(self._in_place_s(i) for i in range(len(units)) if i not in beside)
         self._in_line = self.tasks.add(_Lane.PASSES, in_line_s)
         self._batches: list[_Passes] = []
         self._clipped = self._in_line
-        """Behind it, all gradients are clipped."""
+        """After it, all gradients are clipped."""
         self._updates: dict[int, Task] = {}
         """The last of each unit."""
         self._staged: list[_Staged] = []
@@ -433,39 +396,36 @@ class _Step:
         unit, hardware = self._units[number], self._hardware
         return (
             unit.update_s
-            + self._gradients.staying_bytes[number] / hardware.mapped_read_bytes_per_s
+            + self._staying_bytes[number] / hardware.mapped_read_bytes_per_s
             + 2 * unit.trained_weight_bytes / hardware.mapped_bytes_per_s
         )
 
-    def add_batch(
-        self, leaving: Sequence[int], left_before: Mapping[int, int], fetch_ahead: int
-    ) -> None:
+    def add_batch(self, leaving: Mapping[int, int], fetch_ahead: int) -> None:
         """Add the passes of a batch, and the copies of the activations that leave."""
         tasks, units, count = self.tasks, self._units, len(self._units)
         forward = [tasks.add(_Lane.PASSES, unit.forward_s) for unit in units]
         durations = [unit.backward_s for unit in units]
         if self._batches:  # gradients are added to those on the host
             rate = self._hardware.mapped_bytes_per_s
-            both = zip(durations, self._gradients.size_bytes, strict=True)
+            both = zip(durations, self._leaving_bytes, strict=True)
             durations = [backward_s + 2 * size_bytes / rate for backward_s, size_bytes in both]
         backward = [tasks.add(_Lane.PASSES, each) for each in reversed(durations)][::-1]
         left = {}
-        for number in leaving:
-            left[number] = tasks.add(_Lane.ACTIVATIONS_OUT, units[number].saved_bytes)
-            tasks.wait(left[number], forward[number])
-            before = left_before.get(number, count)
+        for number, before in leaving.items():
+            saved_bytes = units[number].saved_bytes
+            left[number] = tasks.add(_Lane.ACTIVATIONS_OUT, saved_bytes, forward[number])
             tasks.wait(forward[before] if before < count else backward[-1], left[number])
-        for number in reversed(leaving):
-            back = tasks.add(_Lane.ACTIVATIONS_IN, units[number].saved_bytes)
-            behind = number + fetch_ahead + 1
-            tasks.wait(back, backward[behind] if behind < count else forward[-1])
-            tasks.wait(back, left[number])
+        for number in reversed(list(leaving)):
+            at = number + fetch_ahead + 1
+            begin = backward[at] if at < count else forward[-1]
+            saved_bytes = units[number].saved_bytes
+            back = tasks.add(_Lane.ACTIVATIONS_IN, saved_bytes, begin, left[number])
             tasks.wait(backward[number], back)
         self._batches.append(_Passes(forward, backward))
 
     def add_clipping(self, other_s: float) -> None:
         """Add what the program computes between the last backward pass and the step."""
-        staying_bytes = self._gradients.staying_bytes
+        staying_bytes = self._staying_bytes
         clipping_s = _over_the_link_s(
             self._units,
             other_s,
@@ -477,20 +437,18 @@ class _Step:
 
     def add_gradient_copies(self) -> None:
         """Add the copies of gradients out, and of those that come back before the step."""
-        tasks, size_bytes = self.tasks, self._gradients.size_bytes
+        tasks, size_bytes = self.tasks, self._leaving_bytes
         first, last = self._batches[0], self._batches[-1]
         for number in reversed(range(len(size_bytes))):
             if size_bytes[number]:
-                left = tasks.add(_Lane.STATE_OUT, size_bytes[number])
-                tasks.wait(left, first.backward[number])
+                left = tasks.add(_Lane.STATE_OUT, size_bytes[number], first.backward[number])
                 if number >= UNITS_WITH_GRADIENTS:
                     following = first.backward[number - UNITS_WITH_GRADIENTS]
                 else:
                     following = self._clipped if last is first else self._batches[1].forward[0]
                 tasks.wait(following, left)
-        for number, after in sorted(self._gradients.back.items(), key=itemgetter(1), reverse=True):
-            returned = tasks.add(_Lane.GRADIENTS_IN, size_bytes[number])
-            tasks.wait(returned, last.backward[after])
+        for number, after in sorted(self._returning.items(), key=itemgetter(1), reverse=True):
+            returned = tasks.add(_Lane.GRADIENTS_IN, size_bytes[number], last.backward[after])
             tasks.wait(self._clipped, returned)
 
     def add_updates(self) -> None:
@@ -506,7 +464,7 @@ class _Step:
             tasks.wait(added[0], backward[number] if self._in_backward else self._clipped)
             self._updates[number] = added[-1]
             if number in in_pieces:
-                gradient_bytes = self._gradients.staying_bytes[number]
+                gradient_bytes = self._staying_bytes[number]
                 shares = [it / unit.state_bytes for it in pieces]
                 self._staged += [
                     _Staged(size, share * gradient_bytes, share * unit.trained_weight_bytes, update)
@@ -542,18 +500,14 @@ class _Step:
                 if place < first:
                     tasks.wait(fetched[place], ahead)
                 else:
-                    fetched.append(tasks.add(_Lane.STATE_IN, it.state_bytes))
-                    tasks.wait(fetched[place], home[users[slot]])
+                    fetched.append(tasks.add(_Lane.STATE_IN, it.state_bytes, home[users[slot]]))
                 users[slot] = place
             more_bytes = it.gradient_bytes + it.weight_bytes
             if more_bytes:
-                more = tasks.add(_Lane.STATE_IN, more_bytes)
-                tasks.wait(more, self._clipped)
-                tasks.wait(it.update, more)
+                tasks.wait(it.update, tasks.add(_Lane.STATE_IN, more_bytes, self._clipped))
             tasks.wait(it.update, fetched[place])
             left_bytes = it.weight_bytes if place in own else it.state_bytes + it.weight_bytes
-            home[place] = tasks.add(_Lane.STATE_OUT, left_bytes)
-            tasks.wait(home[place], it.update)
+            home[place] = tasks.add(_Lane.STATE_OUT, left_bytes, it.update)
         self._done = self._updates | {
             number: home[place] for number, place in self._with_weights_home.items()
         }
@@ -567,11 +521,11 @@ class _Step:
             tasks.wait(fetched[slot], home[place], steps_before=1)
 
     def _made(self, slot: TemporarySlot, ahead: Task) -> Task:
-        """What a temporary slot is made behind; `ahead` is the end of the forward pass."""
+        """What a temporary slot is made after; `ahead` is the end of the forward pass."""
         if slot.made_in is None:
             return self._clipped
-        backward, behind = self._batches[-1].backward, slot.made_in + 1
-        return backward[behind] if behind < len(backward) else ahead
+        backward, at = self._batches[-1].backward, slot.made_in + 1
+        return backward[at] if at < len(backward) else ahead
 
     def add_waits_for_updates(self, *, is_deferred: bool) -> None:
         """Let the next forward pass wait: each unit for its update, or the first for all."""
@@ -580,18 +534,13 @@ class _Step:
             for number, moment in done.items():
                 self.tasks.wait(forward[number], moment, steps_before=1)
         elif self._streamed:
-            # Updates run in order: behind the last one, all are done.
+            # Updates run in order: after the last one, all are done.
             self.tasks.wait(forward[0], done[self._in_order[-1]], steps_before=1)
 
     def add_weight_copies(self, with_weights: Sequence[int], slots: int, ahead: int) -> int:
         """Add the copies of weights to the device, and return their bytes in a step.
 
-        Parameters
-        ----------
-        with_weights
-            Numbers of the units with weights that passes stage.
-        slots, ahead
-            Buffers, and those that are there in the forward pass besides.
+        They are of these units, to `slots` buffers and, in the forward pass, some more `ahead`.
         """
         tasks = self.tasks
         fetched_bytes = 0
@@ -622,18 +571,10 @@ class _Step:
         return fetched_bytes
 
     def moved_bytes(
-        self, leaving: Sequence[int], fetched_bytes: int
+        self, leaving: Iterable[int], fetched_bytes: int
     ) -> tuple[dict[TensorClass, int], dict[TensorClass, int]]:
-        """Bytes that are copied to the device and to the host in a step, by class.
-
-        Parameters
-        ----------
-        leaving
-            Numbers of the units whose activations leave.
-        fetched_bytes
-            Weights that are copied to the device for passes.
-        """
-        units, gradients = self._units, self._gradients
+        """Bytes that are copied to the device and to the host in a step, by class."""
+        units = self._units
         saved_bytes = len(self._batches) * sum(units[i].saved_bytes for i in leaving)
         both_ways = {
             TensorClass.OPTIMIZER_STATE: sum(units[i].state_bytes for i in self._streamed),
@@ -641,14 +582,13 @@ class _Step:
         }
         in_slots = [i for i in self._streamed if i in self._in_slots]
         updated_bytes = sum(units[i].trained_weight_bytes for i in in_slots)
-        returned_bytes = sum(gradients.size_bytes[i] for i in gradients.back)
+        returned_bytes = sum(self._leaving_bytes[i] for i in self._returning)
         to_device = both_ways | {
-            TensorClass.GRADIENTS: returned_bytes
-            + sum(gradients.staying_bytes[i] for i in in_slots),
+            TensorClass.GRADIENTS: returned_bytes + sum(self._staying_bytes[i] for i in in_slots),
             TensorClass.WEIGHTS: fetched_bytes + updated_bytes,
         }
         to_host = both_ways | {
-            TensorClass.GRADIENTS: sum(gradients.size_bytes),
+            TensorClass.GRADIENTS: sum(self._leaving_bytes),
             TensorClass.WEIGHTS: updated_bytes,
         }
         return _without_zeros(to_device), _without_zeros(to_host)

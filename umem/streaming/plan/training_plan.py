@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
-from umem.streaming.plan.state_plan import StreamPlan, plan_stream, simulate_plan
+from umem.streaming.plan.state_plan import StreamPlan, StreamProblem, plan_stream, simulate_plan
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights
 
@@ -54,6 +55,16 @@ class TrainingPlan:
     forward and in its backward pass. At the turn between the passes there are the usual ones."""
     device_bytes: int
     """Device memory at the fullest moment."""
+
+    @property
+    def step_s(self) -> float:
+        """A step, by prediction."""
+        return self.stream.predicted.step_s
+
+    @property
+    def lost_s(self) -> float:
+        """Time of it beyond its computation."""
+        return self.step_s - self.stream.predicted.compute_s
 
     @property
     def most_extra(self) -> int:
@@ -117,21 +128,18 @@ def plan_training(
         The most that state, weights, `fixed_bytes` and staging buffers may take on the device; None
         for as much as has room.
     **options
-        Of :func:`umem.streaming.plan.state_plan.plan_stream`.
+        Of :class:`umem.streaming.plan.state_plan.StreamProblem`.
 
     Raises
     ------
     PlanError
         If the budget is too small for any choice.
     """
+    problem = StreamProblem(
+        units, budget_bytes, hardware, most_state_bytes=most_placed_bytes, **options
+    )
     if weights is None:
-        stream = plan_stream(
-            units,
-            budget_bytes=budget_bytes,
-            hardware=hardware,
-            most_state_bytes=most_placed_bytes,
-            **options,
-        )
+        stream = plan_stream(problem)
         return TrainingPlan(tuple(units), stream, None, {}, stream.peak_bytes)
     every = list(weights.values())
     all_bytes = sum(sum(unit.part_bytes) for unit in every)
@@ -147,20 +155,23 @@ def plan_training(
         if placed in tried:
             return None
         tried.add(placed)
-        some = with_weights(units, weights, placed)
         placed_bytes = fixed_bytes + placed.device_bytes
-        state_bytes = None if most_placed_bytes is None else most_placed_bytes - placed_bytes
-        other_bytes = budget_bytes - placed_bytes
+        left_bytes = None if most_placed_bytes is None else most_placed_bytes - placed_bytes
+        beside = replace(
+            problem,
+            units=with_weights(units, weights, placed),
+            budget_bytes=budget_bytes - placed_bytes,
+            weight_slots=placed.slots,
+            most_state_bytes=left_bytes,
+        )
         try:
-            return _plan_beside(
-                placed, some, other_bytes, fixed_bytes, hardware, state_bytes, options
-            )
+            return _plan_beside(beside, placed, placed_bytes)
         except PlanError as error:
             errors[share] = str(error)
             return None
 
     everything = plan_with(1.0)
-    if everything is not None and _lost_s(everything) <= _LEAST_GAIN * _step_s(everything):
+    if everything is not None and everything.lost_s <= _LEAST_GAIN * everything.step_s:
         return everything
     best: TrainingPlan | None = None
     best_share = 1.0
@@ -169,53 +180,47 @@ def plan_training(
     for halving in range(_HALVINGS + 1):
         for share in shares:
             plan = plan_with(share)
-            if plan is not None and (best is None or _is_faster(plan, best)):
+            if plan is not None and (best is None or plan.step_s < best.step_s * (1.0 - _EQUAL)):
                 best, best_share = plan, share
                 if _waits_for_nothing(plan):
                     break
         width = 0.5 ** (halving + 1) / count
         shares = [min(1.0, best_share + width), max(0.0, best_share - width)]
     if everything is not None:
-        limit_s = (1.0 - _LEAST_GAIN) * _step_s(everything)
-        return everything if best is None or _step_s(best) > limit_s else best
+        limit_s = (1.0 - _LEAST_GAIN) * everything.step_s
+        return everything if best is None or best.step_s > limit_s else best
     if best is None:
         raise _too_small(errors[min(errors)], least_bytes + fixed_bytes)
     return best
 
 
-def _plan_beside(
-    placed: WeightPlan,
-    units: Sequence[StreamUnit],
-    other_bytes: int,
-    fixed_bytes: int,
-    hardware: Hardware,
-    most_state_bytes: int | None,
-    options: Mapping[str, Any],
-) -> TrainingPlan:
-    """Plan all but weights, which are placed; `other_bytes` are left. PlanError if it is little.
+def _plan_beside(problem: StreamProblem, placed: WeightPlan, placed_bytes: int) -> TrainingPlan:
+    """Plan all but weights, which take so many bytes. PlanError if what they leave is little.
 
-    Where state may not have all of them, nothing is kept in further buffers either: they would be
+    Where state may not have all of it, nothing is kept in further buffers either: they would be
     there while others need the memory.
     """
-    stream = plan_stream(
-        units,
-        budget_bytes=other_bytes,
-        hardware=hardware,
-        weight_slots=placed.slots,
-        most_state_bytes=most_state_bytes,
-        **options,
-    )
+    units, stream = tuple(problem.units), plan_stream(problem)
     extra: dict[str, tuple[int, int]] = {}
-    peak_bytes = 0
-    if most_state_bytes is None:
-        step_bytes = options.get("step_peak_bytes", 0)
-        update_bytes = options.get("update_peak_bytes", step_bytes)
-        extra, peak_bytes = _extra_slots(
-            units, stream, placed, other_bytes, step_bytes, update_bytes
+    device_bytes = stream.peak_bytes
+    if problem.most_state_bytes is None:
+        extra, peak_bytes = _extra_slots(problem, stream, placed)
+        device_bytes = max(device_bytes, peak_bytes)
+    if extra:
+        timing = simulate_plan(
+            units,
+            stream,
+            hardware=problem.hardware,
+            other_s=problem.other_s,
+            is_deferred=problem.is_deferred,
+            in_backward=problem.in_backward,
+            batches=problem.batches,
+            weight_slots=placed.slots,
+            # As many of the first units' weights as are kept from one pass to the next.
+            weights_ahead=min(next(iter(extra.values()))),
         )
-    device_bytes = fixed_bytes + placed.device_bytes + max(stream.peak_bytes, peak_bytes)
-    plan = TrainingPlan(tuple(units), stream, placed, extra, device_bytes)
-    return _with_extra(plan, hardware, options) if extra else plan
+        stream = replace(stream, predicted=timing)
+    return TrainingPlan(units, stream, placed, extra, placed_bytes + device_bytes)
 
 
 def _too_small(error: str, placed_bytes: int) -> PlanError:
@@ -228,45 +233,18 @@ def _too_small(error: str, placed_bytes: int) -> PlanError:
     )
 
 
-def _step_s(plan: TrainingPlan) -> float:
-    return plan.stream.predicted.step_s
-
-
-def _lost_s(plan: TrainingPlan) -> float:
-    """Time of a step beyond its computation."""
-    return _step_s(plan) - plan.stream.predicted.compute_s
-
-
 def _waits_for_nothing(plan: TrainingPlan) -> bool:
     """Whether copies cost no more than the computation that they slow."""
-    return _lost_s(plan) <= plan.stream.predicted.slowed_s + _EQUAL * _step_s(plan)
-
-
-def _is_faster(plan: TrainingPlan, other: TrainingPlan) -> bool:
-    return _step_s(plan) < _step_s(other) * (1.0 - _EQUAL)
+    return plan.lost_s <= plan.stream.predicted.slowed_s + _EQUAL * plan.step_s
 
 
 def _extra_slots(
-    units: Sequence[StreamUnit],
-    stream: StreamPlan,
-    weights: WeightPlan,
-    room_bytes: int,
-    step_peak_bytes: int,
-    update_peak_bytes: int,
+    problem: StreamProblem, stream: StreamPlan, weights: WeightPlan
 ) -> tuple[dict[str, tuple[int, int]], int]:
     """Buffers for which the passes leave room, such as all but the one of the loss.
 
     They keep the first blocks' weights from the backward pass to the next forward pass. Not for
     weights that an update changes in between.
-
-    Parameters
-    ----------
-    units, stream, weights
-        The plan without them.
-    room_bytes
-        Device memory for all but weights and the usual buffers.
-    step_peak_bytes, update_peak_bytes
-        Device memory of everything but state and weights between the passes, and from the step on.
 
     Returns
     -------
@@ -274,37 +252,30 @@ def _extra_slots(
         By unit, the buffers in its forward and in its backward pass; and the most memory while
         there are any, of all but weights and the usual buffers.
     """
-    staged = [number for number, unit in enumerate(units) if unit.weight_bytes]
+    units, step_bytes = problem.units, problem.step_peak_bytes
+    update_bytes = problem.update_peak_bytes
+    every = list(enumerate(units))
+    staged = [number for number, unit in every if unit.weight_bytes]
     if not staged or any(units[number].trained_weight_bytes for number in staged):
         return {}, 0
+    forward_bytes, backward_bytes = (
+        [unit.forward_peak_bytes + stream.temporary_bytes(forward=n) for n, unit in every],
+        [unit.backward_peak_bytes + stream.temporary_bytes(backward=n) for n, unit in every],
+    )
+    # A buffer that comes with a unit's pass is there until the next unit with staged weights.
+    in_forward = [max(forward_bytes[n:end]) for n, end in pairwise([*staged, len(units)])]
+    in_backward = [max(backward_bytes[n + 1 : end + 1]) for n, end in pairwise([-1, *staged])]
+    in_backward[0] = max(
+        in_backward[0],
+        step_bytes + stream.temporary_bytes(backward=0),
+        (step_bytes if update_bytes is None else update_bytes) + stream.temporary_bytes(),
+        *forward_bytes[: staged[0]],
+    )
     state_bytes = sum(units[number].state_bytes for number in stream.resident)
     state_bytes += stream.slots * stream.slot_bytes
-    # A buffer that comes with a unit's pass is there until the next unit with staged weights.
-    ends = [*staged[1:], len(units)]
-    forward_bytes = [
-        unit.forward_peak_bytes + stream.temporary_bytes(forward=number)
-        for number, unit in enumerate(units)
-    ]
-    backward_bytes = [
-        unit.backward_peak_bytes + stream.temporary_bytes(backward=number)
-        for number, unit in enumerate(units)
-    ]
-    in_forward = [
-        state_bytes + max(forward_bytes[begin:end]) for begin, end in zip(staged, ends, strict=True)
-    ]
-    begins = [0, *(number + 1 for number in staged[:-1])]
-    in_backward = [
-        state_bytes + max(backward_bytes[begin : end + 1])
-        for begin, end in zip(begins, staged, strict=True)
-    ]
-    between = [
-        step_peak_bytes + stream.temporary_bytes(backward=0),
-        update_peak_bytes + stream.temporary_bytes(),
-        *forward_bytes[: staged[0]],
-    ]
-    in_backward[0] = max(in_backward[0], state_bytes + max(between))
+    room_bytes = problem.budget_bytes - state_bytes
     forward, backward = (
-        [max(0, room_bytes - it) // weights.slot_bytes for it in its]
+        [max(0, room_bytes - most_bytes) // weights.slot_bytes for most_bytes in its]
         for its in (in_forward, in_backward)
     )
     # One less with each unit towards the turn, so that nothing is fetched and then dropped.
@@ -315,7 +286,7 @@ def _extra_slots(
         backward[number] = min(backward[number], backward[number - 1] + 1)
     if not max(forward):
         return {}, 0
-    peak_bytes = max(
+    peak_bytes = state_bytes + max(
         most_bytes + count * weights.slot_bytes
         for most_bytes, count in zip(in_forward + in_backward, forward + backward, strict=True)
         if count
@@ -323,20 +294,3 @@ def _extra_slots(
     pairs = zip(forward, backward, strict=True)
     extra = {units[number].name: pair for number, pair in zip(staged, pairs, strict=True)}
     return extra, peak_bytes
-
-
-def _with_extra(plan: TrainingPlan, hardware: Hardware, options: Mapping[str, Any]) -> TrainingPlan:
-    """The plan with the time that its step takes with further buffers."""
-    stream = plan.stream
-    assert plan.weights is not None
-    names = {"other_s", "is_deferred", "in_backward", "batches"}
-    timing = simulate_plan(
-        plan.units,
-        stream,
-        hardware=hardware,
-        weight_slots=plan.weights.slots,
-        # As many of the first units' weights as are kept from one pass to the next.
-        weights_ahead=min(next(iter(plan.extra.values()))),
-        **{name: value for name, value in options.items() if name in names},
-    )
-    return replace(plan, stream=replace(stream, predicted=timing))

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from umem.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from umem.streaming.tune.measure import StepFigures, StepMeter
+    from umem.streaming.tune.measured_steps import MeasuredStep
     from umem.streaming.tune.states import TRANSITIONS, TuningEvent, TuningState, TuningStatus
+    from umem.streaming.tune.step_meter import StepMeter
     from umem.streaming.tune.tuner import StreamTuner
 
 __all__ = [
     "TRANSITIONS",
-    "StepFigures",
+    "MeasuredStep",
     "StepMeter",
     "StreamTuner",
     "TuningEvent",
@@ -24,8 +25,9 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "measure": "StepFigures StepMeter",
         "states": "TRANSITIONS TuningEvent TuningState TuningStatus",
+        "measured_steps": "MeasuredStep",
+        "step_meter": "StepMeter",
         "tuner": "StreamTuner",
     },
 )

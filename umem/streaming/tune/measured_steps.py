@@ -1,69 +1,85 @@
-"""What the measured steps of a training have in common: what a plan for later ones is made from."""
+"""The figures of a measured step, and what those of several steps have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from umem.capture.live import NO_BLOCK
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.step.unit_names import is_outside
-from umem.streaming.tune.measure import BlockFigures, StepFigures
-from umem.streaming.tune.states import TuningEvent
 
-__all__ = ["MeasuredSteps"]
+__all__ = ["AS_LARGE", "MeasuredBlock", "MeasuredStep", "MeasuredSteps"]
 
-_AS_LARGE = 0.97
+AS_LARGE = 0.97
 """A step is as large as another one from this part of its memory on."""
 
 _UPDATE_TRAFFIC = 3.5
 """Bytes that an update reads and writes per byte of state. AdamW reads and writes its two moments
 and the weight, and reads the gradient."""
 
-_LONGEST_SEARCH = 16
-"""Steps to measure in the search for one as large as that in which memory ran short."""
+
+@dataclass
+class MeasuredBlock:
+    """A block in one step. Seconds are of one batch; bytes leave out what the plan has placed."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """With the second forward pass of a checkpoint."""
+    forward_peak_bytes: int = 0
+    """Most bytes of live tensors during the pass, with all activations on the device."""
+    backward_peak_bytes: int = 0
+
+
+@dataclass
+class MeasuredStep:
+    """A step."""
+
+    blocks: dict[str, MeasuredBlock] = field(default_factory=dict)
+    """By name, in the order of the forward pass. :data:`NO_BLOCK` is first: the model between its
+    blocks. What comes after the model's end, such as the loss, counts for the last block."""
+    other_s: float = 0.0
+    """From the last backward pass to the optimizer's step."""
+    step_peak_bytes: int = 0
+    """Most bytes of live tensors outside of the passes: weights, gradients, and what clipping and
+    updates make."""
+    update_peak_bytes: int = 0
+    """The same in the optimizer's step alone, when clipping is over."""
+    batches: int = 0
+    """Backward passes."""
+    peak_bytes: int = 0
+    """Most bytes of live tensors, with what the plan has placed and without what it copies out."""
+    spilled_bytes: int = 0
+    """Host memory that is held because of the budget. What is in it makes times longer."""
+
+    @property
+    def need_bytes(self) -> int:
+        """Most bytes of live tensors, without what the plan has placed and copies out."""
+        passes = (max(it.forward_peak_bytes, it.backward_peak_bytes) for it in self.blocks.values())
+        return max(self.step_peak_bytes, *passes)
+
+    def exceeds(self, other: MeasuredStep) -> bool:
+        """Whether the step has needed more memory than another one."""
+        return self.need_bytes > other.need_bytes / AS_LARGE
 
 
 class MeasuredSteps:
-    """Figures that hold for all steps that were measured, round by round."""
+    """What steps have in common: the figures for a plan."""
 
     def __init__(self) -> None:
-        self.figures: StepFigures | None = None
-        """Of all rounds; None before the first step."""
-        self.saved_bytes: dict[str, int] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Have later steps nothing in common with those so far."""
+        self.figures: MeasuredStep | None = None
+        """None before the first step."""
+        self._timed: MeasuredStep | None = None
+        """The times of steps before updates moved into the backward pass, which hold on; None where
+        those of `figures` do."""
+        self._saved_bytes: dict[str, int] = {}
         """The most that each block has saved for its backward pass."""
-        self.occasion = TuningEvent.BEGINS
-        """Why steps are measured."""
-        self.has_grown = False
-        """Whether a step of the present round has needed more memory than all before."""
-        self.is_slow = False
-        """Whether host memory was in use because of the budget in the last step, beyond what was
-        there when the round began."""
-        self._timed: StepFigures | None = None
-        self._left = self._tried = 0
-        self._least_bytes = 0.0
-        self._spilled_bytes = 0
-
-    def begin(
-        self, occasion: TuningEvent, steps: int, *, peak_bytes: int = 0, spilled_bytes: int = 0
-    ) -> None:
-        """Begin a round.
-
-        Parameters
-        ----------
-        occasion
-            Why.
-        steps
-            Number of steps to measure.
-        peak_bytes
-            Live tensors of a step: one as large is searched for.
-        spilled_bytes
-            Host memory that is in use because of the budget.
-        """
-        self.occasion, self._left, self._tried = occasion, steps, 0
-        self._least_bytes = _AS_LARGE * peak_bytes
-        self._spilled_bytes = spilled_bytes
-        self.has_grown = self.is_slow = False
+        self._later_bytes = 0
+        """The most memory that later calls of ``step()`` in a step have needed."""
 
     def move_into_backward(self) -> None:
         """From now on, steps need less memory, and updates share the time of the backward pass.
@@ -72,32 +88,17 @@ class MeasuredSteps:
         """
         self._timed, self.figures = self.figures, None
 
-    def add(self, figures: StepFigures, saved_bytes: Mapping[str, int]) -> None:
+    def add_later_call(self, needed_bytes: int) -> None:
+        """Count the memory that a later call of ``step()`` in a step has needed."""
+        self._later_bytes = max(self._later_bytes, needed_bytes)
+
+    def add(self, figures: MeasuredStep, saved_bytes: Mapping[str, int]) -> None:
         """Count a step, with what its blocks have saved."""
-        self._tried += 1
-        self._left -= figures.peak_bytes >= self._least_bytes
-        self.is_slow = figures.spilled_bytes > self._spilled_bytes
-        known = self.figures
-        if known is not None:
-            self.has_grown |= figures.need_bytes() > known.need_bytes() / _AS_LARGE
-        self.figures = figures if known is None else _merged(known, figures)
+        figures.step_peak_bytes = max(figures.step_peak_bytes, self._later_bytes)
+        figures.update_peak_bytes = max(figures.update_peak_bytes, self._later_bytes)
+        self.figures = figures if self.figures is None else _merged(self.figures, figures)
         for name, size_bytes in saved_bytes.items():
-            self.saved_bytes[name] = max(size_bytes, self.saved_bytes.get(name, 0))
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the round has enough steps."""
-        return self._left <= 0 or self._tried >= _LONGEST_SEARCH
-
-    def _blocks(self) -> dict[str, BlockFigures]:
-        """Figures by block, in the order of the forward pass."""
-        assert self.figures is not None
-        timed = {} if self._timed is None else self._timed.blocks
-        return {
-            name: replace(block, forward_s=time.forward_s, backward_s=time.backward_s)
-            for name, block in self.figures.blocks.items()
-            for time in (timed.get(name, block),)
-        }
+            self._saved_bytes[name] = max(size_bytes, self._saved_bytes.get(name, 0))
 
     def units(
         self,
@@ -119,7 +120,13 @@ class MeasuredSteps:
         memory_bytes_per_s
             Bandwidth of the device's memory.
         """
-        measured = self._blocks()
+        assert self.figures is not None
+        timed = {} if self._timed is None else self._timed.blocks
+        measured = {
+            name: replace(block, forward_s=time.forward_s, backward_s=time.backward_s)
+            for name, block in self.figures.blocks.items()
+            for time in (timed.get(name, block),)
+        }
         rest = measured[NO_BLOCK]
         # All that is outside of blocks is due when the forward pass begins.
         due = replace(rest, forward_s=0.0, backward_s=0.0)
@@ -127,10 +134,11 @@ class MeasuredSteps:
         blocks = {**parts, **measured}
         # Nobody sees the blocks of a compiled model.
         unseen = {name: sum(pieces) for name, pieces in sizes.items() if name not in blocks}
-        if sum(unseen.values()):
+        unseen_bytes = sum(unseen.values())
+        if unseen_bytes:
             blocks[NO_BLOCK] = due
             for name, size_bytes in unseen.items():
-                share = size_bytes / sum(unseen.values())
+                share = size_bytes / unseen_bytes
                 blocks[name] = replace(
                     rest, forward_s=share * rest.forward_s, backward_s=share * rest.backward_s
                 )
@@ -142,7 +150,7 @@ class MeasuredSteps:
                 update_s=_UPDATE_TRAFFIC * sum(pieces) / memory_bytes_per_s,
                 forward_s=block.forward_s,
                 backward_s=block.backward_s,
-                saved_bytes=self.saved_bytes.get(name, 0),
+                saved_bytes=self._saved_bytes.get(name, 0),
                 forward_peak_bytes=block.forward_peak_bytes,
                 backward_peak_bytes=block.backward_peak_bytes,
                 gradient_bytes=gradient_bytes.get(name, 0),
@@ -153,25 +161,25 @@ class MeasuredSteps:
         ]
 
 
-def _merged(one: StepFigures, other: StepFigures) -> StepFigures:
+def _merged(one: MeasuredStep, other: MeasuredStep) -> MeasuredStep:
     """The larger bytes of two steps. Of the times the shorter, which nothing has disturbed.
 
     Where a step is larger, its times count.
     """
-    pick = max if other.need_bytes() > one.need_bytes() / _AS_LARGE else min
+    pick = max if other.exceeds(one) else min
     blocks = {}
     for name in {**one.blocks, **other.blocks}:
         first = one.blocks.get(name) or other.blocks[name]
         second = other.blocks.get(name) or first
         # Between blocks the forward pass waits for updates and copies.
         pick_forward = min if name == NO_BLOCK else pick
-        blocks[name] = BlockFigures(
+        blocks[name] = MeasuredBlock(
             forward_s=pick_forward(first.forward_s, second.forward_s),
             backward_s=pick(first.backward_s, second.backward_s),
             forward_peak_bytes=max(first.forward_peak_bytes, second.forward_peak_bytes),
             backward_peak_bytes=max(first.backward_peak_bytes, second.backward_peak_bytes),
         )
-    return StepFigures(
+    return MeasuredStep(
         blocks=blocks,
         other_s=pick(one.other_s, other.other_s),
         step_peak_bytes=max(one.step_peak_bytes, other.step_peak_bytes),

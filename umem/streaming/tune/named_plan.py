@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from umem.streaming.plan.state_plan import StreamPlan
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.step.temporary_slots import TemporaryPlan
-from umem.streaming.tune.optimizers import OptimizerPlan
 
-__all__ = ["FEWEST_SLOTS", "NamedPlan", "by_names", "everything_leaves"]
+__all__ = ["FEWEST_SLOTS", "NamedPlan"]
 
 FEWEST_SLOTS = 2
 """With one, nothing is copied in while anything is copied out."""
@@ -21,75 +20,72 @@ FEWEST_SLOTS = 2
 class NamedPlan:
     """What is copied, and what stays."""
 
-    copied: dict[str, str | None]
+    copied: Mapping[str, str | None]
     """Units whose activations are copied out, each with the unit before which they leave; None for
     the end of the forward pass."""
     fetch_ahead: int
     """Blocks by which they come back early."""
-    optimizers: OptimizerPlan
+    resident: frozenset[str]
+    """Units whose state stays on the device."""
+    slots: int
+    stages_operands: bool
+    """Whether slots are for weights and gradients at home, too."""
+    temporary: TemporaryPlan
+    """Further slots."""
+    copied_gradients: frozenset[str]
+    """Units whose gradients are copied out."""
+    returning: Mapping[str, str]
+    """Those of them that come back, each with the unit at which they do."""
+    batches: int
+    """Forward passes of a step."""
+    order: tuple[str, ...]
+    """All units, in forward order."""
 
+    @property
+    def places(self) -> tuple[object, ...]:
+        """What has to be laid out anew where it changes."""
+        return self.resident, self.slots, self.stages_operands, len(self.temporary.made_in)
 
-def by_names(plan: StreamPlan, units: Sequence[StreamUnit], batches: int) -> NamedPlan:
-    """Name what a plan has by number.
+    @classmethod
+    def of(cls, plan: StreamPlan, units: Sequence[StreamUnit], batches: int) -> NamedPlan:
+        """A plan for units in forward order, which has them by number."""
+        order = tuple(unit.name for unit in units)
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    units
-        What it is for, in forward order.
-    batches
-        Forward passes of a step.
-    """
+        def name_before(number: int) -> str | None:
+            return order[number] if number < len(order) else None
 
-    def name_before(number: int) -> str | None:
-        return units[number].name if number < len(units) else None
-
-    temporary = TemporaryPlan(
-        tuple(None if it.made_in is None else units[it.made_in].name for it in plan.temporary),
-        tuple(name_before(it.freed_before) for it in plan.temporary),
-        batches,
-    )
-    return NamedPlan(
-        {units[it].name: name_before(behind) for it, behind in plan.left_before.items()},
-        plan.fetch_ahead,
-        OptimizerPlan(
-            resident=frozenset(units[it].name for it in plan.resident),
+        made_in = (slot.made_in for slot in plan.temporary)
+        return cls(
+            copied={order[n]: name_before(left) for n, left in plan.left_before.items()},
+            fetch_ahead=plan.fetch_ahead,
+            resident=frozenset(order[n] for n in plan.resident),
             slots=plan.slots,
             stages_operands=plan.stages_operands,
-            temporary=temporary,
-            copied_gradients=frozenset(units[it].name for it in plan.copied_gradients),
-            returning={
-                units[it].name: units[behind].name
-                for it, behind in plan.returning_gradients.items()
-            },
+            temporary=TemporaryPlan(
+                tuple(None if n is None else order[n] for n in made_in),
+                tuple(name_before(slot.freed_before) for slot in plan.temporary),
+                batches,
+            ),
+            copied_gradients=frozenset(order[n] for n in plan.copied_gradients),
+            returning={order[n]: order[at] for n, at in plan.returning_gradients.items()},
             batches=batches,
-            order=tuple(it.name for it in units),
-        ),
-    )
+            order=order,
+        )
 
-
-def everything_leaves(units: Sequence[StreamUnit], batches: int) -> NamedPlan:
-    """For a budget that is too small for any plan: all is streamed and copied.
-
-    Parameters
-    ----------
-    units
-        In forward order.
-    batches
-        Forward passes of a step.
-    """
-    return NamedPlan(
-        {it.name: behind.name for it, behind in pairwise(units) if it.saved_bytes},
-        1,
-        OptimizerPlan(
+    @classmethod
+    def everything_leaves(cls, units: Sequence[StreamUnit], batches: int) -> NamedPlan:
+        """For a budget that is too small for any plan: all is streamed and copied."""
+        return cls(
+            copied={
+                unit.name: following.name for unit, following in pairwise(units) if unit.saved_bytes
+            },
+            fetch_ahead=1,
             resident=frozenset(),
             slots=FEWEST_SLOTS,
             stages_operands=False,
             temporary=TemporaryPlan(),
-            copied_gradients=frozenset(it.name for it in units if it.gradient_bytes),
+            copied_gradients=frozenset(unit.name for unit in units if unit.gradient_bytes),
             returning={},
             batches=batches,
-            order=tuple(it.name for it in units),
-        ),
-    )
+            order=tuple(unit.name for unit in units),
+        )

@@ -1,118 +1,52 @@
-"""The optimizers of one model: they have one plan, and each gets its part of it."""
+"""The optimizers of one model, and its weights: they have one plan, and each follows its part."""
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+from torch import nn
 
 from umem.streaming.gradients.copied_gradients import CopiedGradients
-from umem.streaming.step.slot_pool import SlotPool
-from umem.streaming.step.temporary_slots import TemporaryPlan, TemporarySlots
+from umem.streaming.stage.shared_budget import BudgetMember
+from umem.streaming.step.step import StreamedStep
+from umem.streaming.step.temporary_slots import TemporarySlots
+from umem.streaming.tune.measured_steps import MeasuredSteps
+from umem.streaming.tune.named_plan import FEWEST_SLOTS, NamedPlan
+from umem.streaming.weights.model_weights import ModelWeights
 
-__all__ = ["OptimizerPlan", "StreamedState", "TunedOptimizer", "TunedOptimizers"]
-
-
-class StreamedState(Protocol):
-    """The state of one optimizer, which a plan is about."""
-
-    @property
-    def pool(self) -> SlotPool:
-        """Its slots, which the optimizers of a model may share."""
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of state that is on the device for good."""
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes of state that has to be streamed."""
-
-    def sizes(self) -> Mapping[str, tuple[int, ...]]:
-        """Bytes of state that can be streamed, by block in the order of the forward pass.
-
-        Those of a block are of what is staged at a time.
-        """
-
-    def home_bytes(self) -> Mapping[str, int]:
-        """Bytes of parameters that were sent to host memory, by block."""
-
-    @property
-    def may_have_temporary(self) -> bool:
-        """Whether pieces of state may have temporary slots."""
-
-    def set_plan(
-        self,
-        resident: frozenset[str],
-        slots: int,
-        *,
-        stages_operands: bool = True,
-        temporary: int = 0,
-    ) -> None:
-        """Set the blocks whose state stays on the device, and the slots for the others."""
-
-
-@dataclass(frozen=True)
-class OptimizerPlan:
-    """The part of a plan that is for each optimizer of the model."""
-
-    resident: frozenset[str]
-    """Units whose state stays on the device."""
-    slots: int
-    stages_operands: bool
-    """Whether slots are for weights and gradients at home, too."""
-    temporary: TemporaryPlan
-    """Further slots."""
-    copied_gradients: frozenset[str]
-    """Units whose gradients are copied out."""
-    returning: Mapping[str, str]
-    """Those of them that come back, each with the unit at which they do."""
-    batches: int
-    order: tuple[str, ...]
-    """All units."""
-
-    @property
-    def places(self) -> tuple[object, ...]:
-        """What has to be laid out anew where it changes."""
-        return self.resident, self.slots, self.stages_operands, len(self.temporary.made_in)
+__all__ = ["TunedOptimizer", "TunedOptimizers"]
 
 
 @dataclass(eq=False)
 class TunedOptimizer:
-    """One of the optimizers of a model."""
+    """What of one optimizer follows a plan."""
 
-    state: StreamedState
+    step: StreamedStep
     gradients: CopiedGradients | None
     """None where they stay."""
-    join: Callable[[], None]
-    """Lets the program's stream wait for all updates."""
-    move_to_host: Callable[[], int]
-    """Moves parameters that no module holds to host memory, and returns their bytes."""
-    waits: Callable[[], bool]
-    """Whether the program's stream waits for updates within ``step()``."""
-    temporary: TemporarySlots | None
+    temporary: TemporarySlots
     in_backward: bool = False
     """Whether it updates parameters in the backward pass."""
     expects_backward: bool = False
     """Whether it soon will."""
-    planned: OptimizerPlan | None = None
-    """What it was given."""
+    planned: NamedPlan | None = None
+    """What it follows."""
 
-    def set_plan(self, plan: OptimizerPlan | None) -> None:
+    def set_plan(self, plan: NamedPlan | None) -> None:
         """Follow a plan from now on, if it is another one; None for no plan yet."""
         known = self.planned
         if plan is None or plan is known:
             return
         self.planned = plan
         if self.gradients is not None:
-            triggers = _triggers(plan.returning, self.gradients, plan.order)
+            triggers = _triggers(plan, self.gradients)
             self.gradients.set_plan(plan.copied_gradients, triggers, plan.batches)
-        if self.temporary is not None:
-            self.temporary.set_plan(plan.temporary)
+        self.temporary.set_plan(plan.temporary)
         if known is None or plan.places != known.places:
-            self.state.set_plan(
+            self.step.units.set_plan(
                 plan.resident,
                 plan.slots,
                 stages_operands=plan.stages_operands,
@@ -120,10 +54,26 @@ class TunedOptimizer:
             )
 
 
-class TunedOptimizers:
-    """All optimizers of a model, taken together."""
+class TunedOptimizers(BudgetMember):
+    """All optimizers of a model, taken together, and its weights: a member of the device's budget.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    model
+        The model. Only a weak reference is kept.
+    weights
+        Streams its weights; None where they stay.
+    measured
+        Knows what steps need.
+    """
+
+    def __init__(
+        self, model: nn.Module, weights: ModelWeights | None, measured: MeasuredSteps
+    ) -> None:
+        self.weights = weights
+        """Streams weights; None where they stay."""
+        self._model = weakref.ref(model)
+        self._measured = measured
         self._all: list[TunedOptimizer] = []
 
     def __len__(self) -> int:
@@ -139,41 +89,77 @@ class TunedOptimizers:
 
     def join(self) -> None:
         """Let the program's stream wait for all updates."""
-        for it in self._all:
-            it.join()
+        for optimizer in self._all:
+            optimizer.step.join()
 
     def move_to_host(self) -> int:
         """Move parameters that no module holds to host memory, and return their bytes."""
-        return sum(it.move_to_host() for it in self._all)
+        model = self._model()
+        if model is None:
+            return 0
+        held = set(map(id, model.parameters()))
+        return sum(optimizer.step.units.move_to_host(held) for optimizer in self._all)
 
     @property
     def in_backward(self) -> bool:
         """Whether all updates are made in the backward pass, so that it frees all gradients."""
-        return all(it.in_backward for it in self._all)
+        return all(optimizer.in_backward for optimizer in self._all)
 
     @property
     def expects_backward(self) -> bool:
         """Whether an optimizer soon updates in the backward pass."""
-        return any(it.expects_backward for it in self._all)
+        return any(optimizer.expects_backward for optimizer in self._all)
 
+    @property
     def waits(self) -> bool:
         """Whether the program's stream waits for updates of one within ``step()``."""
-        return any(it.waits() for it in self._all)
+        return any(optimizer.step.waits for optimizer in self._all)
+
+    # ------------------------------------------------------------------ the member of the budget
+
+    @property
+    def placed_bytes(self) -> int:
+        """What plans have placed: resident state, slots, and weights wherever they are."""
+        weights = 0 if self.weights is None else self.weights.placed_bytes
+        return self._state_and_slots_bytes + weights + sum(self.parameters_at_home().values())
+
+    @property
+    def device_bytes(self) -> int:
+        """The part of it that is on the device."""
+        weights = 0 if self.weights is None else self.weights.device_bytes
+        return self._state_and_slots_bytes + weights
+
+    @property
+    def least_bytes(self) -> int:
+        """The fewest slots, and weights that cannot leave, with their buffers."""
+        pieces = [size for pieces in self.state_sizes().values() for size in pieces]
+        state_bytes = min(sum(pieces), FEWEST_SLOTS * max(pieces, default=0))
+        return state_bytes + (0 if self.weights is None else self.weights.least_bytes)
+
+    @property
+    def most_bytes(self) -> int:
+        """All state and weights."""
+        return self.state_bytes + (0 if self.weights is None else self.weights.most_bytes)
+
+    @property
+    def need_bytes(self) -> int:
+        """The most live tensors of the measured steps that nobody has placed."""
+        figures = self._measured.figures
+        return 0 if figures is None else figures.need_bytes
 
     # ------------------------------------------------------------------ state
 
     @property
-    def device_bytes(self) -> int:
-        """State on the device, and slots."""
-        pools = {id(it.state.pool): it.state.pool for it in self._all}
-        resident_bytes = sum(it.state.resident_bytes for it in self._all)
-        return resident_bytes + sum(it.device_bytes for it in pools.values())
+    def _state_and_slots_bytes(self) -> int:
+        every = [optimizer.step.units for optimizer in self._all]
+        pools = {id(units.pool): units.pool.device_bytes for units in every}
+        return sum(units.resident_bytes for units in every) + sum(pools.values())
 
     def state_sizes(self) -> dict[str, tuple[int, ...]]:
         """Bytes of state that can be streamed, by unit, of what is staged at a time."""
         found: dict[str, tuple[int, ...]] = {}
-        for it in self._all:
-            for name, pieces in it.state.sizes().items():
+        for optimizer in self._all:
+            for name, pieces in optimizer.step.units.sizes().items():
                 others = found.get(name)
                 found[name] = pieces if others is None else (*filter(None, others), *pieces)
         return found
@@ -186,22 +172,20 @@ class TunedOptimizers:
     @property
     def movable_share(self) -> float:
         """Of all state, what may be on the device."""
-        fixed_bytes, state_bytes = sum(it.state.fixed_bytes for it in self._all), self.state_bytes
+        fixed_bytes = sum(optimizer.step.units.fixed_bytes for optimizer in self._all)
+        state_bytes = self.state_bytes
         return 1.0 - fixed_bytes / state_bytes if state_bytes else 1.0
 
     @property
     def may_have_temporary(self) -> bool:
         """Whether a plan may have temporary slots: only one optimizer's turns are known."""
-        if len(self._all) != 1:
-            return False
-        (only,) = self._all
-        return only.temporary is not None and only.state.may_have_temporary
+        return len(self._all) == 1 and self._all[0].step.units.may_have_temporary
 
     def parameters_at_home(self) -> Counter[str]:
-        """Bytes of the parameters that were sent there, by unit."""
+        """Bytes of the parameters that :meth:`move_to_host` has moved, by unit."""
         found: Counter[str] = Counter()
-        for it in self._all:
-            found.update(it.state.home_bytes())
+        for optimizer in self._all:
+            found.update(optimizer.step.units.home_bytes())
         return found
 
     # ------------------------------------------------------------------ gradients
@@ -209,36 +193,35 @@ class TunedOptimizers:
     def gradient_sizes(self) -> Counter[str]:
         """Bytes of gradients that can be copied out, by unit."""
         found: Counter[str] = Counter()
-        for it in self._gradients():
-            found.update(it.sizes())
+        for gradients in self._gradients():
+            found.update(gradients.sizes())
         return found
 
     @property
     def copied_gradients(self) -> frozenset[str]:
         """Units whose gradients are copied out."""
-        return frozenset(name for it in self._gradients() for name in it.copied)
+        return frozenset(name for gradients in self._gradients() for name in gradients.copied)
 
     @property
     def returning_gradients(self) -> frozenset[str]:
         """Those of them that come back."""
-        return frozenset(name for it in self._gradients() for name in it.returning)
+        return frozenset(name for gradients in self._gradients() for name in gradients.returning)
 
     def _gradients(self) -> list[CopiedGradients]:
         return [it.gradients for it in self._all if it.gradients is not None]
 
 
-def _triggers(
-    returning: Mapping[str, str], copied: CopiedGradients, order: Sequence[str]
-) -> dict[str, str]:
+def _triggers(plan: NamedPlan, gradients: CopiedGradients) -> dict[str, str]:
     """For an optimizer's gradients that come back, the unit of its own at which they do.
 
     It is the one that the plan names, or the next one that the backward pass comes to.
     """
-    places = {name: place for place, name in enumerate(order)}
-    own = sorted(places[name] for name, size in copied.sizes().items() if size and name in places)
+    places = {name: place for place, name in enumerate(plan.order)}
+    sizes = gradients.sizes().items()
+    own = sorted(places[name] for name, size in sizes if size and name in places)
     found = {}
-    for name, trigger in returning.items():
+    for name, trigger in plan.returning.items():
         place = bisect_right(own, places[trigger])
         if place:
-            found[name] = order[own[place - 1]]
+            found[name] = plan.order[own[place - 1]]
     return found

@@ -1,4 +1,4 @@
-"""What a tuner does, what leads from one state to another, and what its plan keeps where."""
+"""A tuner's states, what leads from one to another, and what its plan keeps where."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TuningEvent(StrEnum):
     """What changes the state of a tuner."""
 
     BEGINS = "begins"
-    """It has its first optimizer."""
+    """The model has its first optimizer."""
     CHANGED = "changed"
     """Optimizers of the model, or trainings and models on the device, have come or gone; or
     parameters that no module holds have moved to the host, because no plan fits with them."""
@@ -46,7 +46,7 @@ class TuningEvent(StrEnum):
     NO_PLAN_FITS = "no plan fits"
     """None was found."""
     ENDED = "ended"
-    """It was closed, or a measurement has failed."""
+    """The tuner was closed, or a measurement has failed."""
 
 
 _MEASURED = (TuningState.PLANNED, TuningState.NO_PLAN_FITS)
@@ -54,13 +54,13 @@ _ACTIVE = (TuningState.MEASURING, *_MEASURED)
 
 TRANSITIONS: Mapping[tuple[TuningState, TuningEvent], TuningState] = MappingProxyType({
     (TuningState.OFF, TuningEvent.BEGINS): TuningState.MEASURING,
-    **{(it, TuningEvent.CHANGED): TuningState.MEASURING for it in _ACTIVE},
-    **{(it, TuningEvent.MOVED_INTO_BACKWARD): TuningState.MEASURING for it in _ACTIVE},
-    **{(it, TuningEvent.HOST_MEMORY_USED): TuningState.MEASURING for it in _MEASURED},
-    **{(it, TuningEvent.MEMORY_RAN_OUT): TuningState.MEASURING for it in _MEASURED},
-    **{(it, TuningEvent.PLAN_FITS): TuningState.PLANNED for it in _ACTIVE},
-    **{(it, TuningEvent.NO_PLAN_FITS): TuningState.NO_PLAN_FITS for it in _ACTIVE},
-    **{(it, TuningEvent.ENDED): TuningState.OFF for it in TuningState},
+    **{(state, TuningEvent.CHANGED): TuningState.MEASURING for state in _ACTIVE},
+    **{(state, TuningEvent.MOVED_INTO_BACKWARD): TuningState.MEASURING for state in _ACTIVE},
+    **{(state, TuningEvent.HOST_MEMORY_USED): TuningState.MEASURING for state in _MEASURED},
+    **{(state, TuningEvent.MEMORY_RAN_OUT): TuningState.MEASURING for state in _MEASURED},
+    **{(state, TuningEvent.PLAN_FITS): TuningState.PLANNED for state in _ACTIVE},
+    **{(state, TuningEvent.NO_PLAN_FITS): TuningState.NO_PLAN_FITS for state in _ACTIVE},
+    **{(state, TuningEvent.ENDED): TuningState.OFF for state in TuningState},
 })  # fmt: skip
 """The state after each event. No other event comes in a state."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,48 +12,10 @@ from umem.capture.live import NO_BLOCK, Block, StepListener
 from umem.capture.live.phase_tracker import AFTER_BACKWARD, BACKWARD_LOSS, FORWARD_LOSS
 from umem.capture.live.timing import Clock
 from umem.streaming.stage.device_room import DeviceRoom
+from umem.streaming.tune.measured_steps import MeasuredBlock, MeasuredStep
 from umem.trace import OPTIMIZER
 
-__all__ = ["BlockFigures", "StepFigures", "StepMeter"]
-
-
-@dataclass
-class BlockFigures:
-    """A block in one step. Seconds are of one batch; bytes leave out what the plan has placed."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    """With the second forward pass of a checkpoint."""
-    forward_peak_bytes: int = 0
-    """Most bytes of live tensors during the pass, with all activations on the device."""
-    backward_peak_bytes: int = 0
-
-
-@dataclass
-class StepFigures:
-    """A step."""
-
-    blocks: dict[str, BlockFigures] = field(default_factory=dict)
-    """By name, in the order of the forward pass. :data:`NO_BLOCK` is first: the model between its
-    blocks. What comes behind the model's end, such as the loss, counts for the last block."""
-    other_s: float = 0.0
-    """From the last backward pass to the optimizer's step."""
-    step_peak_bytes: int = 0
-    """Most bytes of live tensors outside of the passes: weights, gradients, and what clipping and
-    updates make."""
-    update_peak_bytes: int = 0
-    """The same in the optimizer's step alone, when clipping is over."""
-    batches: int = 0
-    """Backward passes."""
-    peak_bytes: int = 0
-    """Most bytes of live tensors, with what the plan has placed and without what it copies out."""
-    spilled_bytes: int = 0
-    """Host memory that is held because of the budget. What is in it makes times longer."""
-
-    def need_bytes(self) -> int:
-        """Most bytes of live tensors, without what the plan has placed and copies out."""
-        passes = (max(it.forward_peak_bytes, it.backward_peak_bytes) for it in self.blocks.values())
-        return max(self.step_peak_bytes, *passes)
+__all__ = ["StepMeter"]
 
 
 @dataclass(slots=True)
@@ -101,14 +63,15 @@ class StepMeter(StepListener):
         self._room = room
         self._placed = placed_bytes
         self._away = away_bytes
-        self._forward = {it.forward: it.name for it in (root, *blocks)}
-        self._backward = {it.backward: it.name for it in (root, *blocks)}
-        self._backward |= {it.recompute: it.name for it in (root, *blocks)}
+        every = (root, *blocks)
+        self._forward = {block.forward: block.name for block in every}
+        self._backward = {block.backward: block.name for block in every}
+        self._backward |= {block.recompute: block.name for block in every}
         self._phases: list[_Phase] = []
         self._is_usable = False
-        self._found: StepFigures | None = None
+        self._found: MeasuredStep | None = None
 
-    def take(self) -> StepFigures | None:
+    def take(self) -> MeasuredStep | None:
         """The figures of the last step; None if it could not be measured. Waits for the device."""
         found, self._found = self._found, None
         return found
@@ -159,12 +122,12 @@ class StepMeter(StepListener):
 
     # ------------------------------------------------------------------ sums
 
-    def _figures(self) -> StepFigures:
-        phases, found = self._phases, StepFigures()
+    def _figures(self) -> MeasuredStep:
+        phases, found = self._phases, MeasuredStep()
         blocks = found.blocks
         for phase in phases:
             if phase.label in self._forward:
-                blocks.setdefault(self._forward[phase.label], BlockFigures())
+                blocks.setdefault(self._forward[phase.label], MeasuredBlock())
             found.batches += phase.label == BACKWARD_LOSS
         last = next(reversed(blocks))
         forward = {**self._forward, FORWARD_LOSS: last}
@@ -172,8 +135,8 @@ class StepMeter(StepListener):
         forward_s: defaultdict[str, float] = defaultdict(float)
         backward_s: defaultdict[str, float] = defaultdict(float)
         before = NO_BLOCK  # memory between two blocks counts for the one that ran before
-        for phase, behind in pairwise(phases):
-            seconds = self._clock.seconds(phase.mark, behind.mark)
+        for phase, following in pairwise(phases):
+            seconds = self._clock.seconds(phase.mark, following.mark)
             found.peak_bytes = max(found.peak_bytes, phase.peak_bytes)
             need_bytes = phase.peak_bytes + phase.home_bytes - phase.placed_bytes
             if phase.label == AFTER_BACKWARD:
@@ -189,7 +152,7 @@ class StepMeter(StepListener):
             elif phase.label in backward:
                 name = backward[phase.label]
                 before = name or before
-                block = blocks.setdefault(before, BlockFigures())
+                block = blocks.setdefault(before, MeasuredBlock())
                 backward_s[name] += seconds
                 block.backward_peak_bytes = max(block.backward_peak_bytes, need_bytes)
         self._room.find_homes()  # the step may have made state

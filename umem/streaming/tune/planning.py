@@ -1,0 +1,334 @@
+"""Plans what a training keeps on the device, from the steps that were measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from umem.core.errors import PlanError
+from umem.core.units import format_bytes
+from umem.hardware import Hardware
+from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes
+from umem.streaming.plan.step_timing import StreamUnit
+from umem.streaming.plan.training_plan import WEIGHT_SLOTS, TrainingPlan, plan_training
+from umem.streaming.plan.weight_plan import plan_weights
+from umem.streaming.stage.device_room import DeviceRoom
+from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
+from umem.streaming.tune.measured_steps import MeasuredStep, MeasuredSteps
+from umem.streaming.tune.named_plan import NamedPlan
+from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
+from umem.streaming.tune.states import TuningEvent
+
+__all__ = ["Planning"]
+
+_LOG = logging.getLogger("umem")
+
+_MOST_PLANS = 8
+"""Plans for a training."""
+
+_SLACK_SHARES = (1.0, 0.5, 0.25)
+"""Of the usual slack, in the order of trying: a plan with little to spare is faster than none."""
+
+_LEAST_GAIN = 128
+"""Part of the budget that a training has to gain for a new plan when others leave it more."""
+
+_WITHOUT_STEP_IN_BACKWARD = (
+    ". Without step_in_backward, trained weights can be streamed and gradients copied, too"
+)
+
+
+class Planning:
+    """Makes plans for what there is of a model, from `steps`, and puts them in force."""
+
+    def __init__(
+        self,
+        tuned: TunedOptimizers,
+        steps: MeasuredSteps,
+        hardware: Hardware,
+        room: DeviceRoom,
+        shared: SharedBudget,
+        state_share: float,
+    ) -> None:
+        self.stream: StreamPlan | None = None
+        """The present plan; None before the first one, and where none fits."""
+        self.named: NamedPlan | None = None
+        """What is followed. An optimizer begins to after its own next step: amid that nothing of it
+        may move."""
+        self.copied: Mapping[str, str | None] = {}
+        """As in it; empty when activations are copied no more."""
+        self.units: Sequence[StreamUnit] = []
+        """Those of the plan."""
+        self.plans = 0
+        self.part = BudgetPart(None, 0)
+        """Of the budget, that the plan is made for."""
+        self._tuned, self._steps = tuned, steps
+        self._weights = tuned.weights
+        self._hardware = hardware
+        self._room = room
+        self._shared = shared
+        self._changes = 0
+        """Of the budget's members, when measurements began."""
+        self._state_share = state_share
+        self._sizes: dict[str, tuple[int, ...]] = {}
+        """Of the state that the plan is made for."""
+        self._slack = 1
+        self._has_warned = False
+
+    def join_budget(self) -> None:
+        """Divide the budget from now on, also for the weights."""
+        if self._weights is not None:
+            self._weights.is_driven = True
+            self._shared.leave(self._weights)
+        self._shared.join(self._tuned)
+        self._changes = self._shared.changes
+
+    def leave_budget(self) -> None:
+        """Leave the part to the others; the weights have one of their own again."""
+        self._shared.leave(self._tuned)
+        if self._weights is not None:
+            self._shared.join(self._weights)
+
+    @property
+    def has_other_members(self) -> bool:
+        """Whether members of the budget have come or gone since measurements began."""
+        return self._changes != self._shared.changes
+
+    def begin_anew(self, *, of_other_steps: bool) -> None:
+        """Count plans anew; of steps that have changed, with as little slack as at first."""
+        self.plans = 0
+        if of_other_steps:
+            self._slack, self._changes = 1, self._shared.changes
+
+    @property
+    def may_plan(self) -> bool:
+        """Whether there may be another plan."""
+        return self.plans < _MOST_PLANS
+
+    def stop_copying(self) -> None:
+        """Copy no activations any more."""
+        self.copied = {}
+
+    # ------------------------------------------------------------------ a plan
+
+    def make(self, ending: TunedOptimizer | None, more_slack_for: int | None = None) -> TuningEvent:
+        """Plan anew, while a call of ``step()`` of the optimizer `ending` ends.
+
+        If the plan so far has too little slack, `more_slack_for` are the bytes that were lacking.
+        Returns `PLAN_FITS`, `NO_PLAN_FITS`, or `CHANGED` if parameters had to move to the host:
+        then steps are other ones now.
+        """
+        figures = self._steps.figures
+        assert figures is not None
+        self.plans += 1
+        self._sizes = self._tuned.state_sizes()
+        self.part = self._find_part()
+        units = self._steps.units(
+            self._sizes,
+            # A step in the backward pass frees them.
+            {} if self._tuned.in_backward else self._tuned.gradient_sizes(),
+            self._tuned.parameters_at_home(),
+            self._hardware.memory_bytes_per_s,
+        )
+        whole, error = self._plan(units, figures, more_slack_for)
+        if whole is None and self._move_parameters_to_host():
+            return TuningEvent.CHANGED
+        if whole is None:
+            self._warn(error)
+            self.stream, self.units = None, units
+            self.named = NamedPlan.everything_leaves(units, figures.batches)
+        else:
+            self.stream, self.units = whole.stream, whole.units
+            self.named = NamedPlan.of(whole.stream, whole.units, figures.batches)
+        self.copied = self.named.copied
+        self._place_weights(whole)
+        if ending is not None:
+            ending.set_plan(self.named)
+        self._room.trim()
+        if whole is None:
+            return TuningEvent.NO_PLAN_FITS
+        self._log(whole)
+        return TuningEvent.PLAN_FITS
+
+    def _plan(
+        self, units: Sequence[StreamUnit], figures: MeasuredStep, more_slack_for: int | None
+    ) -> tuple[TrainingPlan | None, str]:
+        if more_slack_for is None:
+            return self._plan_with_slack(units, figures, self._slack)
+        whole, error = self._plan_with_slack(units, figures, 2 * self._slack)
+        little_bytes = int(_SLACK_SHARES[-1] * least_slack_bytes(self._room.budget_bytes))
+        if whole is None and more_slack_for <= little_bytes:
+            # To use so little in host memory takes less time than to copy all that could leave.
+            return self._plan_with_slack(units, figures, self._slack)
+        self._slack *= 2
+        return whole, error
+
+    def _plan_with_slack(
+        self, units: Sequence[StreamUnit], figures: MeasuredStep, slack: int
+    ) -> tuple[TrainingPlan | None, str]:
+        """A plan with the usual slack or, in a small budget, with less; or why none fits."""
+        budget_bytes = self._room.budget_bytes
+        errors = []
+        for share in _SLACK_SHARES:
+            slack_bytes = int(share * slack * least_slack_bytes(budget_bytes))
+            try:
+                return self._plan_training(units, figures, budget_bytes - slack_bytes), ""
+            except PlanError as error:
+                errors.append(str(error))
+        return None, errors[0]
+
+    def _plan_training(
+        self, units: Sequence[StreamUnit], figures: MeasuredStep, budget_bytes: int
+    ) -> TrainingPlan:
+        weights, fixed_bytes = self._weights, 0
+        most_bytes = self.part.most_bytes
+        budget_bytes -= self.part.others_bytes
+        if weights is not None and weights.may_place:
+            fixed_bytes = weights.fixed_bytes
+        elif weights is not None:
+            budget_bytes -= weights.device_bytes
+            most_bytes = None if most_bytes is None else most_bytes - weights.device_bytes
+            weights = None
+        return plan_training(
+            units,
+            None if weights is None else weights.units,
+            budget_bytes=budget_bytes,
+            hardware=self._hardware,
+            fixed_bytes=fixed_bytes,
+            weight_share=1.0 if weights is None else weights.share,
+            most_placed_bytes=most_bytes,
+            state_share=min(self._state_share, self._tuned.movable_share),
+            other_s=figures.other_s,
+            step_peak_bytes=figures.step_peak_bytes,
+            update_peak_bytes=figures.update_peak_bytes,
+            is_deferred=not self._tuned.waits,
+            in_backward=self._tuned.in_backward,
+            batches=figures.batches,
+            may_have_temporary=self._tuned.may_have_temporary,
+        )
+
+    def _move_parameters_to_host(self) -> bool:
+        """Make room by the parameters that no module holds, such as float32 copies of weights."""
+        self._tuned.join()
+        moved_bytes = self._tuned.move_to_host()
+        if moved_bytes:
+            self._room.find_homes()
+            self._room.trim()
+            _LOG.info(
+                "umem: %s of parameters that no module holds are streamed beside their state",
+                format_bytes(moved_bytes),
+            )
+        return moved_bytes > 0
+
+    def _place_weights(self, whole: TrainingPlan | None) -> None:
+        weights = self._weights
+        if weights is None or not weights.may_place:
+            return
+        if whole is None:
+            plan, extra = plan_weights(list(weights.units.values()), 0, WEIGHT_SLOTS), None
+        elif whole.weights is None:
+            return
+        else:
+            plan, extra = whole.weights, whole.extra
+        # Updates that are under way read and write weights where they are now.
+        self._tuned.join()
+        weights.apply(plan, self._room.budget_bytes - plan.device_bytes, extra)
+
+    def is_outdated(self) -> bool:
+        """Whether the plan is for other state, or for another part of the budget, than there is."""
+        return self._has_other_part() or (
+            self.may_plan and self._tuned.state_sizes() != self._sizes
+        )
+
+    def _find_part(self) -> BudgetPart:
+        budget_bytes = self._room.budget_bytes
+        return self._shared.part_of(self._tuned, budget_bytes - least_slack_bytes(budget_bytes))
+
+    def _has_other_part(self) -> bool:
+        known = self.part
+        if known.most_bytes is None and not self.has_other_members:
+            return False  # it was alone on the device, and is still
+        now = self._find_part()
+        if known.most_bytes is None or now.most_bytes is None:
+            return known != now
+        gain_bytes = now.most_bytes - known.most_bytes, known.others_bytes - now.others_bytes
+        worth_bytes = self._room.budget_bytes // _LEAST_GAIN
+        return min(gain_bytes) < 0 or max(gain_bytes) >= worth_bytes
+
+    # ------------------------------------------------------------------ what is where
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the plan copies no activations and gradients, and makes no slots in passes."""
+        plan = self.named
+        return plan is not None and not (
+            self.copied or plan.copied_gradients or plan.temporary.made_in
+        )
+
+    @property
+    def resident_bytes(self) -> int:
+        """Optimizer state that the plan keeps on the device."""
+        resident = () if self.named is None else self.named.resident
+        sizes = self._tuned.state_sizes()
+        return sum(sum(sizes.get(name, ())) for name in resident)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Activations that the plan copies out in each forward pass."""
+        return sum(unit.saved_bytes for unit in self.units if unit.name in self.copied)
+
+    def gradient_bytes(self, names: Collection[str]) -> int:
+        """Gradients of these units."""
+        return sum(unit.gradient_bytes for unit in self.units if unit.name in names)
+
+    def _host_bytes(self) -> int:
+        """Host memory by plan: homes of state and weights, and what is copied out at the most."""
+        state_bytes = self._tuned.state_bytes - self.resident_bytes
+        weights = 0 if self._weights is None else self._weights.away_bytes
+        weights += sum(self._tuned.parameters_at_home().values())
+        gradients = self.gradient_bytes(self._tuned.copied_gradients)
+        return state_bytes + self.copied_bytes + gradients + weights
+
+    def _warn(self, error: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "umem: all optimizer state is streamed, activations and gradients are copied: %s%s",
+                error,
+                _WITHOUT_STEP_IN_BACKWARD if self._tuned.in_backward else "",
+            )
+
+    def _log(self, whole: TrainingPlan) -> None:
+        plan, part, room_bytes = whole.stream, self.part, self._room.budget_bytes
+        copied = self._tuned.copied_gradients
+        returning = self._tuned.returning_gradients
+        peak_bytes = whole.device_bytes
+        if self._weights is not None and whole.weights is None:  # they were not to be placed
+            peak_bytes += self._weights.device_bytes
+        _LOG.info(
+            "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s and %d "
+            "temporary ones, activations of %d blocks (%s) and gradients of %d (%s, and %s back) "
+            "copied, %s of host memory, %.3f s a step predicted, %s of %s spare",
+            self.plans,
+            sum(whole.units[number].state_bytes > 0 for number in plan.resident),
+            sum(unit.state_bytes > 0 for unit in whole.units),
+            format_bytes(self.resident_bytes),
+            plan.slots,
+            format_bytes(plan.slot_bytes),
+            len(plan.temporary),
+            len(self.copied),
+            format_bytes(self.copied_bytes),
+            len(copied),
+            format_bytes(self.gradient_bytes(copied)),
+            format_bytes(self.gradient_bytes(returning)),
+            format_bytes(self._host_bytes()),
+            plan.predicted.step_s,
+            format_bytes(max(0, room_bytes - part.others_bytes - peak_bytes)),
+            format_bytes(room_bytes),
+        )
+        if part.most_bytes is not None:
+            _LOG.info(
+                "umem: of these, %s are the share of this training, and %s are left for %d others",
+                format_bytes(part.most_bytes),
+                format_bytes(part.others_bytes),
+                len(self._shared.members) - 1,
+            )
