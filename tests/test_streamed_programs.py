@@ -79,6 +79,10 @@ def steps_are_streamed(run: Any) -> None:
         weights_are_fetched(run)
 
 
+def blocks_run_again(run: Any) -> None:
+    assert len(run.activations.proofs) > 2
+
+
 def adapters_are_trained(run: Any) -> None:
     weights_are_fetched(run)
     assert {type(it) for it in run.model.parameters()} == {Packed, nn.Parameter}
@@ -140,6 +144,10 @@ ENGINES = {
     "returning-gradients": Engine({"copied_gradients": UNITS, "returning": BACK}),
     "weights": Engine({"kind": WeightProgram}),
     "weights-and-state": Engine({"streams_weights": True}, check=weights_are_fetched),
+    "recomputed": Engine({"recomputes": True}, (0.5,), blocks_run_again),
+    "recomputed-with-weights-and-state": Engine(
+        {"recomputes": True, "streams_weights": True}, check=blocks_run_again
+    ),
     "weights-of-four-bits": Engine(
         {"make_model": QLoRA, "make_optimizer": adamw_of_trained, "streams_weights": True},
         (0.5,),

@@ -11,9 +11,10 @@ The versions were checked against torch 2.8.0 to 2.15.0, builds with CUDA 12 and
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -52,6 +53,7 @@ __all__ = [
     "PrivateName",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "begin_checkpoint",
     "fsdp_gathering",
     "fsdp_groups",
     "fsdp_modules",
@@ -280,6 +282,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "tells whether this thread runs a backward pass",
         "a checkpoint's second forward pass would be taken for a new step",
         {"current_graph_task_id": "torch._C:_current_graph_task_id"},
+    ),
+    **_names(
+        "a checkpoint around a call whose two ends are hooks, as torch.distributed's own has it",
+        "what blocks save would be copied, and never computed again",
+        {"checkpoint_ends": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator"},
     ),
     **_names(
         "tells whether a transform of torch.func runs, whose tensors have no memory of their own",
@@ -512,6 +519,33 @@ compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter("_c
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Replace what `Module.compile` has made of a module's call."""
     module._compiled_call_impl = call
+
+
+def begin_checkpoint(
+    function: Callable[..., object], tensors: Iterable[torch.Tensor], *, is_random: bool
+) -> Generator[None, None, None]:
+    """Have autograd save nothing of what a thread does until the result is resumed or closed.
+
+    Parameters
+    ----------
+    function
+        Called with `tensors` in the backward pass: it does the same again.
+    tensors
+        They tell the devices.
+    is_random
+        Whether it begins with the states that torch's generators have now.
+    """
+    from torch.utils.checkpoint import noop_context_fn
+
+    options = {"preserve_rng_state": is_random, "context_fn": noop_context_fn}
+    options |= {"determinism_check": "default", "debug": False, "early_stop": True}
+    begin = PRIVATE_NAMES["checkpoint_ends"].find()
+    known = inspect.signature(begin).parameters  # early_stop is a newer torch's
+    generator: Generator[None, None, None] = begin(
+        function, *(value for name, value in options.items() if name in known), *tensors
+    )
+    next(generator)
+    return generator
 
 
 def operator_schema(operator: Any) -> Any:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from activation_chain import LazyMover
 from lazy_lanes import HostStateMemory, LazyLanes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import plain_tensors
+from umem.streaming.activations import CopiedActivations
 from umem.streaming.stage import DeviceRoom
 from umem.streaming.step import TemporaryPlan
 from umem.streaming.training import StreamedTraining
@@ -197,6 +199,10 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 @dataclass(eq=False)
 class Program:
     """One run of a training program.
@@ -224,8 +230,14 @@ class Program:
     """Backward passes in a step."""
     streams_weights: bool = False
     """Whether weights are streamed too, all that can be."""
+    watched: int = 0
+    """The batch in which blocks are proved to be repeatable."""
     weights: Any = None
     """The `ModelWeights` of a run that streams them."""
+    recomputes: bool = False
+    """Whether blocks run forward again in the backward pass, all that can."""
+    activations: Any = None
+    """What has them do so, in a run that streams."""
     tuner: StreamTuner | None = None
     in_backward: bool = False
     """Whether parameters are updated in the backward pass, in a run that streams."""
@@ -281,6 +293,16 @@ class Program:
             self.resident, self.slots, temporary=len(self.temporary.made_in)
         )
         self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)
+        if self.recomputes:
+            self.activations = CopiedActivations(
+                self.model,
+                find_blocks(self.model, None),
+                ActivationStore("cpu", LazyMover(), min_bytes=64),
+                _raise,
+                may_recompute=True,
+            )
+            self.activations.set_plan({}, 1, is_measuring=True)
+            self.watched = self.steps + 1
 
     def begin_lanes(self, lanes: Callable[[nn.Module], LazyLanes]) -> None:
         """Make the lanes, the memory, and what streams the weights."""
@@ -311,6 +333,9 @@ class Program:
     def batch(self) -> torch.Tensor:
         """The next batch, the same in both runs."""
         self.steps += 1
+        if self.activations is not None and self.steps == self.watched + 1:
+            proved = dict.fromkeys(self.activations.proofs)
+            self.activations.set_plan({}, 1, is_measuring=False, recomputed=proved)
         return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(self.steps))
 
     def backward(self) -> None:

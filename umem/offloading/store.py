@@ -359,6 +359,10 @@ class ActivationStore:
         else:
             self._stays = addresses
 
+    def may_open_group(self) -> bool:
+        """Whether :meth:`open_group` would install hooks now, in this thread."""
+        return self._hooks.may_push() and self._mover.is_ready()
+
     def open_group(self, key: Hashable, chosen: Container[int] | None = None) -> bool:
         """Treat what autograd saves in this thread from now on as one group.
 
@@ -377,7 +381,7 @@ class ActivationStore:
             checkpoint's are, where no gradients are wanted, in a backward pass, and where a graph
             is compiled or captured. Call `close_group` all the same.
         """
-        if not self._hooks.may_push() or not self._mover.is_ready():
+        if not self.may_open_group():
             self._hooks.push(None)
             return False
         group = _Group(chosen, self._mover.stream(), self._admit)

@@ -48,6 +48,7 @@ Mechanism = Literal[
 ]
 Eviction = Literal["auto", "lru", "first", "never"]
 ShareLibrary = Literal["numba", "cupy"]
+Recompute = Literal["auto", "never"]
 PolicyPlanner = Literal["planned", "lookahead", "fault", "none"]
 
 # Sizes: how they are checked, and how the JSON schema describes them.
@@ -426,6 +427,10 @@ class Policy(_Record):
     page fault), none (no plan: above the budget the allocator maps new memory on the host; so it is
     wherever no class has managed or system memory, which alone has pages to plan). The environment
     variable UMEM_PLANNER overrides it."""
+    recompute: Recompute = "auto"
+    """Whether blocks may run forward again in the backward pass, in place of copies of what they
+    save: auto (where the plan is faster so, and a call has proved that it gives the same bits and
+    does nothing else), never."""
     share: tuple[ShareLibrary, ...] = Field(default=(), json_schema_extra={"uniqueItems": True})
     """Libraries whose arrays come from the same memory and count in the same statistics."""
     defaults: ClassRule = Field(default_factory=ClassRule)

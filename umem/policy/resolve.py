@@ -70,6 +70,8 @@ class ResolvedPolicy:
     reasons: tuple[str, ...]
     """Why each class has its rule, for people: a sentence where the machine decided, else empty."""
     share: tuple[ShareLibrary, ...]
+    recomputes: bool
+    """Whether blocks may run forward again in the backward pass."""
 
     @property
     def streams_state(self) -> bool:
@@ -161,6 +163,7 @@ def resolve(
         rules=tuple(rule for rule, _ in chosen),
         reasons=tuple(reason for _, reason in chosen),
         share=policy.share,
+        recomputes=policy.recompute == "auto",
     )
 
 

@@ -81,6 +81,7 @@ def stream_state(
             weights=weights,
             state_share=rule.fraction,
             shared=shared_budget(index),
+            may_recompute=policy.recomputes,
         )
     return StreamedTraining(
         model,

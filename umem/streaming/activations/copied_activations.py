@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,9 +31,13 @@ from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
+from umem.streaming.activations.recomputed import RecomputedCall
+from umem.streaming.activations.repeatable import Proof, WatchedCall, call_signature, is_plain
 from umem.torch_compat import compiled_call
 
 __all__ = ["CopiedActivations", "is_compiled"]
+
+_NOTHING: Mapping[str, str | None] = MappingProxyType({})
 
 _Part = tuple[object, range | None]
 """A group of the store, and ordinals in it; None for all."""
@@ -54,6 +60,17 @@ class _Call:
     """Whether a group of the store is to be closed at its end."""
     has_group: bool = False
     """Whether the last part is what was saved in the call."""
+    watched: WatchedCall | None = None
+    """Proves that the call may run twice."""
+    recomputed: RecomputedCall | None = None
+    """Runs it again in the backward pass."""
+
+    def abandon(self) -> None:
+        """Let hooks on what is saved go, behind an exception or an interrupt."""
+        for some in (self.watched, self.recomputed):
+            if some is not None:
+                some.abandon()
+        self.watched = self.recomputed = None
 
 
 class _Pass:
@@ -134,6 +151,8 @@ class CopiedActivations(Listener):
         Makes the copies.
     on_error
         Called with an exception of a hook, which does not reach the training.
+    may_recompute
+        Whether blocks may be called again in the backward pass.
     """
 
     def __init__(
@@ -142,7 +161,13 @@ class CopiedActivations(Listener):
         blocks: Iterable[Block],
         store: ActivationStore,
         on_error: Callable[[Exception], None],
+        *,
+        may_recompute: bool = False,
     ) -> None:
+        self.proofs: dict[str, Proof] = {}
+        """Of the blocks whose calls may run twice."""
+        self.was_watched = False
+        """Whether calls were watched in this step, and some of them run twice."""
         self.saved_bytes: dict[str, int] = {}
         """Bytes that could leave, by block: the most of a forward pass while measuring."""
         self._model = weakref.ref(model)
@@ -150,6 +175,8 @@ class CopiedActivations(Listener):
         self._store = store
         self._errors = HookErrors(on_error)
         self._copied: Mapping[str, str | None] = {}
+        self._recomputed: frozenset[str] = frozenset()
+        self._unproved = set(self._blocks) if may_recompute else set()
         self._fetch_ahead = 1
         self._is_measuring = False
         self._with_buffers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -169,7 +196,12 @@ class CopiedActivations(Listener):
         return self._store.statistics
 
     def set_plan(
-        self, copied: Mapping[str, str | None], fetch_ahead: int, *, is_measuring: bool
+        self,
+        copied: Mapping[str, str | None],
+        fetch_ahead: int,
+        *,
+        is_measuring: bool,
+        recomputed: Mapping[str, str | None] = _NOTHING,
     ) -> None:
         """Choose the blocks whose activations are copied, from the next forward pass on.
 
@@ -182,8 +214,13 @@ class CopiedActivations(Listener):
             Number of blocks before its backward pass at which a block's activations are fetched.
         is_measuring
             Whether to look at what other blocks save.
+        recomputed
+            Blocks, with proofs, whose calls run again in the backward pass. A call that is not like
+            the proved one is copied, and so are all while measuring: they leave as in `copied`.
         """
-        self._copied = {name: before for name, before in copied.items() if name in self._blocks}
+        self._recomputed = frozenset() if is_measuring else frozenset(recomputed)
+        leaving = {**copied, **recomputed}
+        self._copied = {name: before for name, before in leaving.items() if name in self._blocks}
         self._fetch_ahead = fetch_ahead
         self._is_measuring = is_measuring
         if is_measuring:
@@ -201,6 +238,7 @@ class CopiedActivations(Listener):
     def begin_step(self) -> None:
         """Count what is away from now on; nothing is between steps."""
         self._released_bytes, self._returned_bytes = 0, self._store.statistics.bytes_in
+        self.was_watched = False
 
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
@@ -216,8 +254,15 @@ class CopiedActivations(Listener):
         if self._hearing is not None:
             self._hearing.close()
             self._hearing = None
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        """End what an interrupt has left, too: it ends a call without the hooks behind it."""
+        running = self._running
+        if running.call is not None:
+            running.call.abandon()
         self._store.close_groups()
-        self._running.forward = self._running.call = None
+        running.forward = running.call = None
 
     # ------------------------------------------------------------------ passes
 
@@ -226,8 +271,7 @@ class CopiedActivations(Listener):
         if not now.is_forward:
             return
         running = self._running
-        self._store.close_groups()  # an interrupt ends a call without the hooks behind it
-        running.forward = running.call = None
+        self._forget_pass()
         if not now.has_gradients:
             return
         buffers = (buffer for it in self._with_buffers for buffer in buffers_of(it, recurse=False))
@@ -235,7 +279,9 @@ class CopiedActivations(Listener):
         running.forward = _Pass(self._store, self._fetch_ahead)
         self._store.open_group(running.forward.model_key)
 
-    def block_begins(self, name: str, now: Pass, args: object, kwargs: object) -> None:
+    def block_begins(
+        self, name: str, now: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Let go of what has to leave before the block, and see what it saves."""
         running = self._running
         forward = running.forward
@@ -246,9 +292,19 @@ class CopiedActivations(Listener):
             forward.watch(tensors_in((args, kwargs)), self._errors)
         self._release(forward, name)
         before = self._copied.get(name)
-        running.call = call = _Call(name, name in self._copied, before, forward.take_between())
+        is_recomputed = name in self._recomputed and self._may_run_again(name, args, kwargs)
+        is_copied = name in self._copied and not is_recomputed
+        running.call = call = _Call(name, is_copied, before, forward.take_between())
         self._measure(call)
-        if call.is_copied or self._is_measuring:
+        module = self._blocks[name].module
+        if self._is_measuring and name in self._unproved and self._store.may_open_group():
+            self._unproved.discard(name)
+            self.was_watched = True
+            call.watched = WatchedCall(module, args, kwargs)
+        elif is_recomputed:
+            is_random = self.proofs[name].is_random
+            call.recomputed = RecomputedCall(module, args, kwargs, is_random=is_random)
+        elif call.is_copied or self._is_measuring:
             key, call.is_open = object(), True
             # None where other hooks are innermost, as in a checkpoint.
             call.has_group = self._store.open_group(key)
@@ -266,7 +322,14 @@ class CopiedActivations(Listener):
             self._store.close_group()
         forward.take_between()  # a block without a group of its own has saved it
         if failed:
+            call.abandon()
             return
+        if call.recomputed is not None:
+            call.recomputed.end()
+            call.recomputed = None  # what runs it again is in the graph
+        if call.watched is not None and (proof := call.watched.end(output)) is not None:
+            self.proofs[call.name] = proof
+        call.watched = None
         if call.has_group:
             self._measure(call)
         if call.is_copied:
@@ -282,14 +345,22 @@ class CopiedActivations(Listener):
         forward = running.forward
         if forward is None or not now.is_forward:
             return
-        self._store.close_groups()
-        running.forward = running.call = None
+        self._forget_pass()
         if failed:
             return
         self._release(forward, None)
         forward.watch(tensors_in(output), self._errors)
         if self._is_measuring:
             self._end_measuring(forward)
+
+    def _may_run_again(self, name: str, args: object, kwargs: object) -> bool:
+        """Whether a call is like the one that was proved."""
+        signature = call_signature(self._blocks[name].module)
+        return (
+            self._store.may_open_group()
+            and signature == self.proofs[name].signature
+            and is_plain((args, kwargs))
+        )
 
     def _release(self, forward: _Pass, before: str | None) -> None:
         """Let go of what has to leave before a block; of the rest, if that is None."""

@@ -8,6 +8,7 @@ from umem.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from umem.streaming.plan.lane_simulation import LaneKind, LaneReport, LaneTasks, simulate_lanes
+    from umem.streaming.plan.recomputation import plan_with_recomputation, with_recomputed
     from umem.streaming.plan.state_plan import (
         StreamPlan,
         StreamProblem,
@@ -42,10 +43,12 @@ __all__ = [
     "plan_stream",
     "plan_training",
     "plan_weights",
+    "plan_with_recomputation",
     "simulate_lanes",
     "simulate_plan",
     "simulate_stream",
     "staged_bytes",
+    "with_recomputed",
     "with_weights",
 ]
 
@@ -53,6 +56,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "lane_simulation": "LaneKind LaneReport LaneTasks simulate_lanes",
+        "recomputation": "plan_with_recomputation with_recomputed",
         "state_plan": "StreamPlan StreamProblem least_slack_bytes plan_stream simulate_plan",
         "step_timing": "FIRST_SLOTS StreamUnit TemporarySlot largest_slot_bytes simulate_stream",
         "training_plan": "TrainingPlan plan_training with_weights",

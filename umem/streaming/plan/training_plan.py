@@ -55,6 +55,8 @@ class TrainingPlan:
     forward and in its backward pass. At the turn between the passes there are the usual ones."""
     device_bytes: int
     """Device memory at the fullest moment."""
+    recomputed: frozenset[str] = frozenset()
+    """Names of the units that run forward again in the backward pass."""
 
     @property
     def step_s(self) -> float:

@@ -112,8 +112,10 @@ class Measuring:
 
     def add(self, figures: MeasuredStep | None) -> bool:
         """Count a step, if it could be measured; returns whether the round is complete."""
+        # A call that was run twice to prove something took time and memory.
+        was_watched = self._activations is not None and self._activations.was_watched
         self._begin_step()
-        if figures is None:
+        if figures is None or was_watched:
             return False
         known = self._steps.figures
         saved_bytes = {} if self._activations is None else self._activations.saved_bytes

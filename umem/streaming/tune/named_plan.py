@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from umem.streaming.plan.state_plan import StreamPlan
 from umem.streaming.plan.step_timing import StreamUnit
+from umem.streaming.plan.training_plan import TrainingPlan
 from umem.streaming.step.temporary_slots import TemporaryPlan
 
 __all__ = ["FEWEST_SLOTS", "NamedPlan"]
+
+_FORWARD_PASSES_TO_LEAVE = 2
+"""The memory of a unit's activations is free that many forward passes later, at the earliest."""
 
 FEWEST_SLOTS = 2
 """With one, nothing is copied in while anything is copied out."""
@@ -25,6 +28,9 @@ class NamedPlan:
     the end of the forward pass."""
     fetch_ahead: int
     """Blocks by which they come back early."""
+    recomputed: Mapping[str, str | None]
+    """Units that run forward again in the backward pass. Each with the unit before which its
+    activations leave where it cannot."""
     resident: frozenset[str]
     """Units whose state stays on the device."""
     slots: int
@@ -47,8 +53,9 @@ class NamedPlan:
         return self.resident, self.slots, self.stages_operands, len(self.temporary.made_in)
 
     @classmethod
-    def of(cls, plan: StreamPlan, units: Sequence[StreamUnit], batches: int) -> NamedPlan:
+    def of(cls, whole: TrainingPlan, batches: int) -> NamedPlan:
         """A plan for units in forward order, which has them by number."""
+        plan, units = whole.stream, whole.units
         order = tuple(unit.name for unit in units)
 
         def name_before(number: int) -> str | None:
@@ -58,6 +65,11 @@ class NamedPlan:
         return cls(
             copied={order[n]: name_before(left) for n, left in plan.left_before.items()},
             fetch_ahead=plan.fetch_ahead,
+            recomputed={
+                name: name_before(number + _FORWARD_PASSES_TO_LEAVE)
+                for number, name in enumerate(order)
+                if name in whole.recomputed
+            },
             resident=frozenset(order[n] for n in plan.resident),
             slots=plan.slots,
             stages_operands=plan.stages_operands,
@@ -80,6 +92,7 @@ class NamedPlan:
                 unit.name: following.name for unit, following in pairwise(units) if unit.saved_bytes
             },
             fetch_ahead=1,
+            recomputed={},
             resident=frozenset(),
             slots=FEWEST_SLOTS,
             stages_operands=False,

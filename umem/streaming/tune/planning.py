@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
+from umem.streaming.activations.repeatable import Proof
+from umem.streaming.plan.recomputation import plan_with_recomputation
 from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.training_plan import WEIGHT_SLOTS, TrainingPlan, plan_training
@@ -48,6 +51,7 @@ class Planning:
         room: DeviceRoom,
         shared: SharedBudget,
         state_share: float,
+        proofs: Mapping[str, Proof],
     ) -> None:
         self.stream: StreamPlan | None = None
         """The present plan; None before the first one, and where none fits."""
@@ -56,6 +60,8 @@ class Planning:
         may move."""
         self.copied: Mapping[str, str | None] = {}
         """As in it; empty when activations are copied no more."""
+        self.recomputed: Mapping[str, str | None] = {}
+        """The same."""
         self.units: Sequence[StreamUnit] = []
         """Those of the plan."""
         self.plans = 0
@@ -69,6 +75,7 @@ class Planning:
         self._changes = 0
         """Of the budget's members, when measurements began."""
         self._state_share = state_share
+        self._proofs = proofs
         self._sizes: dict[str, tuple[int, ...]] = {}
         """Of the state that the plan is made for."""
         self._slack = 1
@@ -138,8 +145,8 @@ class Planning:
             self.named = NamedPlan.everything_leaves(units, figures.batches)
         else:
             self.stream, self.units = whole.stream, whole.units
-            self.named = NamedPlan.of(whole.stream, whole.units, figures.batches)
-        self.copied = self.named.copied
+            self.named = NamedPlan.of(whole, figures.batches)
+        self.copied, self.recomputed = self.named.copied, self.named.recomputed
         self._place_weights(whole)
         if ending is not None:
             ending.set_plan(self.named)
@@ -167,11 +174,14 @@ class Planning:
     ) -> tuple[TrainingPlan | None, str]:
         """A plan with the usual slack or, in a small budget, with less; or why none fits."""
         budget_bytes = self._room.budget_bytes
+        freed_bytes = {name: proof.freed_bytes for name, proof in self._proofs.items()}
         errors = []
         for share in _SLACK_SHARES:
             slack_bytes = int(share * slack * least_slack_bytes(budget_bytes))
+            room_bytes = budget_bytes - slack_bytes
+            plan = partial(self._plan_training, figures=figures, budget_bytes=room_bytes)
             try:
-                return self._plan_training(units, figures, budget_bytes - slack_bytes), ""
+                return plan_with_recomputation(units, freed_bytes, plan), ""
             except PlanError as error:
                 errors.append(str(error))
         return None, errors[0]
@@ -261,7 +271,7 @@ class Planning:
         """Whether the plan copies no activations and gradients, and makes no slots in passes."""
         plan = self.named
         return plan is not None and not (
-            self.copied or plan.copied_gradients or plan.temporary.made_in
+            self.copied or self.recomputed or plan.copied_gradients or plan.temporary.made_in
         )
 
     @property
@@ -306,8 +316,8 @@ class Planning:
             peak_bytes += self._weights.device_bytes
         _LOG.info(
             "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s and %d "
-            "temporary ones, activations of %d blocks (%s) and gradients of %d (%s, and %s back) "
-            "copied, %s of host memory, %.3f s a step predicted, %s of %s spare",
+            "temporary ones, %d blocks computed twice, activations of %d (%s) and gradients of %d "
+            "(%s, and %s back) copied, %s of host memory, %.3f s a step predicted, %s of %s spare",
             self.plans,
             sum(whole.units[number].state_bytes > 0 for number in plan.resident),
             sum(unit.state_bytes > 0 for unit in whole.units),
@@ -315,6 +325,7 @@ class Planning:
             plan.slots,
             format_bytes(plan.slot_bytes),
             len(plan.temporary),
+            len(self.recomputed),
             len(self.copied),
             format_bytes(self.copied_bytes),
             len(copied),

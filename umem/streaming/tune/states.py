@@ -83,6 +83,8 @@ class TuningStatus:
     copied_bytes: int
     """Activations that the plan copies out in each forward pass."""
     copied_blocks: int
+    recomputed_blocks: int
+    """Blocks that run forward again in the backward pass."""
     copied_gradients_bytes: int
     """Gradients that the plan copies out in each step."""
     returning_gradients_bytes: int

@@ -57,6 +57,8 @@ class StreamTuner:
         The most of the optimizer state that may be on the device, as a share of its bytes.
     shared
         The device's budget, where other trainings and models divide it with this one.
+    may_recompute
+        Whether blocks may run forward again in the backward pass.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class StreamTuner:
         weights: ModelWeights | None = None,
         state_share: float = 1.0,
         shared: SharedBudget | None = None,
+        may_recompute: bool = False,
     ) -> None:
         shared = shared or SharedBudget()
         blocks = find_blocks(model, None)
@@ -77,14 +80,19 @@ class StreamTuner:
         self._room = room
         self._weights = weights
         self._activations = activations = (
-            None if store is None else CopiedActivations(model, blocks, store, self._fail)
+            None
+            if store is None
+            else CopiedActivations(model, blocks, store, self._fail, may_recompute=may_recompute)
         )
         self._steps = steps = MeasuredSteps()
         self._optimizers = TunedOptimizers(model, weights, steps)
         self._measuring = Measuring(
             model, blocks, steps, clock, room, activations, shared, self._fail
         )
-        self._planning = Planning(self._optimizers, steps, hardware, room, shared, state_share)
+        proofs = {} if activations is None else activations.proofs
+        self._planning = Planning(
+            self._optimizers, steps, hardware, room, shared, state_share, proofs
+        )
         self._watching = Watching(room, 0 if weights is None else weights.spilled_bytes)
         self._is_stale = False
         """Whether the optimizers are other ones than when measurements began."""
@@ -271,6 +279,7 @@ class StreamTuner:
                 self._planning.copied,
                 1 if named is None else named.fetch_ahead,
                 is_measuring=self.is_measuring,
+                recomputed=self._planning.recomputed,
             )
 
     def close(self) -> None:
@@ -356,6 +365,7 @@ class StreamTuner:
             resident_bytes=planning.resident_bytes,
             copied_bytes=planning.copied_bytes,
             copied_blocks=len(planning.copied),
+            recomputed_blocks=len(planning.recomputed),
             copied_gradients_bytes=planning.gradient_bytes(optimizers.copied_gradients),
             returning_gradients_bytes=planning.gradient_bytes(optimizers.returning_gradients),
             predicted_s=None if self.plan is None else self.plan.predicted.step_s,

@@ -1,0 +1,110 @@
+"""A language model written by hand, stock or within a budget: ``recomputing.py MODE [STEPS]``.
+
+The last line is JSON: what its steps were, how long they took, and what the plan did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import umem
+from umem.streaming.training import streamed_trainings
+
+LAYERS, WIDTH, HEADS, TOKENS, ROWS, WORDS = 12, 1024, 16, 1024, 8, 16384
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, _ = x.shape
+        qkv = self.qkv(self.norm_1(x)).view(rows, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.project(y.transpose(1, 2).reshape(rows, tokens, WIDTH))
+        x = x + nn.functional.dropout(y, self.dropout, self.training)
+        y = self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+        return x + nn.functional.dropout(y, self.dropout, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words) + self.places.weight[: words.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+def main(mode: str, steps: int) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    model = Model(dropout=0.1 if mode == "dropout" else 0.0).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    batches, rows = (2, ROWS // 2) if mode == "accumulated" else (1, ROWS)
+    if mode == "float32":
+        batches, rows = 1, ROWS // 2
+    numbers = torch.Generator().manual_seed(1)
+    losses, seconds = [], []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        for _ in range(batches):
+            words = torch.randint(WORDS, (rows, TOKENS + 1), generator=numbers).cuda()
+            with torch.autocast("cuda", torch.bfloat16, enabled=mode != "float32"):
+                logits = model(words[:, :-1])
+            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), words[:, 1:].flatten())
+            loss.backward()
+        losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began_s)
+    trainings = streamed_trainings() if "UMEM_DEVICE_BUDGET" in os.environ else ()
+    tuning = [training.status().tuning for training in trainings]
+    return {
+        "losses": [float(loss).hex() for loss in losses],
+        "weights": [float(it.detach().double().sum()).hex() for it in model.parameters()],
+        "random": float(torch.rand(1, device="cuda")).hex(),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "step_ms": 1e3 * statistics.median(seconds[-8:]),
+        "tuning": [
+            {
+                "recomputed": it.recomputed_blocks,
+                "copied": it.copied_blocks,
+                "predicted_ms": 1e3 * (it.predicted_s or 0.0),
+                "late": it.activations.late_fetches,
+                "plans": it.plans,
+            }
+            for it in tuning
+            if it is not None
+        ],
+    }
+
+
+if __name__ == "__main__":
+    if "UMEM_DEVICE_BUDGET" in os.environ:
+        umem.enable(os.environ.get("UMEM_POLICY", "sft"))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 24)))

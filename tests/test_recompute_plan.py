@@ -1,0 +1,108 @@
+"""Plans in which blocks run forward again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from umem.core.errors import PlanError
+from umem.hardware import Hardware
+from umem.streaming.plan import (
+    StreamUnit,
+    TrainingPlan,
+    plan_training,
+    plan_with_recomputation,
+    with_recomputed,
+)
+
+MIB = 2**20
+MS = 1e-3
+COUNT, SAVED, WEIGHTS = 16, 200 * MIB, 100 * MIB
+
+
+def blocks(**changes: Any) -> list[StreamUnit]:
+    """Blocks of a training, which takes 48 ms. Each saves what takes 5 ms to copy one way."""
+    found = []
+    for number in range(COUNT):
+        peak_bytes = WEIGHTS + (number + 1) * SAVED
+        figures: dict[str, Any] = {
+            "state_bytes": 20 * MIB,
+            "update_s": 0.05 * MS,
+            "forward_s": 1 * MS,
+            "backward_s": 2 * MS,
+            "saved_bytes": SAVED,
+            "forward_peak_bytes": peak_bytes,
+            "backward_peak_bytes": peak_bytes + 10 * MIB,
+        } | changes
+        found.append(StreamUnit(f"block {number}", **figures))
+    return found
+
+
+def freed(units: Sequence[StreamUnit], share: float = 0.9) -> dict[str, int]:
+    return {unit.name: int(share * SAVED) for unit in units}
+
+
+def planned(units: Sequence[StreamUnit], budget_mib: int, hardware: Hardware) -> TrainingPlan:
+    def plan(some: Sequence[StreamUnit]) -> TrainingPlan:
+        return plan_training(some, None, budget_bytes=budget_mib * MIB, hardware=hardware)
+
+    return plan_with_recomputation(units, freed(units), plan)
+
+
+def test_peaks_and_times_of_a_block_that_runs_again() -> None:
+    units = blocks()
+    changed = with_recomputed(units, freed(units), {"block 3", "block 5"})
+    own = int(0.9 * SAVED)
+    for number, (before, after) in enumerate(zip(units, changed, strict=True)):
+        is_chosen = number in (3, 5)
+        gone = own * ((number > 3) + (number > 5))
+        assert after.forward_peak_bytes == before.forward_peak_bytes - gone
+        assert after.backward_peak_bytes == before.backward_peak_bytes - gone
+        assert after.backward_s == pytest.approx(before.backward_s + is_chosen * before.forward_s)
+        assert after.saved_bytes == (0 if is_chosen else SAVED)
+
+
+def test_nothing_runs_again_where_all_fits(machine: Hardware) -> None:
+    assert planned(blocks(), 8_000, machine).recomputed == frozenset()
+
+
+def test_blocks_run_again_where_copies_would_take_longer(machine: Hardware) -> None:
+    units = blocks()
+    budget_mib = 1_600
+    plain = plan_training(units, None, budget_bytes=budget_mib * MIB, hardware=machine)
+    best = planned(units, budget_mib, machine)
+    assert best.recomputed
+    assert best.device_bytes <= budget_mib * MIB
+    assert best.stream.predicted.step_s < 0.9 * plain.stream.predicted.step_s
+
+
+def test_copies_that_hide_are_not_replaced(machine: Hardware) -> None:
+    units = blocks(forward_s=20 * MS, backward_s=40 * MS)
+    best = planned(units, 1_600, machine)
+    assert best.recomputed == frozenset()
+    assert best.stream.copied
+
+
+def test_blocks_run_again_where_no_other_plan_fits(machine: Hardware) -> None:
+    units = blocks(saved_bytes=0)
+    with pytest.raises(PlanError):
+        plan_training(units, None, budget_bytes=1_600 * MIB, hardware=machine)
+    assert planned(units, 1_600, machine).recomputed
+
+
+def test_the_error_is_that_of_a_plan_without(machine: Hardware) -> None:
+    with pytest.raises(PlanError, match="takes at least"):
+        planned(blocks(), 100, machine)
+
+
+def test_the_most_memory_for_the_least_time_runs_again_first(machine: Hardware) -> None:
+    units = blocks()
+    slow = [
+        StreamUnit(**{**vars(unit), "forward_s": 3 * MS}) if number % 2 else unit
+        for number, unit in enumerate(units)
+    ]
+    best = planned(slow, 1_800, machine)
+    assert best.recomputed
+    assert all(int(name.split()[1]) % 2 == 0 for name in best.recomputed)

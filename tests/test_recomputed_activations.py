@@ -1,0 +1,374 @@
+"""Blocks whose calls run again in the backward pass: which may, and that no bit changes."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from activation_chain import LazyMover
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from umem.capture.live import find_blocks
+from umem.offloading import ActivationStore
+from umem.streaming.activations import CopiedActivations
+
+WIDTH, ROWS, LAYERS = 32, 16, 4
+NAMES = [f"layers.{it}" for it in range(LAYERS)]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Dropping(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
+class Attending(Layer):
+    """Scores of attention, a mask in a keyword, and a tuple of results."""
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q = super().forward(x).view(1, ROWS, 4, -1).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        return x + y.transpose(1, 2).reshape(ROWS, WIDTH)
+
+
+class Frozen(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.requires_grad_(False)
+
+
+class InPlaceHead(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.relu_())
+
+
+class Averaging(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.batches(x))
+
+
+class Counting(Layer):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1.0 + 0.01 * self.calls)
+
+
+class Listing(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.detach().sum())
+        return super().forward(x) * len(self.seen)
+
+
+class OwnGenerator(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.rand(1, generator=self.numbers)
+
+
+class PythonsRandom(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.random()
+
+
+class NumpysRandom(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(np.random.random())
+
+
+class Drifting(Layer):
+    """What a global object makes different each time."""
+
+    drift: list[float] = [1.0]  # noqa: RUF012
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.drift[0] += 0.5
+        return super().forward(x) * self.drift[0]
+
+
+CALLS = {"all": 0}
+
+
+class CountingInAGlobal(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS["all"] += 1
+        return super().forward(x) * (1.0 + 0.01 * CALLS["all"])
+
+
+class Hooked(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+        self.up.register_forward_hook(lambda *it: self.sums.append(float(it[2].detach().sum())))
+
+
+class Checkpointed(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return torch.tanh(y)
+
+
+REPEATABLE = [Layer, Dropping, Attending, Frozen, Checkpointed]
+OTHERS = [
+    *(InPlaceHead, Averaging, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
+    *(Drifting, CountingInAGlobal, Hooked),
+]
+
+
+class Net(nn.Module):
+    def __init__(self, kind: type[Layer], order: tuple[int, ...] = tuple(range(LAYERS))) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(kind() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 4)
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        options = {}
+        if isinstance(self.layers[0], Attending):
+            options["mask"] = torch.ones(ROWS, ROWS).tril().bool()
+        for number in self.order:
+            x = 0.9 * self.layers[number](x, **options)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def managed(model: nn.Module) -> CopiedActivations:
+    store = ActivationStore("cpu", LazyMover(), min_bytes=64)
+    blocks = find_blocks(model, None)
+    return CopiedActivations(model, blocks, store, _raise, may_recompute=True)
+
+
+def step(model: nn.Module, number: int, *, autocast: bool = False, **options: Any) -> list[bytes]:
+    """Bits of the loss, the gradients, the buffers and the random numbers behind a step."""
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(x).float().square().mean()
+    loss.backward(**options)
+    if options.get("retain_graph"):
+        loss.backward()
+    tensors = [loss, x.grad, *(it.grad for it in model.parameters()), *model.buffers()]
+    model.zero_grad()
+    found = [it.detach().double().numpy().tobytes() for it in tensors if it is not None]
+    return [*found, torch.rand(1).numpy().tobytes(), str(random.random()).encode()]
+
+
+def run(model: nn.Module, begin: Callable[[int], None], **options: Any) -> list[list[bytes]]:
+    """Four steps, each of which `begin` prepares."""
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    Drifting.drift[0] = 1.0
+    CALLS["all"] = 0
+    seen = []
+    for number in range(4):
+        begin(number)
+        seen.append(step(model, number, **options))
+    return seen
+
+
+def plan(activations: CopiedActivations) -> Callable[[int], None]:
+    """Watch the first step; then run all blocks again that may."""
+
+    def begin(number: int) -> None:
+        if number < 2:
+            again = activations.proofs if number else {}
+            activations.set_plan({}, 1, is_measuring=number == 0, recomputed=dict.fromkeys(again))
+        activations.begin_step()
+
+    return begin
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", [*REPEATABLE, *OTHERS])
+def test_all_bits_are_stocks(kind: type[Layer], autocast: bool) -> None:
+    stock = run(Net(kind), lambda _: None, autocast=autocast)
+    model = Net(kind)
+    activations = managed(model)
+    assert run(model, plan(activations), autocast=autocast) == stock
+    assert activations.proofs.keys() & set(NAMES) == (set(NAMES) if kind in REPEATABLE else set())
+
+
+def test_a_block_may_be_called_several_times() -> None:
+    order = (0, 1, 0, 2, 1)
+    stock = run(Net(Dropping, order), lambda _: None)
+    model = Net(Dropping, order)
+    assert run(model, plan(managed(model))) == stock
+
+
+@pytest.mark.parametrize("options", [{"retain_graph": True}, {"create_graph": True}])
+def test_graphs_that_are_used_again(options: dict[str, bool]) -> None:
+    stock = run(Net(Dropping), lambda _: None, **options)
+    model = Net(Dropping)
+    assert run(model, plan(managed(model)), **options) == stock
+
+
+def test_second_derivatives() -> None:
+    def seen(model: nn.Module) -> list[bytes]:
+        x = torch.ones(ROWS, WIDTH, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        found = [it.grad for it in model.parameters() if it.grad is not None]
+        model.zero_grad()
+        return [it.numpy().tobytes() for it in found]
+
+    stock = Net(Layer)
+    model = Net(Layer)
+    begin = plan(managed(model))
+    for number in range(2):
+        begin(number)
+        assert step(model, number)
+        assert step(stock, number)
+    assert seen(model) == seen(stock)
+
+
+def test_what_is_freed_leaves_out_arguments_results_and_weights() -> None:
+    model = Net(Layer)
+    activations = managed(model)
+    plan(activations)(0)
+    step(model, 0)
+    hidden, wide, row = (4 * ROWS * it for it in (WIDTH, 2 * WIDTH, 1))
+    # The norm's result, mean and deviation, and what goes into the activation function and out.
+    assert {activations.proofs[it].freed_bytes for it in NAMES} == {hidden + 2 * row + 2 * wide}
+
+
+def test_the_graph_alone_holds_what_is_saved() -> None:
+    class Noting(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for layer in self.layers:
+                x = layer(x)
+                seen.append(weakref.ref(x.untyped_storage()))
+            y: torch.Tensor = self.head(x)
+            return y
+
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    model = Noting(Layer)
+    begin = plan(managed(model))
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(3):
+            begin(number)
+            step(model, number)
+            assert not any(it() for it in seen)
+    finally:
+        gc.enable()
+
+
+def test_an_argument_that_changes_afterwards_is_an_error_of_autograd() -> None:
+    class Changing(Net):
+        changes = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            y = self.layers[0](x)
+            if self.changes:
+                x.add_(1.0)
+            z: torch.Tensor = self.head(self.layers[1](y))
+            return z
+
+    class Scaled(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * 2.0)
+
+    model = Changing(Scaled)
+    begin = plan(managed(model))
+    for number in range(2):
+        begin(number)
+        step(model, number)
+    model.changes = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(model, 2)
+    model.changes = False
+    model.zero_grad()
+    stock = Changing(Scaled)
+    assert step(model, 3)[:-2] == step(stock, 3)[:-2]
+
+
+def test_other_modes_and_hooks_are_copied_as_before() -> None:
+    model, stock = Net(Dropping), Net(Dropping)
+    begin = plan(activations := managed(model))
+
+    def both(number: int) -> None:
+        found = []
+        for it in (model, stock):
+            torch.manual_seed(number)
+            random.seed(number)
+            found.append(step(it, number))
+        assert found[0] == found[1]
+
+    for number in range(2):
+        begin(number)
+        both(number)
+    assert activations.statistics.tensors_out == 0
+    heard: list[object] = []
+    handle = model.layers[1].up.register_forward_hook(lambda *it: heard.append(it))  # type: ignore[union-attr]
+    both(2)
+    assert len(heard) == 1
+    assert activations.statistics.tensors_out > 0
+    handle.remove()
+    model.layers[2].eval()
+    stock.layers[2].eval()
+    both(3)
+
+
+def test_a_call_that_fails_leaves_nothing_behind() -> None:
+    class Failing(Layer):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            if self.fails:
+                raise ValueError("no")
+            return y
+
+    model = Net(Failing)
+    activations = managed(model)
+    begin = plan(activations)
+    layer: Any = model.layers[2]
+    for number in range(3):
+        begin(number)
+        layer.fails = True
+        with pytest.raises(ValueError, match="no"):
+            step(model, number)
+        layer.fails = False
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        step(model, number)

@@ -1,0 +1,280 @@
+"""Proves, by one call, that a block may run twice: the same bits again, and no other effect.
+
+A block whose call is run again in the backward pass need not keep what autograd saves. Only the
+program knows what its forward functions do besides: count calls, average statistics, draw random
+numbers, talk to other processes. So a call is watched and, where it did nothing of that kind, run
+once more at once: all that it saves and returns must have the same bits. Nothing shows a change of
+objects that neither the block's modules, their classes, their forward functions nor its arguments
+hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from umem.runtime.model_parts import tensors_in
+from umem.runtime.torch_hooks.saved_tensors import Kept, is_lent, keep, may_leave, unpack_kept
+from umem.torch_compat import (
+    TorchDispatchMode,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    storage_key,
+)
+
+__all__ = ["Proof", "WatchedCall", "call_signature", "is_plain"]
+
+_LOG = logging.getLogger("umem")
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+_CONTAINERS = (list, dict, set, deque)
+_TALKING = ("c10d", "_c10d_functional", "c10d_functional")
+"""Namespaces of operators that other processes take part in."""
+_Saved = tuple[torch.Tensor, bool]
+"""A tensor that autograd saves, and whether it stays in any case."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a watched call has shown of a block that may run twice."""
+
+    signature: tuple[Any, ...]
+    """Of the block: another one proves nothing."""
+    is_random: bool
+    """Whether the call draws from torch's generators, whose states are restored then."""
+    freed_bytes: int
+    """What need not be kept of the call from its end to the backward pass."""
+
+
+def call_signature(module: nn.Module) -> tuple[Any, ...] | None:
+    """Modes and hooks of a block's modules; None where the program's hooks would run twice."""
+    found: list[bool] = []
+    for part in module.modules():
+        attributes = vars(part)
+        # umem's own hooks are beside the entries.
+        if "forward" in attributes or any(OrderedDict.__len__(attributes[it]) for it in _HOOKS):
+            return None
+        found.append(part.training)
+    return tuple(found)
+
+
+def is_plain(value: object, depth: int = 4) -> bool:
+    """Whether an argument is a tensor of torch's own, a number or so, or a container of these."""
+    if type(value) in (torch.Tensor, nn.Parameter) or isinstance(value, _PLAIN):
+        return True
+    if depth and type(value) in (tuple, list):
+        return all(is_plain(it, depth - 1) for it in value)  # type: ignore[attr-defined]
+    if depth and type(value) is dict:
+        return all(is_plain(it, depth - 1) for it in value.values())
+    return False
+
+
+class WatchedCall:
+    """A call of a block, between whose ends autograd's saved tensors are seen.
+
+    Parameters
+    ----------
+    module
+        The block.
+    args, kwargs
+        Its arguments.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._module, self._args, self._kwargs = module, args, kwargs
+        self._signature = call_signature(module)
+        self._is_possible = self._signature is not None and is_plain((args, kwargs))
+        self._attributes = _attributes_of(module)
+        self._buffers = [(it, it.detach().clone()) for it in module.buffers()]
+        self._python = _python_states()
+        self._random = _torch_states(self._arguments())
+        self._saved: list[_Saved] = []
+        self._effects = _Effects()
+        _push_hooks(self._saved)
+        self._effects.__enter__()  # type: ignore[no-untyped-call]
+
+    def abandon(self) -> None:
+        """End it without a proof."""
+        self._effects.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        pop_saved_tensor_hooks()
+
+    def end(self, output: object) -> Proof | None:
+        """End it, and run the block once more; None where it may not run twice."""
+        self.abandon()
+        if not self._is_possible or not is_plain(output) or self._has_effects():
+            return None
+        try:
+            return self._prove(output)
+        except Exception:  # such as lack of memory for a second set of what is saved
+            _LOG.debug("umem: a block's call cannot be run again", exc_info=True)
+            return None
+
+    def _prove(self, output: object) -> Proof | None:
+        """Run the block once more, and compare."""
+        first, second = self._saved, list[_Saved]()
+        random_after = _torch_states(self._arguments())
+        is_random = not _are_equal(self._random.values(), random_after.values())
+        again = self._run_again(second)
+        outputs = zip(tensors_in(output), tensors_in(again), strict=True)
+        alike = [len(first) == len(second), *(_are_alike(*pair) for pair in outputs)]
+        for (tensor, stays), (other, stays_too) in zip(first, second, strict=False):
+            alike.append(stays == stays_too and _are_alike(tensor, other))
+        if not all(alike):
+            return None
+        assert self._signature is not None
+        return Proof(self._signature, is_random, self._freed_bytes(first, output))
+
+    def _arguments(self) -> list[torch.Tensor]:
+        return [*tensors_in((self._args, self._kwargs))]
+
+    def _has_effects(self) -> bool:
+        return (
+            self._effects.found
+            or self._python != _python_states()
+            or self._attributes != _attributes_of(self._module)
+            or not _are_equal(*zip(*self._buffers, strict=True) if self._buffers else ((), ()))
+        )
+
+    def _run_again(self, saved: list[_Saved]) -> object:
+        """Call the block with the random numbers of the first time, past its hooks."""
+        devices = [device for device in self._random if device.type == "cuda"]
+        _push_hooks(saved)
+        try:
+            with torch.random.fork_rng(devices):
+                _restore(self._random)
+                return self._module.forward(*self._args, **self._kwargs)
+        finally:
+            pop_saved_tensor_hooks()
+
+    def _freed_bytes(self, saved: list[_Saved], output: object) -> int:
+        """Bytes of the storages that nothing but autograd holds from the end of the call on."""
+        held = {*map(_storage, self._arguments()), *map(_storage, tensors_in(output))}
+        held.update(map(_storage, (*self._module.parameters(), *self._module.buffers())))
+        sizes = {
+            _storage(tensor): tensor.untyped_storage().nbytes()
+            for tensor, stays in saved
+            if not stays
+        }
+        return sum(size_bytes for key, size_bytes in sizes.items() if key not in held)
+
+
+def _push_hooks(saved: list[_Saved]) -> None:
+    """Note what autograd saves, which stays where it is."""
+
+    def pack(tensor: torch.Tensor) -> Kept:
+        saved.append((tensor.detach(), not may_leave(tensor) or is_lent(tensor)))
+        return keep(tensor)
+
+    push_saved_tensor_hooks(pack, unpack_kept)
+
+
+class _Effects(TorchDispatchMode):
+    """Sees operators that do more than to make new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+        self._made: dict[int, torch.UntypedStorage] = {}
+        """Storages of tensors that were made meanwhile, which are kept: an address is one's own."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Look at an operator, and run it."""
+        kwargs = kwargs or {}
+        named = [*zip(func._schema.arguments, args, strict=False)]
+        named += [(it, kwargs[it.name]) for it in func._schema.arguments if it.name in kwargs]
+        for argument, value in named:
+            if isinstance(value, torch.Generator):
+                self.found = True
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.found |= any(_storage(it) not in self._made for it in tensors_in(value))
+        self.found |= func.namespace in _TALKING
+        result = func(*args, **kwargs)
+        inputs = set(map(_storage, tensors_in((args, kwargs))))
+        for tensor in tensors_in(result):
+            key = _storage(tensor)
+            if key not in inputs and key not in self._made:
+                self._made[key] = tensor.untyped_storage()
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _attributes_of(module: nn.Module) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Names and identities of what a block's modules, their classes and functions hold."""
+    return [
+        (name, id(value), _contents_of(value))
+        for part in module.modules()
+        for holder in _holders_of(part)
+        for name, value in holder.items()
+    ]
+
+
+def _contents_of(value: Any) -> tuple[int, ...]:
+    """The identities of what a container holds."""
+    if not isinstance(value, _CONTAINERS):
+        return ()
+    return tuple(map(id, [*value, *value.values()] if isinstance(value, dict) else value))
+
+
+def _holders_of(module: nn.Module) -> Iterator[Mapping[str, Any]]:
+    """What a module's attributes are in, and the containers that its forward function names."""
+    yield vars(module)
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
+            yield vars(kind)
+    forward = inspect.unwrap(type(module).forward)
+    if inspect.isfunction(forward):
+        names = inspect.getclosurevars(forward)
+        named = {**names.nonlocals, **names.globals}
+        yield {name: value for name, value in named.items() if isinstance(value, _CONTAINERS)}
+
+
+def _python_states() -> tuple[Any, ...]:
+    numpys: Any = np.random.get_state()
+    return random.getstate(), numpys[0], bytes(numpys[1]), numpys[2:]
+
+
+def _torch_states(tensors: Iterable[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+    """The states of torch's generators that operators on these tensors may use."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    return states | {device: torch.cuda.get_rng_state(device) for device in devices}
+
+
+def _restore(states: Mapping[torch.device, torch.Tensor]) -> None:
+    for device, state in states.items():
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+
+
+def _are_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    return all(map(_have_equal_bits, some, others))
+
+
+def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same layout and bits."""
+    one, two = (
+        (it.dtype, it.device, it.size(), it.stride(), it.storage_offset()) for it in (tensor, other)
+    )
+    return one == two and _have_equal_bits(tensor, other)
+
+
+def _have_equal_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    one, two = (it.detach().contiguous().view(-1).view(torch.uint8) for it in (tensor, other))
+    return torch.equal(one, two)
