@@ -15,6 +15,7 @@ from torch import nn
 from umem.offloading import offload_blocks
 from umem.offloading.store import ActivationStore
 from umem.streaming.gradients import CopiedGradients
+from umem.streaming.stage import Ring
 from umem.streaming.step import TemporarySlots, call, pieces, step, units
 from umem.streaming.training import StreamedTraining
 from umem.streaming.weights import ModelWeights, StreamedWeights
@@ -34,9 +35,10 @@ PARTS: list[tuple[Any, str]] = [
     (step, "StepCall"),
     (step, "has_alias"),
     (units.StreamedUnits, "fetch_ahead"),
-    (units.StreamedUnits, "fetch"),
     (units.StreamedUnits, "lay_out"),
-    (units.StreamedUnits, "write_back"),
+    (Ring, "fetch"),
+    (Ring, "write_back"),
+    (Ring, "use"),
     (pieces.PieceUpdates, "launch"),
     (pieces.PieceUpdates, "of"),
     (pieces.PieceUpdates, "stage_operands"),

@@ -173,11 +173,11 @@ def test_slots_are_given_back_behind_their_last_copy_on_the_stream_that_owns_the
     """It is another one than the current where the program has changed its stream since."""
     run = begin(1, StreamsOfMoments)
     units = run.training.step.units
-    slots = [it.made for it in units.pool.slots]
+    slots = [it.made for it in units.ring.slots]
     run.lazy.waiting.clear()
     units.set_plan(frozenset(), 3)
     run.step()
-    assert len(units.pool.slots) == 3
+    assert len(units.ring.slots) == 3
     assert all(any(it is other for other in run.lazy.waiting) for it in slots)
 
 
@@ -195,11 +195,11 @@ def test_room_for_operands_is_given_back_on_the_stream_that_owns_it() -> None:
     run.step()
     assert run.training is not None
     units = run.training.step.units
-    slot = units.pool.slots[0]
-    assert units.operand_buffer(slot, 1 << 20, 1.0) is not None
-    owner = slot.operands_made
-    assert units.operand_buffer(slot, 2 << 20, 1.0) is not None
-    assert any(owner is it for it in made[0].waiting)
+    ring = units.ring
+    small = ring.room_beside(ring.slots[0], 1 << 20, 1.0)
+    assert small is not None
+    assert ring.room_beside(ring.slots[0], 2 << 20, 1.0) is not None
+    assert any(small.made is it for it in made[0].waiting)
 
 
 def test_join_waits_for_all() -> None:

@@ -95,14 +95,14 @@ class Streams:
         others = [it for it in self.trainings if it.model is model and not it.is_closed]
         if others:
             lanes, memory = self._shared[others[0]]
-            tuner, pool = others[0].tuner, others[0].step.units.pool
+            tuner, ring = others[0].tuner, others[0].step.units.ring
             lanes.may_update(updated)
         else:
             lanes = LazyLanes(model, self._eagerness, 1, also=updated)
             memory = HostStateMemory()
             room = Room(self._more_bytes)
             store = ActivationStore("cpu", LazyMover(), min_bytes=256)
-            tuner, pool = StreamTuner(load_hardware("h200-pcie"), room, room, store), None
+            tuner, ring = StreamTuner(load_hardware("h200-pcie"), room, room, store), None
         training = StreamedTraining(
             model,
             optimizer,
@@ -111,7 +111,7 @@ class Streams:
             tuner,
             streams_state=not refusal(optimizer),
             step_in_backward=self._in_backward,
-            pool=pool,
+            ring=ring,
         )
         self.trainings.append(training)
         self._shared[training] = lanes, memory

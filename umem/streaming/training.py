@@ -31,12 +31,12 @@ from umem.runtime.torch_hooks.work_starts import before_work
 from umem.streaming.activations.copied_activations import is_compiled
 from umem.streaming.gradients.clipped_gradients import ClippedGradients
 from umem.streaming.gradients.copied_gradients import CopiedGradients
+from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Lanes
+from umem.streaming.stage.ring import Ring
 from umem.streaming.stage.sharded_parameters import GatheredParameters
-from umem.streaming.stage.staged_state import StateMemory
 from umem.streaming.step.in_backward import BackwardUpdates
 from umem.streaming.step.known_optimizers import refusal, whole_step_reason
-from umem.streaming.step.slot_pool import SlotPool
 from umem.streaming.step.step import StepCounts, StreamedStep
 from umem.streaming.step.temporary_slots import TemporarySlots
 from umem.streaming.step.unit_names import UnitNames
@@ -156,7 +156,7 @@ class StreamedTraining(Listener):
         Update parameters in the backward pass, as soon as their gradients are complete.
     weights
         Streams weights of the model.
-    pool
+    ring
         The slots of another optimizer of the model, to be shared with it.
 
     Raises
@@ -178,14 +178,14 @@ class StreamedTraining(Listener):
         copies_gradients: bool = False,
         step_in_backward: bool = False,
         weights: ModelWeights | None = None,
-        pool: SlotPool | None = None,
+        ring: Ring | None = None,
     ) -> None:
         if streams_state:
             _check(optimizer)
         _watch_compiler()
         blocks = find_blocks(model, None)
         self._names = UnitNames(blocks)
-        units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes, pool)
+        units = StreamedUnits(self._names.of, lanes, memory, self._names.part_bytes, ring)
         clipped = ClippedGradients(lanes)
         self._step = StreamedStep(units, lanes, clipped, self, may_defer=not is_compiled(model))
         self._gradients = CopiedGradients(
@@ -200,7 +200,7 @@ class StreamedTraining(Listener):
         self._backward: BackwardUpdates | None = None
         self._weights = weights
         self._temporary = TemporarySlots(
-            model, blocks, units, self._may_make_slots, self._temporary_failed
+            model, blocks, units.ring, self._may_make_slots, self._temporary_failed
         )
         self._undo.append(self._temporary.close)
         if weights is not None:

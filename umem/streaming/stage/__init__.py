@@ -9,6 +9,7 @@ from umem.core.lazy_names import lazy_names
 if TYPE_CHECKING:
     from umem.streaming.stage.device_room import DeviceRoom
     from umem.streaming.stage.held_tensors import HeldTensors
+    from umem.streaming.stage.homes import StateMemory, is_whole, rehome
     from umem.streaming.stage.lanes import (
         Copy,
         CudaLanes,
@@ -19,13 +20,17 @@ if TYPE_CHECKING:
         untraced,
     )
     from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
+    from umem.streaming.stage.ring import TRANSITIONS, BundleEvent, BundleState, Ring
     from umem.streaming.stage.sharded_parameters import order_gathering
     from umem.streaming.stage.shared_budget import SharedBudget
-    from umem.streaming.stage.staged_state import StateMemory, find_spans, is_whole
+    from umem.streaming.stage.staged_state import find_spans
     from umem.streaming.stage.state_room import StateRoom
     from umem.streaming.stage.state_views import StateViews
 
 __all__ = [
+    "TRANSITIONS",
+    "BundleEvent",
+    "BundleState",
     "Copy",
     "CudaLanes",
     "CudaRoom",
@@ -35,6 +40,7 @@ __all__ = [
     "HostLanes",
     "Lane",
     "Lanes",
+    "Ring",
     "SharedBudget",
     "StateMemory",
     "StateRoom",
@@ -43,6 +49,7 @@ __all__ = [
     "find_spans",
     "is_whole",
     "order_gathering",
+    "rehome",
     "untraced",
 ]
 
@@ -51,11 +58,13 @@ __getattr__ = lazy_names(
     {
         "device_room": "DeviceRoom",
         "held_tensors": "HeldTensors",
+        "homes": "StateMemory is_whole rehome",
         "lanes": "Copy CudaLanes HostLanes Lane Lanes cuda_lanes untraced",
         "memory": "CudaRoom CudaStateMemory",
+        "ring": "TRANSITIONS BundleEvent BundleState Ring",
         "sharded_parameters": "order_gathering",
         "shared_budget": "SharedBudget",
-        "staged_state": "StateMemory find_spans is_whole",
+        "staged_state": "find_spans",
         "state_room": "StateRoom",
         "state_views": "StateViews",
     },

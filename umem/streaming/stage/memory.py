@@ -16,10 +16,9 @@ from umem.runtime.native_library import native
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.refused_memory import unless_refused
 from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
-from umem.runtime.unguarded import Unguarded, addresses_of
+from umem.runtime.unguarded import addresses_of
 from umem.streaming.stage.device_room import DeviceRoom
-from umem.streaming.stage.staged_state import StateMemory, is_whole
-from umem.torch_compat import InferenceMode
+from umem.streaming.stage.homes import StateMemory, is_whole, rehome
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -69,14 +68,7 @@ class CudaStateMemory(StateMemory):
 
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Copy to new memory, which the tensor then has."""
-        if self.is_home(tensor) != on_device:
-            return
-        make = self.new_on_device if on_device else self.new_home
-        moved = make(tensor, TensorClass.OPTIMIZER_STATE)
-        if moved is not None:
-            with Unguarded(), InferenceMode(torch.is_inference_mode_enabled()):
-                torch.set_grad_enabled(False)
-                tensor.data = moved.copy_(tensor)
+        rehome(tensor, self, TensorClass.OPTIMIZER_STATE, on_device=on_device)
 
     def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Page-locked memory, which the allocator gives to optimizer state."""

@@ -264,10 +264,7 @@ class StreamedStep:
     def _end_lanes(self) -> None:
         """Let the program's stream wait for all that is queued, behind an error amid a step."""
         self._wait_for(Lane.COPY_IN, Lane.UPDATE)
-        now = self._lanes.mark()
-        for piece in self.units.pool.leaving.values():
-            piece.updated = now
-        self._updates.send_weights(now)
+        self._updates.end(self._lanes.mark())
         self._wait_for(Lane.COPY_OUT)
 
     def _wait_for(self, *lanes: Lane) -> None:
@@ -279,7 +276,7 @@ class StreamedStep:
     ) -> None:
         """Update in place what an error has kept from being queued."""
         self.join()
-        self.units.leave_slots()
+        self.units.ring.take_back()
         for unit in queued:
             part = _with_gradients(_without(unit.queued, left_out))
             for it in self._updates.of(unit, part):
@@ -288,7 +285,8 @@ class StreamedStep:
                 for parameter in parameters_of(it.part):
                     if self._clipped.is_held(parameter.grad):
                         self._clipped.use(parameter.grad)
-                call.update(it.piece.state, it.part, None, is_last=it.is_last)()
+                it.piece.state.bind(None)
+                call.update(it)()
 
     def _find_sharded(self, optimizer: Optimizer, queued: list[StreamedUnit]) -> ShardedStep | None:
         """Find what is on the memory of DTensors; None if no unit has any."""
@@ -452,7 +450,7 @@ class StreamedStep:
             for it in update.held:
                 self._clipped.use(it.grad)
             for piece in pieces:
-                piece.operands = None
+                piece.beside = None
             update.held, update.free, ready = [], update.gradients, self._lanes.mark()
         self._updates.launch(update.unit, call, pieces, ready)
         if update.sharded is not None and work_on_dtensors(pieces):
@@ -550,9 +548,9 @@ class StreamedStep:
         guard.hold(updated)
         self.counts.ahead += 1
         for piece in reversed(unit.pieces):
-            following = piece.next_behind
-            if following is not None and self.units.may_fetch(following):
-                self.units.fetch(following, ready)
+            following = piece.before
+            if following is not None and following.may_come:
+                self.units.ring.fetch(following, [ready])
 
     def free_gradients(self, unit: StreamedUnit) -> None:
         """Free what an update in the backward pass reads, behind the update."""
@@ -566,8 +564,8 @@ class StreamedStep:
 
     def enter(self, name: str, now: Pass) -> None:
         """Send state home and wait for a block's update, before a pass through it."""
-        if self.units.pool.leaving:
-            self.units.write_back()
+        if self.units.ring.here:
+            self.units.ring.write_back()
         self.wait(name, now)
 
     def wait(self, name: str, now: Pass) -> None:
@@ -638,7 +636,7 @@ class StreamedStep:
             self._end_ahead(is_deferred=False)
             self.join()
             self.units.clear()
-            self.units.pool.leave(self.units, is_over=True)
+            self.units.ring.leave(self.units.staged, is_over=True)
             self._updates.begin()  # which forgets the pieces of the last step
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from umem.streaming.gradients.copied_gradients import CopiedGradients
-from umem.streaming.step.slot_pool import SlotPool
+from umem.streaming.stage.ring import Ring
 from umem.streaming.step.temporary_slots import TemporaryPlan, TemporarySlots
 
 __all__ = ["OptimizerPlan", "StreamedState", "TunedOptimizer", "TunedOptimizers"]
@@ -19,7 +19,7 @@ class StreamedState(Protocol):
     """The state of one optimizer, which a plan is about."""
 
     @property
-    def pool(self) -> SlotPool:
+    def ring(self) -> Ring:
         """Its slots, which the optimizers of a model may share."""
 
     @property
@@ -165,9 +165,9 @@ class TunedOptimizers:
     @property
     def device_bytes(self) -> int:
         """State on the device, and slots."""
-        pools = {id(it.state.pool): it.state.pool for it in self._all}
+        rings = {id(it.state.ring): it.state.ring for it in self._all}
         resident_bytes = sum(it.state.resident_bytes for it in self._all)
-        return resident_bytes + sum(it.device_bytes for it in pools.values())
+        return resident_bytes + sum(it.device_bytes for it in rings.values())
 
     def state_sizes(self) -> dict[str, tuple[int, ...]]:
         """Bytes of state that can be streamed, by unit, of what is staged at a time."""
