@@ -155,6 +155,11 @@ class Bundle(ABC):
         """The moment after the last copy home, or the last use at home; None before any."""
 
     @property
+    def is_away(self) -> bool:
+        """Whether a copy is in a slot, or on the way."""
+        return self.where is not BundleState.HOME
+
+    @property
     def is_in_use(self) -> bool:
         """Whether the slot's contents may change now."""
         return self.where is BundleState.HERE

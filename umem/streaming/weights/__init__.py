@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from umem.streaming.weights.model_weights import ModelWeights
     from umem.streaming.weights.staged_weights import is_movable_weight
     from umem.streaming.weights.streamed_weights import (
-        ExtraSlots,
         StreamedBlock,
         StreamedWeights,
         WeightCounts,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CachedExperts",
     "CachedTable",
-    "ExtraSlots",
     "KeptOutputs",
     "ModelWeights",
     "StreamedBlock",
@@ -44,6 +42,6 @@ __getattr__ = lazy_names(
         "managed_models": "weights_of",
         "model_weights": "ModelWeights",
         "staged_weights": "is_movable_weight",
-        "streamed_weights": "ExtraSlots StreamedBlock StreamedWeights WeightCounts",
+        "streamed_weights": "StreamedBlock StreamedWeights WeightCounts",
     },
 )
