@@ -136,7 +136,7 @@ class Slot:
 class Bundle(ABC):
     """Tensors that come to the device, are used there, and leave together."""
 
-    lane = Lane.COPY_IN
+    lane: Lane
     """On which it comes."""
     size_bytes: int
     """Of a slot for it."""

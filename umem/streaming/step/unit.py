@@ -11,7 +11,7 @@ import torch
 
 from umem.core.errors import PlanError
 from umem.runtime.guard import Guard
-from umem.streaming.stage.lanes import Lanes, Moment
+from umem.streaming.stage.lanes import Lane, Lanes, Moment
 from umem.streaming.stage.ring import Bundle, Slot
 from umem.streaming.stage.staged_state import StagedState
 from umem.streaming.step.call import ParameterGroups, parameters_of
@@ -53,6 +53,8 @@ class Piece(Bundle):
     state
         Their state.
     """
+
+    lane = Lane.COPY_IN
 
     def __init__(self, unit: StreamedUnit, parameters: Collection[Any], state: StagedState) -> None:
         super().__init__()

@@ -218,6 +218,8 @@ class StagedWeights(Bundle):
         Weights of which calls with few tokens read some only.
     """
 
+    lane = Lane.WEIGHTS_IN
+
     def __init__(
         self,
         name: str,
