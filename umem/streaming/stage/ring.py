@@ -208,6 +208,8 @@ class Ring:
     ) -> None:
         self.lock = threading.RLock()
         """Held by all users while they change bundles or slots."""
+        self.capacity = FIRST_SLOTS
+        """Number of slots that are wanted."""
         self.slots: list[Slot] = []
         self.temporary: list[Slot] = []
         """Further ones, each for one bundle of a step."""
@@ -218,7 +220,6 @@ class Ring:
         """Whether the slots are for the users' bundles as they are now, and as many as wanted."""
         self._memory, self._lanes, self._make_slot = memory, lanes, make_slot
         self._slot_bytes = 0
-        self._capacity = FIRST_SLOTS
         self._temporary = 0
         """Number of bundles that may have temporary slots."""
         self._makes_temporary = self._has_room_beside = True
@@ -243,14 +244,14 @@ class Ring:
 
         Behind the bundles that have them first, so many may have `temporary` ones.
         """
-        self._capacity, self._temporary = count, temporary
+        self.capacity, self._temporary = count, temporary
         self._makes_temporary = self._has_room_beside = True
         self.is_current = False
 
     def fill(self, slot_bytes: int) -> None:
         """Make the slots, as many as there is room for."""
         self._slot_bytes = slot_bytes
-        self.slots = self._new(slot_bytes, self._capacity)
+        self.slots = self._new(slot_bytes, self.capacity)
 
     def _new(self, size_bytes: int, count: int = 1) -> list[Slot]:
         """New slots, as far as the device has room."""
@@ -343,7 +344,7 @@ class Ring:
         self.take_back()
         every = [user() for user in self.users]
         sizes = [bundle.size_bytes for bundles in every for bundle in bundles]
-        wanted = min(max(self._capacity, 1), len(sizes))
+        wanted = min(max(self.capacity, 1), len(sizes))
         self.slots = self._new(max(sizes), wanted) if wanted else []
         first, count = 0, len(self.slots)
         for bundles in every if count else ():

@@ -23,7 +23,6 @@ raised as without umem, and as without umem some parameters are updated then and
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,22 +99,6 @@ class _UnitUpdate:
     """Whether all are plain tensors, which can be staged."""
     is_shared: bool = False
     """Whether something may use them that no guard would see: then the program's stream waits."""
-
-
-class _Changing(AbstractContextManager[None]):
-    """Calls a function with an exception that ends the block. A generator takes longer."""
-
-    __slots__ = ("_fail",)
-
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
-        self._fail = fail
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None:
-            self._fail(error)
 
 
 class StepOwner(Protocol):
@@ -217,8 +200,11 @@ class StreamedStep:
             is_deferred = is_deferred and self.may_defer
             if self._units_ahead():
                 self.is_begun = True
-                with _Changing(self._fail):
+                try:
                     return self._step(optimizer, self._end_ahead(is_deferred), is_deferred)
+                except BaseException as error:
+                    self._fail(error)
+                    raise
             return self._step(optimizer, frozenset(), is_deferred)
 
     def _step(
@@ -527,8 +513,11 @@ class StreamedStep:
             Returns what a parameter gets in the place of its gradient.
         """
         self.check_known()
-        with _Changing(self._fail):
+        try:
             self._update_ahead(unit, call, freed)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _update_ahead(
         self, unit: StreamedUnit, call: StepCall, freed: Callable[[Any], torch.Tensor]

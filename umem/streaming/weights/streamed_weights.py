@@ -99,8 +99,8 @@ class _Kind(IntEnum):
         return self is not _Kind.FEW_TOKENS
 
 
-_Event = tuple[_Kind, int]
-"""A block's number in a pass."""
+_Event = tuple[_Kind, StagedWeights]
+"""A pass of a block."""
 
 
 @dataclass(eq=False)
@@ -114,13 +114,6 @@ class _Call:
     inputs: Sequence[object] = ()
     """The nodes of the graph that have made its arguments, if the block has quantised weights."""
     makes_graph: bool = False
-
-
-class _Running(threading.local):
-    """The calls of blocks that a thread is in."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
 
 
 class StreamedWeights(Listener):
@@ -158,12 +151,10 @@ class StreamedWeights(Listener):
         self._ring = Ring(memory, lanes, LentSlot)
         self._lock = self._ring.lock
         self._staged: list[StagedWeights] = []
-        """By number, in forward order."""
+        """In forward order."""
         self._named: dict[str, StagedWeights] = {}
-        self._slots = 0
         self._extra: dict[_Event, int] = {}
-        self._numbers: dict[int, int] = {}
-        """By ``id`` of what is staged."""
+        """Further slots that may exist in a pass."""
         self._few_rows = 0
         """Calls of blocks with at most so many rows are of few tokens. It is the same for all
         blocks: what follows one without experts depends on it too."""
@@ -175,7 +166,7 @@ class StreamedWeights(Listener):
         self._last: _Event | None = None
         self._in_backward: StagedWeights | None = None
         """The block that the backward pass is in."""
-        self._running = _Running()
+        self._running = threading.local()
         self._hearing: Hearing | None = None
         self._undo: list[Undo] = []
         _every.add(self)
@@ -254,13 +245,11 @@ class StreamedWeights(Listener):
                 )
                 for it in blocks
             ]
-            self._numbers = {id(it): number for number, it in enumerate(self._staged)}
             self._named = {it.name: it for it in self._staged}
             self._few_rows = min(filter(None, (it.experts.few_rows for it in blocks)), default=0)
-            self._slots = slots
             self._extra = {
-                (kind, number): count
-                for number, it in enumerate(self._staged)
+                (kind, it): count
+                for it in self._staged
                 for found in [(extra or {}).get(it.name)]
                 if found is not None
                 for kind, count in zip((_Kind.FORWARD, _Kind.BACKWARD), found, strict=True)
@@ -351,7 +340,7 @@ class StreamedWeights(Listener):
                 staged.cache.release()
         for slot in self._ring.slots:
             slot.let_go(self._lanes)
-        self._ring.slots, self._staged, self._numbers, self._named = [], [], {}, {}
+        self._ring.slots, self._staged, self._named = [], [], {}
         self._passes.clear()
         self._successors.clear()
         self._expected.clear()
@@ -359,11 +348,18 @@ class StreamedWeights(Listener):
 
     # ------------------------------------------------------------------ passes
 
+    @property
+    def _calls(self) -> list[_Call]:
+        """The calls of blocks that this thread is in."""
+        calls: list[_Call] = vars(self._running).setdefault("calls", [])
+        return calls
+
     def begin_call(self) -> None:
         """The model is called: an interrupt may have ended the call before without its hooks."""
-        while self._running.calls:
-            self._end_call(self._running.calls[-1])
-            self._running.calls.pop()
+        calls = self._calls
+        while calls:
+            self._end_call(calls[-1])
+            calls.pop()
         if self._hearing is not None:
             self._hearing.hook_compiled()
 
@@ -371,7 +367,7 @@ class StreamedWeights(Listener):
         """Stage the block's weights."""
         staged = self._named[name]
         call = _Call(self._store.open_groups)
-        self._running.calls.append(call)
+        self._calls.append(call)
         if self._lanes.is_capturing():
             # The graph replays with what it was captured with: homes never change their address.
             self.was_captured = True
@@ -402,15 +398,16 @@ class StreamedWeights(Listener):
 
     def block_ends(self, name: str, _now: Pass, output: object, *, failed: bool) -> None:
         """End the use of its weights."""
-        if not self._running.calls:
+        calls = self._calls
+        if not calls:
             return
-        call, staged = self._running.calls[-1], self._named[name]
+        call, staged = calls[-1], self._named[name]
         try:
             if call.makes_graph and not failed and staged.has_subclasses and staged.have_views():
                 let_go_of_lent(nodes_of(tensors_in(output)), call.inputs)
         finally:
             self._end_call(call)
-            self._running.calls.pop()
+            calls.pop()
 
     def _end_call(self, call: _Call) -> None:
         # Its own group, if it came so far as to open one; and what an interrupt has left of others.
@@ -425,7 +422,7 @@ class StreamedWeights(Listener):
 
     def _enter_backward(self, staged: StagedWeights) -> None:
         with self._lock:
-            if self._in_backward is staged or id(staged) not in self._numbers:
+            if self._in_backward is staged or not self._is_known(staged):
                 return
             self.end_backward()
             self._in_backward = staged
@@ -448,7 +445,7 @@ class StreamedWeights(Listener):
     def _use(self, kind: _Kind, staged: StagedWeights, user: object) -> bool:
         """Begin a use of a block's weights; returns False for want of a buffer."""
         with self._lock:
-            event = kind, self._numbers[id(staged)]
+            event = kind, staged
             if staged is self._staged[0]:
                 self._passes[kind] += 1
             self._follows(event)
@@ -494,7 +491,7 @@ class StreamedWeights(Listener):
             ended = staged.end_use(user)
             if not staged.is_away:
                 return  # none is free that was not before
-            if self._last is not None and id(staged) in self._numbers:
+            if self._last is not None and self._is_known(staged):
                 # What comes now must have room in the next pass too.
                 following = self._next(self._last)
                 most = min(map(self._most_buffers, (self._last, following)))
@@ -520,9 +517,12 @@ class StreamedWeights(Listener):
                     return
                 self._fetch(staged, slot, kind, asked)
 
+    def _is_known(self, staged: StagedWeights) -> bool:
+        return self._named.get(staged.name) is staged
+
     def _most_buffers(self, event: _Event) -> int:
         """Number of buffers that may exist in a block's pass."""
-        return self._slots + self._extra.get(event, 0)
+        return self._ring.capacity + self._extra.get(event, 0)
 
     def _further_slot(self, most: int) -> Slot | None:
         if len(self._ring.slots) >= most:
@@ -557,24 +557,21 @@ class StreamedWeights(Listener):
         expected = self._expected.get((event, most))
         if expected is None:
             expected = self._expected[event, most] = self._find_expected(event, most)
-        for kind, number in expected:
+        for kind, staged in expected:
             if len(found) >= most:
                 break
-            found.setdefault(self._staged[number], kind)
+            found.setdefault(staged, kind)
         return found
 
     def _find_expected(self, event: _Event, most: int) -> list[_Event]:
         """The passes of so many blocks, the first ones behind a pass that have anything to copy."""
-        found: dict[int, _Event] = {}
+        found: dict[StagedWeights, _Event] = {}
         passed = set()
         while len(found) < most and event not in passed:
             passed.add(event)
-            event = self._next(event)
-            kind, number = event
-            if number not in found and self._staged[number].needs_copy(
-                with_experts=kind.has_experts
-            ):
-                found[number] = event
+            event = kind, staged = self._next(event)
+            if staged not in found and staged.needs_copy(with_experts=kind.has_experts):
+                found[staged] = event
         return list(found.values())
 
     def _next(self, event: _Event) -> _Event:
@@ -582,13 +579,13 @@ class StreamedWeights(Listener):
         known = self._successors.get(event)
         if known is not None:
             return known
-        kind, number = event
-        last = len(self._staged) - 1
+        kind, staged = event
+        every, number = self._staged, self._staged.index(staged)
         if kind is _Kind.BACKWARD:
-            return (kind, number - 1) if number else (_Kind.FORWARD, 0)
-        if number < last:
-            return kind, number + 1
-        return (_Kind.BACKWARD, last) if kind is _Kind.FORWARD else (kind, 0)
+            return (kind, every[number - 1]) if number else (_Kind.FORWARD, every[0])
+        if staged is not every[-1]:
+            return kind, every[number + 1]
+        return (_Kind.BACKWARD, staged) if kind is _Kind.FORWARD else (kind, every[0])
 
 
 def _backward_ends(reference: weakref.ref[StreamedWeights], _has_failed: bool) -> None:
