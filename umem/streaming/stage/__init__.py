@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         untraced,
     )
     from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
-    from umem.streaming.stage.ring import TRANSITIONS, BundleEvent, BundleState, Ring
+    from umem.streaming.stage.ring import TRANSITIONS, Bundle, BundleEvent, BundleState, Ring, Slot
     from umem.streaming.stage.sharded_parameters import order_gathering
     from umem.streaming.stage.shared_budget import SharedBudget
     from umem.streaming.stage.staged_state import find_spans
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TRANSITIONS",
+    "Bundle",
     "BundleEvent",
     "BundleState",
     "Copy",
@@ -42,6 +43,7 @@ __all__ = [
     "Lanes",
     "Ring",
     "SharedBudget",
+    "Slot",
     "StateMemory",
     "StateRoom",
     "StateViews",
@@ -61,7 +63,7 @@ __getattr__ = lazy_names(
         "homes": "StateMemory is_whole rehome",
         "lanes": "Copy CudaLanes HostLanes Lane Lanes cuda_lanes untraced",
         "memory": "CudaRoom CudaStateMemory",
-        "ring": "TRANSITIONS BundleEvent BundleState Ring",
+        "ring": "TRANSITIONS Bundle BundleEvent BundleState Ring Slot",
         "sharded_parameters": "order_gathering",
         "shared_budget": "SharedBudget",
         "staged_state": "find_spans",

@@ -248,10 +248,10 @@ class Ring:
         self._makes_temporary = self._has_room_beside = True
         self.is_current = False
 
-    def fill(self, slot_bytes: int) -> None:
-        """Make the slots, as many as there is room for."""
+    def fill(self, slot_bytes: int, most: int | None = None) -> None:
+        """Make the slots, `most` at most, as many as there is room for."""
         self._slot_bytes = slot_bytes
-        self.slots = self._new(slot_bytes, self.capacity)
+        self.slots = self._new(slot_bytes, self.capacity if most is None else most)
 
     def _new(self, size_bytes: int, count: int = 1) -> list[Slot]:
         """New slots, as far as the device has room."""
@@ -345,7 +345,7 @@ class Ring:
         every = [user() for user in self.users]
         sizes = [bundle.size_bytes for bundles in every for bundle in bundles]
         wanted = min(max(self.capacity, 1), len(sizes))
-        self.slots = self._new(max(sizes), wanted) if wanted else []
+        self.fill(max(sizes, default=0), wanted)
         first, count = 0, len(self.slots)
         for bundles in every if count else ():
             for number, bundle in enumerate(bundles):
