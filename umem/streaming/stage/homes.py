@@ -33,7 +33,8 @@ class StateMemory(Protocol):
         """Whether a state tensor is in host memory, from where it is staged for its use."""
 
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
-        """Move a tensor's memory to the device or to the host, if it is not there, and has room."""
+        """Move state to the device or to the host, if it is not there, and has room."""
+        rehome(tensor, self, TensorClass.OPTIMIZER_STATE, on_device=on_device)
 
     def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """New host memory for a tensor's contents, counted as of a class; None if there is none."""

@@ -18,7 +18,7 @@ from umem.runtime.refused_memory import unless_refused
 from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
 from umem.runtime.unguarded import addresses_of
 from umem.streaming.stage.device_room import DeviceRoom
-from umem.streaming.stage.homes import StateMemory, is_whole, rehome
+from umem.streaming.stage.homes import StateMemory, is_whole
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -65,10 +65,6 @@ class CudaStateMemory(StateMemory):
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether CUDA knows its memory as the host's."""
         return bool(native().memory_type(*addresses_of((tensor,))) == "host")
-
-    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
-        """Copy to new memory, which the tensor then has."""
-        rehome(tensor, self, TensorClass.OPTIMIZER_STATE, on_device=on_device)
 
     def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Page-locked memory, which the allocator gives to optimizer state."""

@@ -82,28 +82,21 @@ class PieceUpdate:
         may_stage = memory.may_stage if are_alone else memory.is_movable
         span = self.piece.state.span
 
-        def find(
-            found: dict[int, _Operand],
-            parameter: torch.Tensor,
-            tensor: torch.Tensor,
-            factors: tuple[Any, ...] = (),
-        ) -> None:
-            if not may_stage(tensor) or not memory.is_home(tensor):
-                return
-            begin, end = span or (0, tensor.numel())
-            if span is not None and not tensor.is_contiguous():
-                return
-            size_bytes = (end - begin) * tensor.itemsize
-            address = tensor.data_ptr() + begin * tensor.itemsize
-            found[id(parameter)] = _Operand(
-                tensor, address, size_bytes, self.operand_bytes, factors
-            )
-            self.operand_bytes += staged_bytes([size_bytes])
-
         with Unguarded():
             for parameter in parameters_of(self.part):
-                find(self._weights, parameter, parameter)
-                find(self._gradients, parameter, parameter.grad, factors(parameter.grad))
+                gradient = parameter.grad
+                for found, tensor, own in (
+                    (self._weights, parameter, ()),
+                    (self._gradients, gradient, factors(gradient)),
+                ):
+                    is_home = may_stage(tensor) and memory.is_home(tensor)
+                    if is_home and (span is None or tensor.is_contiguous()):
+                        begin, end = span or (0, tensor.numel())
+                        size_bytes = (end - begin) * tensor.itemsize
+                        address = tensor.data_ptr() + begin * tensor.itemsize
+                        offset = self.operand_bytes
+                        found[id(parameter)] = _Operand(tensor, address, size_bytes, offset, own)
+                        self.operand_bytes += staged_bytes([size_bytes])
 
     @property
     def stages_weights(self) -> bool:

@@ -90,7 +90,7 @@ class TemporarySlots(Listener):
     def step_begins(self) -> None:
         """The optimizer steps: the last slots are made, and batches are counted anew."""
         if None in self.plan.made_in:
-            self._errors(self._make_all)()
+            self._errors(self._make)(len(self.plan.made_in))
         self._passes = 0
 
     def close(self) -> None:
@@ -124,16 +124,11 @@ class TemporarySlots(Listener):
 
     def block_reached(self, name: str) -> None:
         """Make the slots that are due, from what the block behind has saved."""
-        if self._is_due():
-            place = self._places[name]
-            made_in = [self._places.get(it, -1) for it in self.plan.made_in if it is not None]
-            self._ring.make_temporary(sum(it >= place for it in made_in))
+        place = self._places[name]
+        made_in = [self._places.get(it, -1) for it in self.plan.made_in if it is not None]
+        self._make(sum(it >= place for it in made_in))
 
-    def _make_all(self) -> None:
-        """The step begins."""
-        if self._is_due():
-            self._ring.make_temporary(len(self.plan.made_in))
-
-    def _is_due(self) -> bool:
-        """Whether this is the last batch of a step that may have slots."""
-        return self._passes >= self.plan.batches and self._may_make()
+    def _make(self, count: int) -> None:
+        """Make so many in the last batch of a step that may have slots."""
+        if self._passes >= self.plan.batches and self._may_make():
+            self._ring.make_temporary(count)

@@ -1,4 +1,4 @@
-"""Units of parameters: where their optimizer state lies, and which slots it is staged in."""
+"""Units of parameters: where their optimizer state lies, and what of it comes ahead of a step."""
 
 from __future__ import annotations
 
@@ -386,12 +386,12 @@ class StreamedUnits:
         They are for the first pieces of all optimizers of the model together.
         """
         with self.lock:
-            if not self.ring.slots:
+            streamed = [it for unit in self.queued for it in unit.pieces if it.slot]
+            if not streamed:
                 return  # and records no event, as every step does whose state is on the device
             count = len(self.ring.slots) - self.ring.place_of(self.staged)
             if count <= 0:
                 return
-            streamed = [it for unit in self.queued for it in unit.pieces if it.slot]
             if self.runs_backward:
                 streamed.reverse()
             now = self._lanes.mark()
