@@ -3,15 +3,16 @@
 A bundle is what one copy carries: a piece of optimizer state, with what its update has at home of
 weights and gradients, or the weights of a block. Its life:
 
-1. At HOME, in host memory, anybody may use it. :meth:`Ring.fetch` queues its copy into a slot.
-2. COMING: the slot has a copy of it, or will have. It still counts at home, so that the copy may be
-   dropped at any time. What is about to use a home lets the copy read it first
-   (:meth:`Ring.recall`).
-3. HERE: it is in use in the slot, behind the moment `arrived`. Only the slot has what the use
-   writes. :meth:`Ring.use` notes how it goes home, or the bundle writes home itself when the use
-   ends and keeps its copy: it is COMING again.
-4. LEAVING: :meth:`Ring.write_back` has queued the copy home, before anything else needs the slot or
-   the home. Behind the moment `returned` it is at HOME.
+1. HOME: the tensors are in host memory, and anybody may use them. :meth:`Ring.fetch` queues their
+   copies into a slot.
+2. COMING: the slot has copies, or will have them at the moment `arrived`. The homes still count, so
+   that the copies may be dropped at any time. Whoever is about to change a home waits until it was
+   read (:meth:`Ring.recall`).
+3. HERE: the copies are in use, and only the slot has what the use writes. For a piece of state
+   :meth:`Ring.use` notes the work that copies it home. Weights of a block write home themselves
+   when the use ends, and keep their copies: they are COMING again.
+4. LEAVING: :meth:`Ring.write_back` has queued the copies home, before anything else needs the slot
+   or the homes. After the moment `returned` the bundle is at HOME.
 
 Pieces of state have slots in turn, as each step uses them in the same order: their views are made
 once. Blocks take the slot of whoever is wanted last, by the order that their passes have come in.
@@ -137,16 +138,16 @@ class Bundle(ABC):
     """Tensors that come to the device, are used there, and leave together."""
 
     lane: Lane
-    """On which it comes."""
+    """The lane of its copies in."""
     size_bytes: int
-    """Of a slot for it."""
+    """The least size of its slot."""
 
     def __init__(self) -> None:
         self.where = BundleState.HOME
         self.slot: Slot | None = None
-        """Its slot; None if it has none."""
+        """Where the bundle comes to; None without a slot."""
         self.turn: Slot | None = None
-        """The slot that it has in turn; another one than `slot` while it has a temporary one."""
+        """The usual slot; another one than `slot` while that is a temporary one."""
         self.before: Bundle | None = None
         """The bundle that has the slot next in a backward pass."""
         self.arrived: Moment = None
@@ -258,8 +259,7 @@ class Ring:
         with InferenceMode(False):
             found = [self._memory.buffer(size_bytes) for _ in range(count)]
         every = [memory for memory in found if memory is not None]
-        # Behind the taking: where algorithms are deterministic, torch fills new memory. And who had
-        # it before has given it back on this stream.
+        # After the memory is taken: this stream may fill it, and has waited for earlier owners.
         made = self._lanes.mark() if every else None
         return [self._make_slot(memory, made) for memory in every]
 
@@ -327,7 +327,7 @@ class Ring:
         if self.users == [bundles]:
             self.slots, self.temporary = [], []
         if is_over:
-            self._users = [it for it in self._users if it() not in (None, bundles)]
+            self._users = [user for user in self._users if user() not in (None, bundles)]
 
     @property
     def users(self) -> list[Callable[[], Sequence[Bundle]]]:
@@ -431,7 +431,7 @@ class Ring:
             return None
         if beside is not None:
             beside.let_go(self._lanes)
-        slot.beside = beside = None  # frees it before more is asked for
+        slot.beside = beside = None  # the old memory goes before more is asked for
         slot.beside = next(iter(self._new(int(share * size_bytes))), None)
         self._has_room_beside = slot.beside is not None
         return slot.beside
@@ -465,7 +465,7 @@ class Ring:
     def recall(self, bundle: Bundle) -> None:
         """Drop a copy behind which the program may use the homes: COMING → HOME."""
         if bundle.where is BundleState.COMING:
-            self._lanes.wait(bundle.arrived)  # it reads the homes
+            self._lanes.wait(bundle.arrived)  # the copy reads the homes
             if bundle.slot is not None:
                 self._lanes.wait_on_stream_of(bundle.slot.made, bundle.arrived)
             bundle.drop()
@@ -488,7 +488,7 @@ class Ring:
         if not self.here:
             return
         with self.lock:
-            for bundle in [it for it in self.here if slot is None or it.slot is slot]:
+            for bundle in [some for some in self.here if slot is None or some.slot is slot]:
                 owner = bundle.slot
                 if owner is not None and bundle.where is BundleState.HERE:
                     moment = self._lanes.run(Lane.COPY_OUT, self.here[bundle], owner.used)

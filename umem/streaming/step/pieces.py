@@ -114,25 +114,31 @@ class PieceUpdate:
             (self._weights, TensorClass.WEIGHTS),
             (self._gradients, TensorClass.GRADIENTS),
         ):
-            copies = [Copy(first + it.offset, it.address, it.size_bytes) for it in some.values()]
+            copies = [
+                Copy(first + operand.offset, operand.address, operand.size_bytes)
+                for operand in some.values()
+            ]
             if copies:
                 lanes.copy(Lane.COPY_IN, copies, tensor_class)
 
     def copy_out(self, lanes: Lanes, beside: Slot) -> None:
         """Copy the weights back to their homes, from within work of a lane."""
         first, some = beside.memory.data_ptr(), self._weights.values()
-        copies = [Copy(it.address, first + it.offset, it.size_bytes) for it in some]
+        copies = [
+            Copy(operand.address, first + operand.offset, operand.size_bytes) for operand in some
+        ]
         if copies:
             lanes.copy(Lane.COPY_OUT, copies, TensorClass.WEIGHTS)
 
     def multiply(self, beside: Slot) -> None:
         """Multiply the gradients' copies as is due, before any other use of them."""
         alike: dict[Any, list[_Operand]] = {}
-        for it in self._gradients.values():
-            if it.factors:
-                alike.setdefault((it.tensor.dtype, *map(id, it.factors)), []).append(it)
+        for operand in self._gradients.values():
+            if operand.factors:
+                kind = operand.tensor.dtype, *map(id, operand.factors)
+                alike.setdefault(kind, []).append(operand)
         for some in alike.values():
-            multiply([_elements(it, beside) for it in some], some[0].factors)
+            multiply([_elements(operand, beside) for operand in some], some[0].factors)
 
     def stand_in(
         self, parameter: torch.Tensor, gradient: torch.Tensor, beside: Slot | None
@@ -191,7 +197,7 @@ class PieceUpdates:
         pieces = unit.pieces[::-1] if self._units.runs_backward else unit.pieces
         if pieces[0].state is unit.state:
             return [PieceUpdate(pieces[0], unit.queued if part is None else part, is_last=True)]
-        last = {it.state.divided: it for it in pieces}
+        last = {piece.state.divided: piece for piece in pieces}
         updates = []
         for piece in pieces:
             some = piece.queued if part is None else _of_piece(part, piece)
@@ -212,18 +218,18 @@ class PieceUpdates:
         if not self._units.stages_operands:
             return
         by_slot: dict[Slot, list[PieceUpdate]] = {}
-        for it in updates:
-            if it.piece.slot is not None:
-                it.find_operands(self._units.memory, self._clipped.factors, are_alone=are_alone)
-                if it.operand_bytes:
-                    by_slot.setdefault(it.piece.slot, []).append(it)
+        for update in updates:
+            if update.piece.slot is not None:
+                update.find_operands(self._units.memory, self._clipped.factors, are_alone=are_alone)
+                if update.operand_bytes:
+                    by_slot.setdefault(update.piece.slot, []).append(update)
         for slot, some in by_slot.items():
-            largest = max(some, key=lambda it: it.operand_bytes)
+            largest = max(some, key=lambda update: update.operand_bytes)
             # Pieces have about as much beside as much state, and the same slot serves many.
             share = slot.memory.nbytes / max(1, largest.piece.size_bytes)
             beside = self._ring.room_beside(slot, largest.operand_bytes, share)
-            for it in some:
-                it.beside = beside
+            for update in some:
+                update.beside = beside
 
     def launch(
         self, unit: StreamedUnit, call: StepCall, updates: Sequence[PieceUpdate], ready: Moment
@@ -241,9 +247,9 @@ class PieceUpdates:
         ready
             The moment behind which gradients may be used.
         """
-        for it in updates:
-            unit.updated = self._launch_piece(it, call, ready)
-        if any(it.stages_weights for it in updates):
+        for update in updates:
+            unit.updated = self._launch_piece(update, call, ready)
+        if any(update.stages_weights for update in updates):
             # Weights are updated when all of them are back.
             unit.updated = self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
         self.last = unit.updated
@@ -289,28 +295,28 @@ class PieceUpdates:
         for piece in self._ring.here:
             if piece.slot is not None:
                 piece.slot.used = [now]
-        self._send_weights([it for it in self._staying if it.piece in self.queued], now)
+        self._send_weights([update for update in self._staying if update.piece in self.queued], now)
 
     def _send_weights(self, updates: Iterable[PieceUpdate], after: Moment) -> None:
-        for it in updates:
-            if it.beside is not None:
-                leave = functools.partial(it.copy_out, self._lanes, it.beside)
-                it.beside.used = [self._lanes.run(Lane.COPY_OUT, leave, [after])]
-            self._staying.remove(it)  # not before: what an error cuts short is done again
+        for update in updates:
+            if update.beside is not None:
+                leave = functools.partial(update.copy_out, self._lanes, update.beside)
+                update.beside.used = [self._lanes.run(Lane.COPY_OUT, leave, [after])]
+            self._staying.remove(update)  # not before: what an error cuts short is done again
 
 
 def work_on_dtensors(updates: Sequence[PieceUpdate]) -> bool:
     """Whether an update does not take this rank's parts, and so is a use of DTensors."""
-    return any(it.piece.state.is_wrapped for it in updates)
+    return any(update.piece.state.is_wrapped for update in updates)
 
 
 def are_staged(parameters: Sequence[Any], updates: Sequence[PieceUpdate]) -> bool:
     """Whether each update has copies of the gradients of these parameters."""
     keys = set(map(id, parameters))
     return all(
-        it.stages_gradient_of(parameter)
-        for it in updates
-        for parameter in parameters_of(it.part)
+        update.stages_gradient_of(parameter)
+        for update in updates
+        for parameter in parameters_of(update.part)
         if id(parameter) in keys
     )
 
