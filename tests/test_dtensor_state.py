@@ -15,6 +15,7 @@ from streamed_programs import WIDTH, Net, Program
 from torch import distributed, nn
 
 from umem.runtime.guard import guard_of
+from umem.streaming.stage import BundleState
 from umem.streaming.step import TemporaryPlan
 
 pytestmark = pytest.mark.skipif(
@@ -200,10 +201,9 @@ def test_state_is_fetched_ahead_and_leaves_behind_the_step() -> None:
     run.backward()
     pieces = [piece for unit in run.training.step.units for piece in unit.pieces]
     staged = [it for it in pieces if it.state.homes]
-    assert [it.fetched is not None for it in staged[:3]] == [True, True, False]
+    assert [it.where for it in staged[:3]] == [BundleState.COMING] * 2 + [BundleState.LEAVING]
     run.optimizer.step()
-    leaving = run.training.step.units.pool.leaving
-    assert list(leaving.values()) == staged[-2:]
+    assert list(run.training.step.units.ring.here) == staged[-2:]
     assert guard_of(first(run)) is not None
     assert first(run).shape == (WIDTH, WIDTH)
     assert not any(it.is_touched for it in staged)  # a question that needs no value

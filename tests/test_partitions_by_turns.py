@@ -22,6 +22,7 @@ from torch import nn
 
 from umem.capture.live import find_blocks
 from umem.runtime.model_parts import main_chain
+from umem.streaming.stage import BundleState
 from umem.streaming.step import UnitNames, unit_names
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import TuningState
@@ -269,7 +270,7 @@ def test_state_with_known_views_is_fetched_ahead(
         assert units.layouts == layouts
         assert units.may_have_temporary
         run.model(torch.ones(1, WIDTH, dtype=torch.bfloat16).requires_grad_())
-        assert any(piece.fetched is not None for unit in units for piece in unit.pieces)
+        assert any(piece.where is BundleState.COMING for piece in units.staged())
         run.train(3)
     assert run.found() == stock.found()
 

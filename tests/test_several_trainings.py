@@ -171,7 +171,7 @@ class Process:
 
     def add(self, owner: Owner, optimizer: torch.optim.Optimizer) -> None:
         """Stream the state of one more optimizer of a model."""
-        pool = owner.trainings[0].step.units.pool if owner.trainings else None
+        ring = owner.trainings[0].step.units.ring if owner.trainings else None
         training = StreamedTraining(
             owner.model,
             optimizer,
@@ -180,7 +180,7 @@ class Process:
             owner.tuner,
             step_in_backward=self.in_backward,
             weights=owner.weights,
-            pool=pool,
+            ring=ring,
         )
         owner.trainings.append(training)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,25 +12,15 @@ from streamed_programs import UNITS, WIDTH, Program, bits, nothing, stock_bits
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.streaming.stage import Copy, Lane
+from umem.streaming.stage import Lane
 
-
-class CountingLanes(LazyLanes):
-    """Lanes that count bytes by lane and class."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, eagerness=0.5, seed=3)
-        self.bytes: Counter[tuple[Lane, TensorClass]] = Counter()
-
-    def copy(self, lane: Lane, copies: Sequence[Copy], tensor_class: TensorClass) -> None:
-        self.bytes[lane, tensor_class] += sum(it.size_bytes for it in copies)
-        super().copy(lane, copies, tensor_class)
+lanes_of = partial(LazyLanes, eagerness=0.5, seed=3)
 
 
 def run(**options: Any) -> Program:
     """A streamed run of which no bit differs from the stock one."""
     # Gradients leave, and stay on the host for the update.
-    streamed = Program(CountingLanes, copied_gradients=UNITS, **options)
+    streamed = Program(lanes_of, copied_gradients=UNITS, **options)
     assert bits(streamed.run(nothing)) == stock_bits(nothing, **options)
     return streamed
 
@@ -46,19 +35,19 @@ def test_weights_and_gradients_come_with_the_state_and_weights_go_with_it() -> N
     program = run()
     lanes = program.lazy
     all_bytes, steps = large_bytes(program), 4
-    assert lanes.bytes[Lane.COPY_IN, TensorClass.WEIGHTS] == steps * all_bytes
-    assert lanes.bytes[Lane.COPY_OUT, TensorClass.WEIGHTS] == steps * all_bytes
+    assert lanes.copied[Lane.COPY_IN, TensorClass.WEIGHTS] == steps * all_bytes
+    assert lanes.copied[Lane.COPY_OUT, TensorClass.WEIGHTS] == steps * all_bytes
     # In the first step no gradient has left yet.
-    assert lanes.bytes[Lane.COPY_IN, TensorClass.GRADIENTS] >= (steps - 1) * all_bytes
+    assert lanes.copied[Lane.COPY_IN, TensorClass.GRADIENTS] >= (steps - 1) * all_bytes
     # Only the comparison at the end waits for an update.
     assert program.training.counts.waited == 0
 
 
 def test_without_room_beside_the_state_they_are_used_where_they_are() -> None:
     lanes = run(most_buffers=2).lazy
-    assert not lanes.bytes[Lane.COPY_IN, TensorClass.WEIGHTS]
-    assert not lanes.bytes[Lane.COPY_OUT, TensorClass.WEIGHTS]
-    assert lanes.bytes[Lane.COPY_IN, TensorClass.OPTIMIZER_STATE]
+    assert not lanes.copied[Lane.COPY_IN, TensorClass.WEIGHTS]
+    assert not lanes.copied[Lane.COPY_OUT, TensorClass.WEIGHTS]
+    assert lanes.copied[Lane.COPY_IN, TensorClass.OPTIMIZER_STATE]
 
 
 def test_a_plan_may_leave_no_room_for_them() -> None:
@@ -67,7 +56,7 @@ def test_a_plan_may_leave_no_room_for_them() -> None:
             units = program.training.step.units
             units.set_plan(frozenset(), 2, stages_operands=program.steps < 3)
 
-    program = Program(CountingLanes)
+    program = Program(lanes_of)
     found = program.run(plan, steps=6)
     assert bits(found) == bits(Program(None).run(plan, steps=6))
     buffers_bytes = program.training.step.units.device_bytes
@@ -100,6 +89,6 @@ def test_a_graph_that_saved_a_weight_notices_its_update_as_without_umem(kind: st
 
     stock, streamed = (
         Program(lanes, make_model=two_weights, make_optimizer=optimizer)
-        for lanes in (None, CountingLanes)
+        for lanes in (None, lanes_of)
     )
     assert notices(stock) == notices(streamed) == (kind == "default")

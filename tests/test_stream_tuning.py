@@ -571,7 +571,7 @@ def test_a_step_that_waits_has_slots_where_activations_were() -> None:
     run.training.step.may_defer = False
     seen: list[int] = []
     run.optimizer.register_step_post_hook(
-        lambda *_: seen.append(len(run.training.step.units.pool.temporary))
+        lambda *_: seen.append(len(run.training.step.units.ring.temporary))
     )
     assert run.run(10, rows=rows) == Training(make_model=WithHead).run(10, rows=rows)
     status = run.status

@@ -41,7 +41,8 @@ from streamed_uses import USES
 from torch import nn
 
 from umem.core.errors import PlanError
-from umem.streaming.step import SlotPool, TemporaryPlan
+from umem.streaming.stage import Ring
+from umem.streaming.step import TemporaryPlan
 from umem.streaming.training import StreamedTraining
 
 NEEDS_GRADIENTS = frozenset(
@@ -285,10 +286,10 @@ class SeveralOptimizers(Program):
     def stream(self) -> None:
         if self.lanes is not None:
             self.begin_lanes(self.lanes)
-            pool = SlotPool(self.memory, self.lazy)
+            ring = Ring(self.memory, self.lazy)
             self.trainings = [
                 StreamedTraining(
-                    self.model, it, self.lazy, self.memory, weights=self.weights, pool=pool
+                    self.model, it, self.lazy, self.memory, weights=self.weights, ring=ring
                 )
                 for it in self.optimizers
             ]
@@ -403,7 +404,7 @@ def test_models_of_other_shapes(name: str, options: dict[str, Any]) -> None:
     if name == "temporary-slots":
         assert run.training.counts.in_line == 0
         if make_model is not Branches:
-            assert len(run.training.step.units.pool.temporary) == 3
+            assert len(run.training.step.units.ring.temporary) == 3
     if name == "in-backward":
         assert run.training.counts.ahead > 0
 

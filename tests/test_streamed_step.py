@@ -157,51 +157,6 @@ def test_torch_chooses_kernels_for_guarded_tensors_as_for_others() -> None:
     assert {type(it) for it in gradients}.isdisjoint({nn.Parameter})
 
 
-class StreamsOfMoments(LazyLanes):
-    """Notes for whose streams moments are waited for."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.waiting: list[Any] = []
-
-    def wait_on_stream_of(self, marked: Any, moment: Any) -> None:
-        self.waiting.append(marked)
-        super().wait_on_stream_of(marked, moment)
-
-
-def test_slots_are_given_back_behind_their_last_copy_on_the_stream_that_owns_them() -> None:
-    """It is another one than the current where the program has changed its stream since."""
-    run = begin(1, StreamsOfMoments)
-    units = run.training.step.units
-    slots = [it.made for it in units.pool.slots]
-    run.lazy.waiting.clear()
-    units.set_plan(frozenset(), 3)
-    run.step()
-    assert len(units.pool.slots) == 3
-    assert all(any(it is other for other in run.lazy.waiting) for it in slots)
-
-
-def test_room_for_operands_is_given_back_on_the_stream_that_owns_it() -> None:
-    """A larger one takes its place, asked for on another stream."""
-    made: list[StreamsOfMoments] = []
-
-    def make(model: nn.Module) -> StreamsOfMoments:
-        made.append(StreamsOfMoments(model))
-        return made[0]
-
-    run = Program(make)
-    run.step()
-    run.stream()
-    run.step()
-    assert run.training is not None
-    units = run.training.step.units
-    slot = units.pool.slots[0]
-    assert units.operand_buffer(slot, 1 << 20, 1.0) is not None
-    owner = slot.operands_made
-    assert units.operand_buffer(slot, 2 << 20, 1.0) is not None
-    assert any(owner is it for it in made[0].waiting)
-
-
 def test_join_waits_for_all() -> None:
     run = begin()
     run.step()

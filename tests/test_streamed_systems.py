@@ -688,5 +688,5 @@ def test_loops_are_exact(
         assert run(streams) == expected
         assert all(it.counts.streamed > 1 for it in streams.trainings)
         # All optimizers of a model have one plan, and one set of slots.
-        shared = [(it.model, it.tuner, it.step.units.pool) for it in streams.trainings]
+        shared = [(it.model, it.tuner, it.step.units.ring) for it in streams.trainings]
         assert len(set(shared)) == len({model for model, _, _ in shared})

@@ -47,7 +47,6 @@ from umem.runtime.torch_hooks.saved_tensors import innermost
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.stage import Copy
 from umem.streaming.weights import (
-    ExtraSlots,
     StreamedBlock,
     StreamedWeights,
     WeightCounts,
@@ -161,7 +160,7 @@ def test_a_second_inference_begins_with_fetched_weights() -> None:
 
 
 EXTRA = {
-    name: ExtraSlots(max(0, 4 - place), 3)
+    name: (max(0, 4 - place), 3)
     for place, name in enumerate(["stem", *(f"layers.{n}" for n in range(4)), "norm", "head"])
 }
 """Three further buffers, but for the turn from the forward to the backward pass."""

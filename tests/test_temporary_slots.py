@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from streamed_programs import TEMPORARY, Program, begin, compare
 from streamed_uses import USES
 
+from umem.streaming.stage import BundleState
 from umem.streaming.step import TemporaryPlan
 
 AT_THE_STEP = TemporaryPlan(made_in=("layers.3", None, None), freed_before=TEMPORARY.freed_before)
@@ -62,7 +63,7 @@ def test_any_plan(
 
 
 def counted(run: Program) -> int:
-    return len(run.training.step.units.pool.temporary)
+    return len(run.training.step.units.ring.temporary)
 
 
 def test_slots_are_made_and_freed_where_the_plan_says() -> None:
@@ -89,16 +90,16 @@ def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_leave_behind_
     run.backward()
     pieces = [piece for unit in run.training.step.units for piece in unit.pieces]
     staged = [it for it in pieces if it.state.homes]
-    assert [it.fetched is not None for it in staged[:6]] == [True] * 5 + [False]
-    slots = [it.slot for it in staged[:6] if it.slot is not None]
-    assert [it.instead_of is not None for it in slots] == [False] * 2 + [True] * 3 + [False]
+    states = [BundleState.COMING] * 5 + [BundleState.LEAVING]
+    assert [it.where for it in staged[:6]] == states
+    assert [it.slot is not it.turn for it in staged[:6]] == [False] * 2 + [True] * 3 + [False]
     run.optimizer.step()
-    leaving = run.training.step.units.pool.leaving
+    here = run.training.step.units.ring.here
     # And those that have the other slots last.
-    assert list(leaving.values()) == [*staged[2:5], *staged[-2:]]
+    assert list(here) == [*staged[2:5], *staged[-2:]]
     seen: list[int] = []
-    run.model.register_forward_pre_hook(lambda *_: seen.append(len(leaving)))
-    run.model.stem.register_forward_hook(lambda *_: seen.append(len(leaving)))
+    run.model.register_forward_pre_hook(lambda *_: seen.append(len(here)))
+    run.model.stem.register_forward_hook(lambda *_: seen.append(len(here)))
     run.model(run.batch())
     assert seen == [5, 0]
     assert all(it.returned is not None and it.returned.is_done for it in staged[2:5])

@@ -11,7 +11,7 @@ from streamed_programs import STAGED_BYTES, NoRoom
 from umem.offloading import ActivationStore
 from umem.runtime.held_memory import note_export
 from umem.runtime.torch_hooks.memory_access import on_export
-from umem.streaming.step import SlotPool
+from umem.streaming.stage import Ring
 from umem.streaming.training import StreamedTraining
 from umem.streaming.weights import ModelWeights
 
@@ -75,9 +75,9 @@ class LateRun(Run):
             )
             weights.begin_call()
             self._weights.append(weights)
-        pool = SlotPool(memory, lanes)
+        ring = Ring(memory, lanes)
         for optimizer in optimizers:
-            training = StreamedTraining(model, optimizer, lanes, memory, weights=weights, pool=pool)
+            training = StreamedTraining(model, optimizer, lanes, memory, weights=weights, ring=ring)
             training.step.units.set_plan(frozenset(), self._slots)
             self._trainings.append(training)
 

@@ -95,14 +95,14 @@ class Streams:
         others = [it for it in self.trainings if it.model is model and not it.is_closed]
         if others:
             lanes, memory = self._shared[others[0]]
-            tuner, pool = others[0].tuner, others[0].step.units.pool
+            tuner, ring = others[0].tuner, others[0].step.units.ring
             lanes.may_update(updated)
         else:
             lanes = LazyLanes(model, self._eagerness, 1, also=updated)
             memory = HostStateMemory()
             room = Room(self._more_bytes)
             store = ActivationStore("cpu", LazyMover(), min_bytes=256)
-            hardware, pool = load_hardware("h200-pcie"), None
+            hardware, ring = load_hardware("h200-pcie"), None
             tuner = StreamTuner(model, hardware, room, room, store)
         training = StreamedTraining(
             model,
@@ -112,7 +112,7 @@ class Streams:
             tuner,
             streams_state=not refusal(optimizer),
             step_in_backward=self._in_backward,
-            pool=pool,
+            ring=ring,
         )
         self.trainings.append(training)
         self._shared[training] = lanes, memory

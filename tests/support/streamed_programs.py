@@ -27,7 +27,6 @@ from umem.streaming.step import TemporaryPlan
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner
 from umem.streaming.weights import (
-    ExtraSlots,
     ModelWeights,
     StreamedBlock,
     StreamedWeights,
@@ -383,7 +382,7 @@ def stream_weights(
     lanes: Any,
     memory: HostStateMemory,
     slots: int = 2,
-    extra: Mapping[str, ExtraSlots] | None = None,
+    extra: Mapping[str, tuple[int, int]] | None = None,
     cached_share: float = 0.0,
 ) -> StreamedWeights:
     """Stage all weights of a model that can be."""

@@ -93,5 +93,5 @@ def stream_state(
         copies_gradients=streams_state and policy.copies_gradients,
         step_in_backward=step_in_backward,
         weights=weights,
-        pool=others[0].step.units.pool if others else None,
+        ring=others[0].step.units.ring if others else None,
     )

@@ -35,12 +35,12 @@ from umem.runtime.torch_hooks.work_starts import before_work
 from umem.streaming.activations.copied_activations import is_compiled
 from umem.streaming.gradients.clipped_gradients import ClippedGradients
 from umem.streaming.gradients.copied_gradients import CopiedGradients
+from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Lanes
+from umem.streaming.stage.ring import Ring
 from umem.streaming.stage.sharded_parameters import GatheredParameters
-from umem.streaming.stage.staged_state import StateMemory
 from umem.streaming.step.in_backward import BackwardUpdates
 from umem.streaming.step.known_optimizers import refusal
-from umem.streaming.step.slot_pool import SlotPool
 from umem.streaming.step.step import StepCounts, StreamedStep
 from umem.streaming.step.temporary_slots import TemporarySlots
 from umem.streaming.step.unit_names import UnitNames
@@ -177,7 +177,7 @@ class StreamedTraining(Listener):
         Update parameters in the backward pass, as soon as their gradients are complete.
     weights
         Streams weights of the model.
-    pool
+    ring
         The slots of another optimizer of the model, to be shared with it.
 
     Raises
@@ -199,7 +199,7 @@ class StreamedTraining(Listener):
         copies_gradients: bool = False,
         step_in_backward: bool = False,
         weights: ModelWeights | None = None,
-        pool: SlotPool | None = None,
+        ring: Ring | None = None,
     ) -> None:
         if streams_state:
             _check(optimizer)
@@ -210,7 +210,7 @@ class StreamedTraining(Listener):
         """Decides what stays on the device, for all optimizers of the model."""
         self._blocks = blocks = find_blocks(model, None)
         self._names = names = UnitNames(blocks)
-        units = StreamedUnits(names.of, lanes, memory, names.part_bytes, pool)
+        units = StreamedUnits(names.of, lanes, memory, names.part_bytes, ring)
         clipped = ClippedGradients(lanes)
         self.step = StreamedStep(units, lanes, clipped, self, may_defer=not is_compiled(model))
         """The step that is streamed."""
@@ -219,7 +219,7 @@ class StreamedTraining(Listener):
         )
         """The copies of gradients."""
         self.temporary = TemporarySlots(
-            model, blocks, units, self._may_make_slots, self._temporary_failed
+            model, blocks, units.ring, self._may_make_slots, self._temporary_failed
         )
         """The slots that exist from a backward pass to the next forward pass."""
         gradients = self.gradients if copies_gradients else None

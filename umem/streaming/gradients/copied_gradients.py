@@ -32,8 +32,8 @@ from umem.runtime.held_memory import note_export
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.gradients.clipped_gradients import ClippedGradients, GradientNorm
 from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS
+from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Copy, Lane, Lanes, Moment
-from umem.streaming.stage.staged_state import StateMemory
 from umem.torch_compat import InferenceMode, version_counter
 
 __all__ = ["CopiedGradients"]

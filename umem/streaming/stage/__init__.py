@@ -9,6 +9,7 @@ from umem.core.lazy_names import lazy_names
 if TYPE_CHECKING:
     from umem.streaming.stage.device_room import DeviceRoom
     from umem.streaming.stage.held_tensors import HeldTensors
+    from umem.streaming.stage.homes import StateMemory, is_whole, rehome
     from umem.streaming.stage.lanes import (
         Copy,
         CudaLanes,
@@ -19,13 +20,18 @@ if TYPE_CHECKING:
         untraced,
     )
     from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
+    from umem.streaming.stage.ring import TRANSITIONS, Bundle, BundleEvent, BundleState, Ring, Slot
     from umem.streaming.stage.sharded_parameters import order_gathering
     from umem.streaming.stage.shared_budget import SharedBudget
-    from umem.streaming.stage.staged_state import StateMemory, find_spans, is_whole
+    from umem.streaming.stage.staged_state import find_spans
     from umem.streaming.stage.state_room import StateRoom
     from umem.streaming.stage.state_views import StateViews
 
 __all__ = [
+    "TRANSITIONS",
+    "Bundle",
+    "BundleEvent",
+    "BundleState",
     "Copy",
     "CudaLanes",
     "CudaRoom",
@@ -35,7 +41,9 @@ __all__ = [
     "HostLanes",
     "Lane",
     "Lanes",
+    "Ring",
     "SharedBudget",
+    "Slot",
     "StateMemory",
     "StateRoom",
     "StateViews",
@@ -43,6 +51,7 @@ __all__ = [
     "find_spans",
     "is_whole",
     "order_gathering",
+    "rehome",
     "untraced",
 ]
 
@@ -51,11 +60,13 @@ __getattr__ = lazy_names(
     {
         "device_room": "DeviceRoom",
         "held_tensors": "HeldTensors",
+        "homes": "StateMemory is_whole rehome",
         "lanes": "Copy CudaLanes HostLanes Lane Lanes cuda_lanes untraced",
         "memory": "CudaRoom CudaStateMemory",
+        "ring": "TRANSITIONS Bundle BundleEvent BundleState Ring Slot",
         "sharded_parameters": "order_gathering",
         "shared_budget": "SharedBudget",
-        "staged_state": "StateMemory find_spans is_whole",
+        "staged_state": "find_spans",
         "state_room": "StateRoom",
         "state_views": "StateViews",
     },

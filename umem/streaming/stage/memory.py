@@ -14,10 +14,9 @@ from umem.runtime.native_library import native
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.refused_memory import unless_refused
 from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
-from umem.runtime.unguarded import Unguarded, addresses_of
+from umem.runtime.unguarded import addresses_of
 from umem.streaming.stage.device_room import DeviceRoom
-from umem.streaming.stage.staged_state import StateMemory, is_whole
-from umem.torch_compat import InferenceMode
+from umem.streaming.stage.homes import StateMemory, is_whole
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -64,17 +63,6 @@ class CudaStateMemory(StateMemory):
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether CUDA knows its memory as the host's."""
         return bool(native().memory_type(*addresses_of((tensor,))) == "host")
-
-    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
-        """Copy to new memory, which the tensor then has."""
-        if self.is_home(tensor) != on_device:
-            return
-        make = self.new_on_device if on_device else self.new_home
-        moved = make(tensor, TensorClass.OPTIMIZER_STATE)
-        if moved is not None:
-            with Unguarded(), InferenceMode(torch.is_inference_mode_enabled()):
-                torch.set_grad_enabled(False)
-                tensor.data = moved.copy_(tensor)
 
     def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Page-locked memory, which the allocator gives to optimizer state."""

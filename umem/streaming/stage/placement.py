@@ -9,7 +9,8 @@ import torch
 
 from umem.runtime.model_parts import local_part, memory_bytes
 from umem.streaming.plan.step_timing import divide_state
-from umem.streaming.stage.staged_state import OptimizerState, StateMemory, find_spans
+from umem.streaming.stage.homes import StateMemory
+from umem.streaming.stage.staged_state import OptimizerState, find_spans
 
 __all__ = ["StatePiece", "StatePlacement"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,18 +23,17 @@ from umem.runtime.model_parts import (
 )
 from umem.runtime.unfilled_memory import unfilled_like
 from umem.runtime.unguarded import Unguarded
-from umem.streaming.stage.lanes import Copy, Lane, Lanes, Moment
+from umem.streaming.stage.homes import StateMemory
+from umem.streaming.stage.lanes import Copy, Lane, Lanes
+from umem.streaming.stage.ring import Slot
 from umem.streaming.stage.state_views import StateViews
 
 __all__ = [
     "Binding",
     "KnownValues",
     "OptimizerState",
-    "Slot",
     "StagedState",
-    "StateMemory",
     "find_spans",
-    "is_whole",
 ]
 
 OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
@@ -51,58 +49,6 @@ _SPAN_ELEMENTS = 1024
 _VECTOR_ELEMENTS = 4
 """torch's fused Adam handles a tensor by vectors of so many, or else by single elements. The two
 round differently."""
-
-
-class StateMemory(Protocol):
-    """Where the optimizer state of a device lies."""
-
-    staged_bytes: int
-    """State of several parameters, or of a span of a large one, that is staged at a time."""
-
-    def may_stage(self, tensor: torch.Tensor) -> bool:
-        """Whether a state tensor is large enough to be streamed, and fills its memory."""
-
-    def is_movable(self, tensor: torch.Tensor) -> bool:
-        """Whether that holds, and nothing else sees the memory."""
-        return self.may_stage(tensor) and not has_alias((tensor,))
-
-    def is_home(self, tensor: torch.Tensor) -> bool:
-        """Whether a state tensor is in host memory, from where it is staged for its use."""
-
-    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
-        """Move a tensor's memory to the device or to the host, if it is not there, and has room."""
-
-    def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
-        """New host memory for a tensor's contents, counted as of a class; None if there is none."""
-
-    def new_on_device(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
-        """New memory on the device, counted as of a class; None where it has no room."""
-
-    def block_bytes(self, size_bytes: int) -> int:
-        """Bytes of the allocator's block for a tensor; what is left of it belongs to nobody."""
-
-    def buffer(self, size_bytes: int) -> torch.Tensor | None:
-        """Bytes on the device; None where it has no room for them."""
-
-
-@dataclass
-class _Run:
-    """Homes next to each other, which one call copies."""
-
-    address: int
-    size_bytes: int
-    offset: int
-    """Place in the buffer."""
-
-
-def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of torch's own classes and fills its memory, which others may see."""
-    return (
-        can_guard(tensor)
-        and lies_in_memory(tensor)
-        and tensor.storage_offset() == 0
-        and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
-    )
 
 
 def find_spans(
@@ -151,33 +97,6 @@ def find_spans(
         return []
     length = math.ceil(elements / count / _SPAN_ELEMENTS) * _SPAN_ELEMENTS
     return [(begin, min(begin + length, elements)) for begin in range(0, elements, length)]
-
-
-class Slot:
-    """A buffer on the device, which units share by turns.
-
-    Parameters
-    ----------
-    memory
-        The buffer.
-    made
-        The moment when it was made, on the stream that owns its memory.
-    instead_of
-        For a temporary one, the slot that its piece of state has otherwise.
-    """
-
-    def __init__(self, memory: torch.Tensor, made: Moment, instead_of: Slot | None = None) -> None:
-        self.memory = memory
-        self.made = made
-        self.instead_of = instead_of
-        self.operands: torch.Tensor | None = None
-        """Beside it, for weights and gradients that an update has at home; None without any."""
-        self.operands_made: Moment = None
-        """The moment when these were made, on the stream that owns their memory."""
-        self.free: Moment = made
-        """The moment after the last copy out of it."""
-        self.holder: Any = None
-        """The piece whose state was fetched last."""
 
 
 class KnownValues:
@@ -283,7 +202,8 @@ class StagedState:
         self._known = {parameter: dict(values) for parameter, values in state.items()}
         self._values: KnownValues | None = None
         """None to look."""
-        self._runs: list[_Run] = []
+        self._runs: list[Copy] = []
+        """Homes next to each other, which one call copies, each to its place in a slot."""
         self._offsets: dict[int, int] = {}
         self._copies: dict[str, torch.Tensor] = {}
         """For copies of what is not staged, in updates of a span. Not made by an update: memory
@@ -359,14 +279,14 @@ class StagedState:
                 address += self.span[0] * home.itemsize
                 size_bytes = (self.span[1] - self.span[0]) * home.itemsize
             if self.span is None and self._runs and address == end:
-                run = self._runs[-1]
-                run.size_bytes = address + size_bytes - run.address
+                run = self._runs.pop()
+                run = Copy(run.to, run.source, address + size_bytes - run.source)
             else:
                 offset = -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
-                run = _Run(address, size_bytes, offset)
-                self._runs.append(run)
-            self._offsets[id(home)] = run.offset + address - run.address
-            self.size_bytes = run.offset + run.size_bytes
+                run = Copy(offset, address, size_bytes)
+            self._runs.append(run)
+            self._offsets[id(home)] = run.to + address - run.source
+            self.size_bytes = run.to + run.size_bytes
             end = address + memory.block_bytes(size_bytes)
 
     @property
@@ -436,9 +356,9 @@ class StagedState:
         binding.made = {parameter: dict(values) for parameter, values in binding.views.items()}
         if slot is not None:
             first = slot.memory.data_ptr()
-            places = [(it.address, first + it.offset, it.size_bytes) for it in self._runs]
-            binding.copies_in = [Copy(to, home, size) for home, to, size in places]
-            binding.copies_out = [Copy(home, source, size) for home, source, size in places]
+            runs = self._runs
+            binding.copies_in = [Copy(first + to, home, size) for to, home, size in runs]
+            binding.copies_out = [Copy(home, first + to, size) for to, home, size in runs]
         self.binding = binding
 
     def _in_place_of(self, value: Any, made: Mapping[int, torch.Tensor]) -> Any:
@@ -459,10 +379,9 @@ class StagedState:
             return whole if self.span is None else whole.view(-1)[slice(*self.span)]
         offset = self._offsets[id(home)]
         if self.span is not None:
-            size_bytes = (self.span[1] - self.span[0]) * home.itemsize
-            return slot.memory[offset : offset + size_bytes].view(home.dtype)
-        memory = slot.memory[offset : offset + home.nbytes].view(home.dtype)
-        return memory.as_strided(home.shape, home.stride())
+            typed, first = slot.elements(home.dtype, offset)
+            return typed[first : first + self.span[1] - self.span[0]]
+        return slot.view(home, offset)
 
     def copy_in(self, lanes: Lanes, binding: Binding) -> None:
         """Copy the homes into a slot, from within work of a lane."""

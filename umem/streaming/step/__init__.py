@@ -13,14 +13,12 @@ if TYPE_CHECKING:
         refusal,
         replaces_state,
     )
-    from umem.streaming.step.slot_pool import SlotPool
     from umem.streaming.step.step import StepCounts, StreamedStep
     from umem.streaming.step.temporary_slots import TemporaryPlan, TemporarySlots
     from umem.streaming.step.unit_names import UnitNames
 
 __all__ = [
     "PER_PARAMETER_OPTIMIZERS",
-    "SlotPool",
     "StepCounts",
     "StreamedStep",
     "TemporaryPlan",
@@ -35,7 +33,6 @@ __getattr__ = lazy_names(
     __name__,
     {
         "known_optimizers": "PER_PARAMETER_OPTIMIZERS is_elementwise refusal replaces_state",
-        "slot_pool": "SlotPool",
         "step": "StepCounts StreamedStep",
         "temporary_slots": "TemporaryPlan TemporarySlots",
         "unit_names": "UnitNames",

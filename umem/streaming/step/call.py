@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -13,10 +13,11 @@ from torch.optim.optimizer import Optimizer
 from umem.core.interrupts import call_all
 from umem.runtime.model_parts import local_parts
 from umem.streaming.stage.lanes import Lanes
-from umem.streaming.stage.staged_state import StagedState
 from umem.streaming.step.known_optimizers import plain_step, replaces_state
-from umem.streaming.step.operands import StagedOperands
 from umem.torch_compat import version_counter
+
+if TYPE_CHECKING:
+    from umem.streaming.step.pieces import PieceUpdate
 
 __all__ = ["ParameterGroups", "StepCall", "parameters_of"]
 
@@ -91,40 +92,22 @@ class StepCall:
         return shadow
 
     def update(
-        self,
-        state: StagedState,
-        part: ParameterGroups,
-        operands: StagedOperands | None,
-        *,
-        is_last: bool,
-        note: Callable[[], object] = _nothing,
+        self, updated: PieceUpdate, note: Callable[[], object] = _nothing
     ) -> Callable[[], None]:
-        """The update of some parameters, or of the span of one that `state` has.
+        """The update of a piece: of some parameters, or of the span of one.
 
-        Parameters
-        ----------
-        state
-            The parameters' state.
-        part
-            The parameters.
-        operands
-            Copies of their weights and gradients; None to use both where they are.
-        is_last
-            Whether no other span of the parameter comes behind in this step: it counts the step.
-        note
-            As of :meth:`run`.
+        `note` is as of :meth:`run`.
         """
+        state, part, beside = updated.piece.state, updated.part, updated.beside
         if state.span is not None:
-            return self._update_of_span(
-                state, state.span, part, operands, is_last=is_last, note=note
-            )
+            return self._update_of_span(updated, note)
         # Only where something stands in for parameters: each key takes a call of Python.
         gradients: dict[Any, Any] = {}
         parts: dict[Any, Tensor] = {}
-        if operands is not None or state.dtensors:
+        if beside is not None or state.dtensors:
             gradients = {parameter: parameter.grad for parameter in parameters_of(part)}
             own = state.choose_wrapping(list(gradients), list(gradients.values()))
-            if own and operands is None:
+            if own and beside is None:
                 # Now: to ask a DTensor for its part is a use, for which a guard would wait.
                 parts = _parts_of(gradients, own)
         binding = state.binding
@@ -132,9 +115,9 @@ class StepCall:
         def update() -> None:
             groups, views = part, binding.views
             made = parts
-            if operands is not None:
-                operands.multiply()
-                made = {it: operands.stand_in(it, gradient) for it, gradient in gradients.items()}
+            if beside is not None:
+                updated.multiply(beside)
+                made = {p: updated.stand_in(p, of, beside) for p, of in gradients.items()}
             elif parts:
                 increment_version(list(parts))  # as an update of the DTensors does
             if made:
@@ -147,26 +130,16 @@ class StepCall:
         return update
 
     def _update_of_span(
-        self,
-        state: StagedState,
-        span: tuple[int, int],
-        part: ParameterGroups,
-        operands: StagedOperands | None,
-        *,
-        is_last: bool,
-        note: Callable[[], object],
+        self, updated: PieceUpdate, note: Callable[[], object]
     ) -> Callable[[], None]:
-        ((number, parameter),) = [(number, it) for number, some in part for it in some]
+        ((number, parameter),) = [(number, it) for number, some in updated.part for it in some]
+        state, is_last, beside = updated.piece.state, updated.is_last, updated.beside
         gradient, binding = parameter.grad, state.binding
 
         def update() -> None:
-            if operands is None:
-                elements = slice(*span)
-                piece = parameter.detach().view(-1)[elements]
-                piece.grad = gradient.reshape(-1)[elements]
-            else:
-                operands.multiply()
-                piece = operands.stand_in(parameter, gradient)
+            if beside is not None:
+                updated.multiply(beside)
+            piece = updated.stand_in(parameter, gradient, beside)
             own = self.optimizer.state
             values = state.values_of_span(binding, parameter, own, is_last=is_last)
             before = dict(values)

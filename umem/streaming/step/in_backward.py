@@ -226,7 +226,7 @@ class BackwardUpdates:
             )
         return (
             not self._step.units.has_common_state
-            and not any(has_numbers(piece.state.binding.views) for piece in unit.pieces)
+            and not has_numbers(state.known)
             and are_plain((*parameters, *gradients))
             and not any(it.requires_grad for it in gradients)
             and not any(sys.getrefcount(it) > _references() for it in gradients)

@@ -1,23 +1,47 @@
-"""Updates of a unit's pieces: each is copied into a slot, updated there, and copied back."""
+"""Updates of a unit's pieces: each is copied into a slot, updated there, and copied back.
+
+An update reads gradients, and reads and writes weights. Over the link its kernels take longer than
+copies would, and hold up the copies beside them. So what is at home of both, the operands, comes
+beside the state, and weights go back with it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from umem.streaming.gradients.clipped_gradients import ClippedGradients
-from umem.streaming.stage.lanes import Lane, Lanes, Moment
+import torch
+
+from umem.core.classes import TensorClass
+from umem.runtime.unguarded import Unguarded
+from umem.streaming.gradients.clipped_gradients import ClippedGradients, multiply
+from umem.streaming.plan.weight_plan import staged_bytes
+from umem.streaming.stage.homes import StateMemory
+from umem.streaming.stage.lanes import Copy, Lane, Lanes, Moment
+from umem.streaming.stage.ring import BundleState, Slot
 from umem.streaming.step.call import ParameterGroups, StepCall, parameters_of
-from umem.streaming.step.operands import StagedOperands
 from umem.streaming.step.unit import Piece, StreamedUnit
 from umem.streaming.step.units import StreamedUnits
 
 __all__ = ["PieceUpdate", "PieceUpdates", "are_staged", "work_on_dtensors"]
 
 
-@dataclass(slots=True)
+class _Operand(NamedTuple):
+    """A tensor at home, or a span of it."""
+
+    tensor: torch.Tensor
+    """Kept until its copies have run."""
+    address: int
+    size_bytes: int
+    offset: int
+    """Place beside the slot."""
+    factors: tuple[Any, ...] = ()
+    """By what the copy is multiplied, one after the other."""
+
+
+@dataclass(eq=False, slots=True)
 class PieceUpdate:
     """An update that is about to be queued."""
 
@@ -26,13 +50,121 @@ class PieceUpdate:
     """The parameters that are updated."""
     is_last: bool
     """Whether it counts the step of a parameter that is divided."""
-    operands: StagedOperands | None = None
-    """Weights and gradients that are staged for it."""
+    beside: Slot | None = None
+    """Where operands are staged; None to use them where they are."""
+    operand_bytes: int = 0
+    """What they need there."""
+    _weights: dict[int, _Operand] = field(default_factory=dict)
+    """By ``id`` of the parameter, as the next."""
+    _gradients: dict[int, _Operand] = field(default_factory=dict)
+
+    def find_operands(
+        self,
+        memory: StateMemory,
+        factors: Callable[[torch.Tensor], tuple[Any, ...]],
+        *,
+        are_alone: bool,
+    ) -> None:
+        """Find weights and gradients at home. Nothing but the update changes them from now on.
+
+        What has an alias, or was saved by a graph, which would not notice the change, is not among
+        them: it is used where it is.
+
+        Parameters
+        ----------
+        memory
+            Tells homes.
+        factors
+            Returns by what a gradient is still to be multiplied, one after the other.
+        are_alone
+            Whether parameters and gradients are known to have no alias.
+        """
+        may_stage = memory.may_stage if are_alone else memory.is_movable
+        span = self.piece.state.span
+
+        with Unguarded():
+            for parameter in parameters_of(self.part):
+                gradient = parameter.grad
+                for found, tensor, own in (
+                    (self._weights, parameter, ()),
+                    (self._gradients, gradient, factors(gradient)),
+                ):
+                    is_home = may_stage(tensor) and memory.is_home(tensor)
+                    if is_home and (span is None or tensor.is_contiguous()):
+                        begin, end = span or (0, tensor.numel())
+                        size_bytes = (end - begin) * tensor.itemsize
+                        address = tensor.data_ptr() + begin * tensor.itemsize
+                        offset = self.operand_bytes
+                        found[id(parameter)] = _Operand(tensor, address, size_bytes, offset, own)
+                        self.operand_bytes += staged_bytes([size_bytes])
 
     @property
-    def operand_bytes(self) -> int:
-        """Size of these."""
-        return 0 if self.operands is None else self.operands.size_bytes
+    def stages_weights(self) -> bool:
+        """Whether weights go back to their homes behind the update."""
+        return self.beside is not None and bool(self._weights)
+
+    def stages_gradient_of(self, parameter: torch.Tensor) -> bool:
+        """Whether the update has a copy of a parameter's gradient."""
+        return self.beside is not None and id(parameter) in self._gradients
+
+    def copy_in(self, lanes: Lanes, beside: Slot) -> None:
+        """Copy operands beside the slot, from within work of a lane."""
+        first = beside.memory.data_ptr()
+        for some, tensor_class in (
+            (self._weights, TensorClass.WEIGHTS),
+            (self._gradients, TensorClass.GRADIENTS),
+        ):
+            copies = [
+                Copy(first + operand.offset, operand.address, operand.size_bytes)
+                for operand in some.values()
+            ]
+            if copies:
+                lanes.copy(Lane.COPY_IN, copies, tensor_class)
+
+    def copy_out(self, lanes: Lanes, beside: Slot) -> None:
+        """Copy the weights back to their homes, from within work of a lane."""
+        first, some = beside.memory.data_ptr(), self._weights.values()
+        copies = [
+            Copy(operand.address, first + operand.offset, operand.size_bytes) for operand in some
+        ]
+        if copies:
+            lanes.copy(Lane.COPY_OUT, copies, TensorClass.WEIGHTS)
+
+    def multiply(self, beside: Slot) -> None:
+        """Multiply the gradients' copies as is due, before any other use of them."""
+        alike: dict[Any, list[_Operand]] = {}
+        for operand in self._gradients.values():
+            if operand.factors:
+                kind = operand.tensor.dtype, *map(id, operand.factors)
+                alike.setdefault(kind, []).append(operand)
+        for some in alike.values():
+            multiply([_elements(operand, beside) for operand in some], some[0].factors)
+
+    def stand_in(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, beside: Slot | None
+    ) -> torch.Tensor:
+        """What an optimizer updates in the place of a parameter, with the gradient to use.
+
+        Only for the time of an update, as it may share the parameter's memory. With a span, both
+        are of its elements alone.
+        """
+        made = self._copy_of(self._weights.get(id(parameter)), parameter.detach(), beside)
+        made.grad = self._copy_of(self._gradients.get(id(parameter)), gradient, beside)
+        return made
+
+    def _copy_of(
+        self, operand: _Operand | None, tensor: torch.Tensor, beside: Slot | None
+    ) -> torch.Tensor:
+        span = self.piece.state.span
+        if operand is None or beside is None:
+            return tensor if span is None else tensor.reshape(-1)[slice(*span)]
+        return beside.view(tensor, operand.offset) if span is None else _elements(operand, beside)
+
+
+def _elements(operand: _Operand, beside: Slot) -> torch.Tensor:
+    """The copy of an operand, as it lies in memory."""
+    typed, first = beside.elements(operand.tensor.dtype, operand.offset)
+    return typed[first : first + operand.size_bytes // typed.itemsize]
 
 
 class PieceUpdates:
@@ -53,9 +185,10 @@ class PieceUpdates:
         """The moment after the update that was queued last."""
         self.queued: set[Piece] = set()
         """The pieces whose updates were queued in this step, or have run."""
-        self._staying: dict[Piece, StagedOperands] = {}
-        """By piece, weights that were staged for an update and are not on their way home."""
+        self._staying: list[PieceUpdate] = []
+        """Updates with weights that are not on their way home."""
         self._units = units
+        self._ring = units.ring
         self._lanes = lanes
         self._clipped = clipped
 
@@ -64,7 +197,7 @@ class PieceUpdates:
         pieces = unit.pieces[::-1] if self._units.runs_backward else unit.pieces
         if pieces[0].state is unit.state:
             return [PieceUpdate(pieces[0], unit.queued if part is None else part, is_last=True)]
-        last = {it.state.divided: it for it in pieces}
+        last = {piece.state.divided: piece for piece in pieces}
         updates = []
         for piece in pieces:
             some = piece.queued if part is None else _of_piece(part, piece)
@@ -84,29 +217,19 @@ class PieceUpdates:
         """
         if not self._units.stages_operands:
             return
-        by_slot: dict[int, list[PieceUpdate]] = {}
-        for it in updates:
-            state, slot = it.piece.state, it.piece.slot
-            if slot is not None:
-                some = parameters_of(it.part)
-                operands = self._units.operands(
-                    some, state.span, self._clipped.factors, are_alone=are_alone
-                )
-                if operands.size_bytes:
-                    it.operands = operands
-                    by_slot.setdefault(id(slot), []).append(it)
-        for some_updates in by_slot.values():
-            largest = max(some_updates, key=lambda it: it.operand_bytes)
-            state, slot = largest.piece.state, largest.piece.slot
-            assert slot is not None
+        by_slot: dict[Slot, list[PieceUpdate]] = {}
+        for update in updates:
+            if update.piece.slot is not None:
+                update.find_operands(self._units.memory, self._clipped.factors, are_alone=are_alone)
+                if update.operand_bytes:
+                    by_slot.setdefault(update.piece.slot, []).append(update)
+        for slot, some in by_slot.items():
+            largest = max(some, key=lambda update: update.operand_bytes)
             # Pieces have about as much beside as much state, and the same slot serves many.
-            share = slot.memory.nbytes / max(1, state.size_bytes)
-            buffer = self._units.operand_buffer(slot, largest.operand_bytes, share)
-            for it in some_updates:
-                if buffer is None:
-                    it.operands = None
-                elif it.operands is not None:
-                    it.operands.bind(buffer)
+            share = slot.memory.nbytes / max(1, largest.piece.size_bytes)
+            beside = self._ring.room_beside(slot, largest.operand_bytes, share)
+            for update in some:
+                update.beside = beside
 
     def launch(
         self, unit: StreamedUnit, call: StepCall, updates: Sequence[PieceUpdate], ready: Moment
@@ -124,80 +247,76 @@ class PieceUpdates:
         ready
             The moment behind which gradients may be used.
         """
-        have_weights = False
-        for it in updates:
-            self._launch_piece(it, call, ready)
-            have_weights |= it.operands is not None and it.operands.has_weights
-            unit.updated = it.piece.updated
-        if have_weights:
+        for update in updates:
+            unit.updated = self._launch_piece(update, call, ready)
+        if any(update.stages_weights for update in updates):
             # Weights are updated when all of them are back.
             unit.updated = self._lanes.run(Lane.COPY_OUT, lambda: None, [unit.updated])
         self.last = unit.updated
 
-    def _launch_piece(self, updated: PieceUpdate, call: StepCall, ready: Moment) -> None:
-        piece, operands = updated.piece, updated.operands
-        state, slot = piece.state, piece.slot
-        state.bind(slot)
-        note = functools.partial(self.queued.add, piece)
-        update = call.update(state, updated.part, operands, is_last=updated.is_last, note=note)
+    def _launch_piece(self, updated: PieceUpdate, call: StepCall, ready: Moment) -> Moment:
+        """The use of a bundle. Returns the moment after the update."""
+        piece, slot, beside = updated.piece, updated.piece.slot, updated.beside
+        piece.state.bind(slot)
+        update = call.update(updated, note=functools.partial(self.queued.add, piece))
         lanes = self._lanes
         if slot is None:
             done = lanes.run(Lane.UPDATE, update, [ready], call.tensors)
             self.queued.add(piece)
-            piece.fetched, piece.updated = None, done
             # Behind the copies of other pieces, too.
-            piece.returned = piece.unit.returned = lanes.run(Lane.COPY_OUT, lambda: None, [done])
-            return
-        if piece.fetched is None:
-            self._units.fetch(piece, ready)
-        arrived = piece.fetched
-        if operands is not None:
-            come = functools.partial(operands.copy_in, lanes)
-            free = [] if slot.free is None else [slot.free]
-            arrived = lanes.run(Lane.COPY_IN, come, [ready, *free, arrived])
-        if operands is not None:
-            self._staying[piece] = operands
+            piece.returned = lanes.run(Lane.COPY_OUT, lambda: None, [done])
+            return done
+        if piece.where is not BundleState.COMING:
+            self._ring.fetch(piece, [ready])
+        arrived = piece.arrived
+        if beside is not None:
+            come = functools.partial(updated.copy_in, lanes, beside)
+            arrived = lanes.run(Lane.COPY_IN, come, [ready, *beside.used, arrived])
+            self._staying.append(updated)
         # Before it runs: behind an error, what the update has changed goes home all the same.
-        self._units.pool.leaving[slot] = piece
-        slot.free = done = lanes.run(Lane.UPDATE, update, [ready, arrived], call.tensors)
+        self._ring.use(piece, piece.copy_out(lanes))
+        done = lanes.run(Lane.UPDATE, update, [ready, arrived], call.tensors)
+        slot.used = [done]
         self.queued.add(piece)
-        if operands is not None:
-            self._send_weights(piece, operands, done)
-        piece.fetched, piece.updated = None, done
-        if state.is_shared:
-            self._units.write_back(slot)
+        if beside is not None:
+            beside.used = [done]
+            self._send_weights([updated], done)
+        if piece.state.is_shared:
+            self._ring.write_back(slot)
+        return done
 
     def begin(self) -> None:
         """Begin a step."""
         self.queued.clear()
         self._staying.clear()
 
-    def send_weights(self, after: Moment) -> None:
-        """Send home what an error has kept from it."""
-        for piece, operands in list(self._staying.items()):
-            if piece in self.queued:
-                self._send_weights(piece, operands, after)
+    def end(self, now: Moment) -> None:
+        """Send home what an error amid a step has kept from it, behind all updates."""
+        for piece in self._ring.here:
+            if piece.slot is not None:
+                piece.slot.used = [now]
+        self._send_weights([update for update in self._staying if update.piece in self.queued], now)
 
-    def _send_weights(self, piece: Piece, operands: StagedOperands, after: Moment) -> None:
-        leave = functools.partial(operands.copy_out, self._lanes)
-        moment = self._lanes.run(Lane.COPY_OUT, leave, [after])
-        del self._staying[piece]  # not before: what an error cuts short is done again
-        if piece.slot is not None:
-            piece.slot.free = moment
+    def _send_weights(self, updates: Iterable[PieceUpdate], after: Moment) -> None:
+        for update in updates:
+            if update.beside is not None:
+                leave = functools.partial(update.copy_out, self._lanes, update.beside)
+                update.beside.used = [self._lanes.run(Lane.COPY_OUT, leave, [after])]
+            self._staying.remove(update)  # not before: what an error cuts short is done again
 
 
 def work_on_dtensors(updates: Sequence[PieceUpdate]) -> bool:
     """Whether an update does not take this rank's parts, and so is a use of DTensors."""
-    return any(it.piece.state.is_wrapped for it in updates)
+    return any(update.piece.state.is_wrapped for update in updates)
 
 
 def are_staged(parameters: Sequence[Any], updates: Sequence[PieceUpdate]) -> bool:
     """Whether each update has copies of the gradients of these parameters."""
     keys = set(map(id, parameters))
     return all(
-        it.operands is not None and it.operands.has_gradient_of(parameter)
-        for it in updates
-        for parameter in parameters_of(it.part)
+        update.stages_gradient_of(parameter)
+        for update in updates
+        for parameter in parameters_of(update.part)
         if id(parameter) in keys
     )
 

@@ -23,7 +23,6 @@ raised as without umem, and as without umem some parameters are updated then and
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,22 +99,6 @@ class _UnitUpdate:
     """Whether all are plain tensors, which can be staged."""
     is_shared: bool = False
     """Whether something may use them that no guard would see: then the program's stream waits."""
-
-
-class _Changing(AbstractContextManager[None]):
-    """Calls a function with an exception that ends the block. A generator takes longer."""
-
-    __slots__ = ("_fail",)
-
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
-        self._fail = fail
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None:
-            self._fail(error)
 
 
 class StepOwner(Protocol):
@@ -217,8 +200,11 @@ class StreamedStep:
             is_deferred = is_deferred and self.may_defer
             if self._units_ahead():
                 self.is_begun = True
-                with _Changing(self._fail):
+                try:
                     return self._step(optimizer, self._end_ahead(is_deferred), is_deferred)
+                except BaseException as error:
+                    self._fail(error)
+                    raise
             return self._step(optimizer, frozenset(), is_deferred)
 
     def _step(
@@ -264,10 +250,7 @@ class StreamedStep:
     def _end_lanes(self) -> None:
         """Let the program's stream wait for all that is queued, behind an error amid a step."""
         self._wait_for(Lane.COPY_IN, Lane.UPDATE)
-        now = self._lanes.mark()
-        for piece in self.units.pool.leaving.values():
-            piece.updated = now
-        self._updates.send_weights(now)
+        self._updates.end(self._lanes.mark())
         self._wait_for(Lane.COPY_OUT)
 
     def _wait_for(self, *lanes: Lane) -> None:
@@ -279,7 +262,7 @@ class StreamedStep:
     ) -> None:
         """Update in place what an error has kept from being queued."""
         self.join()
-        self.units.leave_slots()
+        self.units.ring.take_back()
         for unit in queued:
             part = _with_gradients(_without(unit.queued, left_out))
             for it in self._updates.of(unit, part):
@@ -288,7 +271,8 @@ class StreamedStep:
                 for parameter in parameters_of(it.part):
                     if self._clipped.is_held(parameter.grad):
                         self._clipped.use(parameter.grad)
-                call.update(it.piece.state, it.part, None, is_last=it.is_last)()
+                it.piece.state.bind(None)
+                call.update(it)()
 
     def _find_sharded(self, optimizer: Optimizer, queued: list[StreamedUnit]) -> ShardedStep | None:
         """Find what is on the memory of DTensors; None if no unit has any."""
@@ -452,7 +436,7 @@ class StreamedStep:
             for it in update.held:
                 self._clipped.use(it.grad)
             for piece in pieces:
-                piece.operands = None
+                piece.beside = None
             update.held, update.free, ready = [], update.gradients, self._lanes.mark()
         self._updates.launch(update.unit, call, pieces, ready)
         if update.sharded is not None and work_on_dtensors(pieces):
@@ -529,8 +513,11 @@ class StreamedStep:
             Returns what a parameter gets in the place of its gradient.
         """
         self.check_known()
-        with _Changing(self._fail):
+        try:
             self._update_ahead(unit, call, freed)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _update_ahead(
         self, unit: StreamedUnit, call: StepCall, freed: Callable[[Any], torch.Tensor]
@@ -550,9 +537,9 @@ class StreamedStep:
         guard.hold(updated)
         self.counts.ahead += 1
         for piece in reversed(unit.pieces):
-            following = piece.next_behind
-            if following is not None and self.units.may_fetch(following):
-                self.units.fetch(following, ready)
+            following = piece.before
+            if following is not None and following.may_come:
+                self.units.ring.fetch(following, [ready])
 
     def free_gradients(self, unit: StreamedUnit) -> None:
         """Free what an update in the backward pass reads, behind the update."""
@@ -566,8 +553,8 @@ class StreamedStep:
 
     def enter(self, name: str, now: Pass) -> None:
         """Send state home and wait for a block's update, before a pass through it."""
-        if self.units.pool.leaving:
-            self.units.write_back()
+        if self.units.ring.here:
+            self.units.ring.write_back()
         self.wait(name, now)
 
     def wait(self, name: str, now: Pass) -> None:
@@ -638,7 +625,7 @@ class StreamedStep:
             self._end_ahead(is_deferred=False)
             self.join()
             self.units.clear()
-            self.units.pool.leave(self.units, is_over=True)
+            self.units.ring.leave(self.units.staged, is_over=True)
             self._updates.begin()  # which forgets the pieces of the last step
 
 

@@ -1,4 +1,4 @@
-"""Slots that exist from the backward pass to the next forward pass, while activations are gone.
+"""When slots exist from the backward pass to the next forward pass, while activations are gone.
 
 When the backward pass comes to a block that the plan names, buffers are made for pieces of state,
 from the memory that activations have left, and are filled beside the rest of the pass. Others are
@@ -19,7 +19,7 @@ from umem.capture.live import Block
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
-from umem.streaming.step.units import StreamedUnits
+from umem.streaming.stage.ring import Ring
 
 __all__ = ["TemporaryPlan", "TemporarySlots"]
 
@@ -47,8 +47,8 @@ class TemporarySlots(Listener):
         The module that the training loop calls. Only a weak reference is kept.
     blocks
         Its blocks.
-    units
-        The optimizer's units, whose pieces have the slots.
+    ring
+        Makes and frees the slots, for the optimizer's pieces of state.
     may_make
         Whether slots may be made now.
     on_error
@@ -59,7 +59,7 @@ class TemporarySlots(Listener):
         self,
         model: nn.Module,
         blocks: Sequence[Block],
-        units: StreamedUnits,
+        ring: Ring,
         may_make: Callable[[], bool],
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -67,7 +67,7 @@ class TemporarySlots(Listener):
         """The present plan."""
         self._model = weakref.ref(model)
         self._blocks = blocks
-        self._units = units
+        self._ring = ring
         self._may_make = may_make
         self._errors = HookErrors(on_error)
         self._places = {it.name: place for place, it in enumerate(blocks)}
@@ -81,7 +81,7 @@ class TemporarySlots(Listener):
         if self._hearing is not None:
             self._hearing.close()
             self._hearing = None
-        self._units.free_temporary()
+        self._ring.free_temporary()
         model = self._model()
         if plan.made_in and model is not None:
             blocks = {it.name: it.module for it in self._blocks}
@@ -90,7 +90,7 @@ class TemporarySlots(Listener):
     def step_begins(self) -> None:
         """The optimizer steps: the last slots are made, and batches are counted anew."""
         if None in self.plan.made_in:
-            self._errors(self._make_all)()
+            self._errors(self._make)(len(self.plan.made_in))
         self._passes = 0
 
     def close(self) -> None:
@@ -120,20 +120,15 @@ class TemporarySlots(Listener):
         """Free slots up to the last one that is due."""
         due = [number for number, name in enumerate(self.plan.freed_before) if is_due(name)]
         if due and now.is_forward:
-            self._units.free_temporary(due[-1] + 1)
+            self._ring.free_temporary(due[-1] + 1)
 
     def block_reached(self, name: str) -> None:
         """Make the slots that are due, from what the block behind has saved."""
-        if self._is_due():
-            place = self._places[name]
-            made_in = [self._places.get(it, -1) for it in self.plan.made_in if it is not None]
-            self._units.make_temporary(sum(it >= place for it in made_in))
+        place = self._places[name]
+        made_in = [self._places.get(it, -1) for it in self.plan.made_in if it is not None]
+        self._make(sum(it >= place for it in made_in))
 
-    def _make_all(self) -> None:
-        """The step begins."""
-        if self._is_due():
-            self._units.make_temporary(len(self.plan.made_in))
-
-    def _is_due(self) -> bool:
-        """Whether this is the last batch of a step that may have slots."""
-        return self._passes >= self.plan.batches and self._may_make()
+    def _make(self, count: int) -> None:
+        """Make so many in the last batch of a step that may have slots."""
+        if self._passes >= self.plan.batches and self._may_make():
+            self._ring.make_temporary(count)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from umem.core.errors import PlanError
 from umem.runtime.guard import Guard
-from umem.streaming.stage.lanes import Moment
-from umem.streaming.stage.staged_state import Slot, StagedState
+from umem.streaming.stage.lanes import Lane, Lanes, Moment
+from umem.streaming.stage.ring import Bundle, Slot
+from umem.streaming.stage.staged_state import StagedState
 from umem.streaming.step.call import ParameterGroups, parameters_of
 
 __all__ = ["PendingUpdate", "Piece", "StreamedUnit", "UnitGuards"]
@@ -39,7 +41,7 @@ class PendingUpdate:
     """Gradients that the program has no more, and the update reads."""
 
 
-class Piece:
+class Piece(Bundle):
     """State that is staged at a time: a unit's, that of some of its parameters, or a span of one.
 
     Parameters
@@ -52,24 +54,37 @@ class Piece:
         Their state.
     """
 
+    lane = Lane.COPY_IN
+
     def __init__(self, unit: StreamedUnit, parameters: Collection[Any], state: StagedState) -> None:
+        super().__init__()
         self.unit = unit
         self.state = state
+        self.size_bytes = state.size_bytes
         self.queued = _groups_of(unit.groups, parameters)
         """Its parameters, by group."""
-        self.slot: Slot | None = None
-        """Where its state in host memory is staged; None if it has none, or no buffer fits the
-        device."""
-        self.fetched: Moment | None = None
-        """The moment after the copy into the slot, if the slot has the present state."""
-        self.returned: Moment | None = None
-        """The moment after the last copy to the homes."""
-        self.updated: Moment | None = None
-        """The moment after the last update."""
-        self.next_behind: Piece | None = None
-        """The piece that uses the slot next in a backward pass."""
         self.is_touched = False
         """Whether something has used a home since the state was laid out."""
+
+    @property
+    def may_come(self) -> bool:
+        """Not what the program may change before its update."""
+        return super().may_come and not (self.is_touched or self.state.is_shared)
+
+    def bind(self, slot: Slot | None) -> None:
+        """Have a slot, and no views of another one."""
+        if slot is not self.slot:
+            self.state.unbind()
+        self.slot = slot
+
+    def copy_in(self, lanes: Lanes) -> Callable[[], None]:
+        """Make views of the slot, and copy the state."""
+        self.state.bind(self.slot)
+        return partial(self.state.copy_in, lanes, self.state.binding)
+
+    def copy_out(self, lanes: Lanes) -> Callable[[], None]:
+        """Copy the state home, from where it is updated."""
+        return partial(self.state.copy_out, lanes, self.state.binding)
 
 
 class StreamedUnit:
@@ -98,8 +113,6 @@ class StreamedUnit:
         """It guards the state from one layout to the next."""
         self.guards: UnitGuards | None = None
         """None until they are needed first."""
-        self.returned: Moment | None = None
-        """The moment after the last copy of a piece to the homes."""
         self.updated: Moment | None = None
         """The moment after the last update."""
         self.pending: PendingUpdate | None = None

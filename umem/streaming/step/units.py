@@ -1,4 +1,4 @@
-"""Units of parameters: where their optimizer state lies, and which slots it is staged in."""
+"""Units of parameters: where their optimizer state lies, and what of it comes ahead of a step."""
 
 from __future__ import annotations
 
@@ -13,23 +13,15 @@ from torch.optim.optimizer import Optimizer
 from umem.core.classes import TensorClass
 from umem.runtime.guard import Guard
 from umem.runtime.held_memory import note_export
-from umem.runtime.unguarded import Unguarded
-from umem.streaming.stage.lanes import Lane, Lanes, Moment
+from umem.streaming.stage.homes import StateMemory, rehome
+from umem.streaming.stage.lanes import Lanes
 from umem.streaming.stage.placement import StatePlacement
-from umem.streaming.stage.staged_state import (
-    KnownValues,
-    OptimizerState,
-    Slot,
-    StagedState,
-    StateMemory,
-)
+from umem.streaming.stage.ring import Ring
+from umem.streaming.stage.staged_state import KnownValues, OptimizerState, StagedState
 from umem.streaming.stage.state_views import StateViews
 from umem.streaming.step.call import ParameterGroups, parameters_of
 from umem.streaming.step.known_optimizers import is_elementwise, replaces_state
-from umem.streaming.step.operands import StagedOperands
-from umem.streaming.step.slot_pool import SlotPool
 from umem.streaming.step.unit import Piece, StreamedUnit
-from umem.torch_compat import InferenceMode
 
 __all__ = ["StreamedUnits"]
 
@@ -48,7 +40,7 @@ class StreamedUnits:
     piece_bytes
         A parameter of more bytes is staged in spans of this size, and also one of much state; None
         for an optimizer that has to have parameters whole.
-    pool
+    ring
         The slots, which other optimizers of the model may share; None for slots of its own.
     """
 
@@ -58,10 +50,11 @@ class StreamedUnits:
         lanes: Lanes,
         memory: StateMemory,
         piece_bytes: int | None,
-        pool: SlotPool | None = None,
+        ring: Ring | None = None,
     ) -> None:
-        self.pool = pool or SlotPool(memory, lanes)
-        self.lock = self.pool.lock
+        self.ring = ring or Ring(memory, lanes)
+        self.lock = self.ring.lock
+        self.memory = memory
         self.layouts = 0
         """How often units were laid out anew."""
         self.absent: frozenset[Any] = frozenset()
@@ -75,21 +68,11 @@ class StreamedUnits:
         """Whether units are updated in the backward pass."""
         self._owner = owner
         self._lanes = lanes
-        self._memory = memory
         self._piece_bytes = piece_bytes
         self._resident: frozenset[str] | None = None
         """Units whose state is to stay on the device; None to leave all state where it is."""
-        self._taken: list[Slot] | None = None
-        """The slots that units have now; None if they were taken back."""
-        self._first = 0
-        """Place of the first piece among those of all optimizers that share the slots."""
-        self._temporary = 0
-        """Number of pieces that may have temporary slots."""
-        self._makes_temporary = True
-        """Whether the device had room for all of them so far."""
         self.stages_operands = True
         """Whether the plan has weights and gradients at home come beside the slots."""
-        self._has_operand_room = True
         self._units: dict[str, StreamedUnit] = {}
         self._members: list[list[Any]] = []
         """The optimizer's parameters at its last step."""
@@ -100,7 +83,7 @@ class StreamedUnits:
         self._values: KnownValues | None = None
         """The state of all units, to look at all of it together, which takes less time; None to
         look at each unit's."""
-        self.pool.add(self)
+        self.ring.add(self.staged)
 
     def __iter__(self) -> Iterator[StreamedUnit]:
         return iter(self._units.values())
@@ -126,10 +109,8 @@ class StreamedUnits:
         with self.lock:
             if resident != self._resident:
                 self._seen = None
-            self._resident, self.pool.count = resident, slots
-            self.pool.is_current = False
-            self._temporary, self._makes_temporary = temporary, True
-            self.stages_operands, self._has_operand_room = stages_operands, True
+            self._resident, self.stages_operands = resident, stages_operands
+            self.ring.set_capacity(slots, temporary)
 
     def move_into_backward(self, moves: bool) -> None:
         """Say whether units are updated in the backward pass from the next one on.
@@ -164,18 +145,14 @@ class StreamedUnits:
                 for parameter in parameters_of(unit.groups):
                     if (
                         id(parameter) in held
-                        or not self._memory.is_movable(parameter)
-                        or self._memory.is_home(parameter)
+                        or not self.memory.is_movable(parameter)
+                        or self.memory.is_home(parameter)
                     ):
                         continue
-                    with Unguarded(), InferenceMode(False):
-                        data = parameter.data
-                        home = self._memory.new_home(data, TensorClass.WEIGHTS)
-                        if home is None:
-                            return moved_bytes  # the host has no more
-                        parameter.data = home.copy_(data)
-                    unit.home_bytes += data.nbytes
-                    moved_bytes += data.nbytes
+                    if not rehome(parameter, self.memory, TensorClass.WEIGHTS, on_device=False):
+                        return moved_bytes  # the host has no more
+                    unit.home_bytes += parameter.nbytes
+                    moved_bytes += parameter.nbytes
         return moved_bytes
 
     def home_bytes(self) -> dict[str, int]:
@@ -220,7 +197,7 @@ class StreamedUnits:
     @property
     def slots_bytes(self) -> int:
         """Bytes of all buffers for state, also of other optimizers of the model."""
-        return self.pool.slots_bytes
+        return self.ring.slots_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -230,12 +207,12 @@ class StreamedUnits:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device: of that state, and of all buffers."""
-        return self.resident_bytes + self.pool.device_bytes
+        return self.resident_bytes + self.ring.device_bytes
 
     @property
     def may_have_temporary(self) -> bool:
         """Whether pieces may have temporary slots: nothing unseen uses their state meanwhile."""
-        return self.pool.users == [self] and not any(
+        return self.ring.users == [self.staged] and not any(
             unit.state is not None and unit.state.is_shared for unit in self
         )
 
@@ -255,10 +232,8 @@ class StreamedUnits:
             As for :meth:`find_state`.
         """
         self.find_state(optimizer, called)
-        if not self.pool.is_current:
-            self.pool.make()
-        if self._taken is not self.pool.slots:
-            self._take_slots()
+        if not self.ring.is_current:
+            self.ring.take_turns()
 
     def find_state(self, optimizer: Optimizer, called: Iterable[str]) -> None:
         """Find the units' state where the optimizer has other tensors now.
@@ -288,7 +263,7 @@ class StreamedUnits:
             self._seen, self._in_line = None, None  # all of it again, should this one fail
             self.has_common_state = _has_common(state)
             # What leaves the device makes room for what comes.
-            self.pool.take_back()
+            self.ring.take_back()
             changed.sort(key=lambda unit: unit.name in (self._resident or ()))
             in_pieces = is_elementwise(optimizer)
             piece_bytes = self._piece_bytes if in_pieces else None
@@ -344,7 +319,7 @@ class StreamedUnits:
         if order and order != list(self._units)[: len(order)]:
             others = [name for name in self._units if name not in order]
             self._units = {name: self._units[name] for name in (*order, *others)}
-            self.pool.is_current = False
+            self.ring.is_current = False
 
     def _lay_out_unit(
         self,
@@ -356,7 +331,7 @@ class StreamedUnits:
         on_parts: bool,
     ) -> None:
         every = {p: state.get(p) or {} for p in parameters_of(unit.groups)}
-        placement = StatePlacement(every, self._memory)
+        placement = StatePlacement(every, self.memory)
         is_resident = None if self._resident is None else unit.name in self._resident
         on_device = placement.place(on_device=is_resident)
         pieces = placement.divide(piece_bytes)
@@ -370,14 +345,14 @@ class StreamedUnits:
         }
         unit.queue(queued)
         if queued:
-            unit.state = StagedState(queued, self._memory, views=views, on_parts=on_parts)
-            if not all(map(self._memory.is_movable, unit.state.homes)):
+            unit.state = StagedState(queued, self.memory, views=views, on_parts=on_parts)
+            if not all(map(self.memory.is_movable, unit.state.homes)):
                 unit.fixed_bytes = sum(it.nbytes for it in unit.state.homes)
             for piece in pieces if unit.state.homes and len(pieces) > 1 else ():
                 some = {p: queued[p] for p in piece.parameters if p in queued}
                 if some:
                     staged = StagedState(
-                        some, self._memory, piece.span, unit.state, on_parts=on_parts
+                        some, self.memory, piece.span, unit.state, on_parts=on_parts
                     )
                     unit.pieces.append(Piece(unit, some, staged))
             if not unit.pieces:
@@ -392,112 +367,18 @@ class StreamedUnits:
             if self._lanes.is_capturing() and unit.state is not None:
                 note_export([*unit.state.homes, *unit.state.others])  # replays use these addresses
             for piece in unit.pieces:
-                if piece.slot is not None:
-                    self.write_back(piece.slot)
-                self._drop_fetched(piece)
+                self.ring.send_home(piece)
                 piece.is_touched = True
-            if unit.returned is not None:
-                self._lanes.wait(unit.returned)
             unit.is_touched = True
 
     # ------------------------------------------------------------------ slots
 
-    def leave_slots(self) -> None:
-        """Wait for all copies from and to slots, and use state at home until slots are taken."""
-        self.write_back()
-        every = self._pieces()
-        self._taken = None  # first: an interrupt leaves them to be taken anew
-        for piece in every:
-            self._drop_fetched(piece)
-            slot = piece.slot
-            for moment in filter(None, (piece.returned, slot and slot.free)):
-                self._lanes.wait(moment)
-                if slot is not None:  # before its memory is used for anything else
-                    self._lanes.wait_on_stream_of(slot.made, moment)
-        # Now no copy is left of one whose slot another piece was fetched into before its update.
-        for piece in every:
-            piece.slot = None
-            piece.state.bind(None)
-
     def _pieces(self) -> list[Piece]:
         return [piece for unit in self._units.values() for piece in unit.pieces]
 
-    def _staged(self) -> list[Piece]:
+    def staged(self) -> list[Piece]:
+        """The pieces of state in host memory, in the order of a step."""
         return [piece for piece in self._pieces() if piece.state.homes]
-
-    def piece_bytes(self) -> list[int]:
-        """Bytes of each piece of state that is staged, in the order of a step."""
-        return [piece.state.size_bytes for piece in self._staged()]
-
-    def _take_slots(self) -> None:
-        """Give the pieces slots in turn, behind those of optimizers that step before."""
-        slots = self.pool.slots
-        self._first = self.pool.place_of(self)
-        staged, count = self._staged(), len(slots)
-        taken = {}
-        for number, piece in enumerate(staged if count else ()):
-            is_behind = number >= count + self._temporary
-            place = number - self._temporary if is_behind else number
-            taken[id(piece)] = slots[(self._first + place) % count]
-            piece.next_behind = staged[number - count] if number >= count else None
-        for piece in self._pieces():
-            slot = taken.get(id(piece))
-            piece.state.bind(slot)
-            piece.slot = slot  # behind an interrupt no piece has one that its state lacks
-        self._taken = slots  # not before: an error leaves them to be taken anew
-
-    def operands(
-        self,
-        parameters: Iterable[torch.Tensor],
-        span: tuple[int, int] | None,
-        factors: Callable[[torch.Tensor], tuple[Any, ...]],
-        *,
-        are_alone: bool,
-    ) -> StagedOperands:
-        """The weights and gradients of these parameters, or of a span of one, that are at home."""
-        return StagedOperands(parameters, span, self._memory, factors, are_alone=are_alone)
-
-    def operand_buffer(self, slot: Slot, size_bytes: int, share: float) -> torch.Tensor | None:
-        """A slot's buffer for operands; None where the device has no room for it.
-
-        Parameters
-        ----------
-        slot
-            The slot.
-        size_bytes
-            What is needed now.
-        share
-            How much more the slot may be asked for, 1 or more.
-        """
-        if slot.operands is not None and slot.operands.nbytes >= size_bytes:
-            return slot.operands
-        if not self._has_operand_room:
-            return None
-        if slot.free is not None:
-            self._lanes.wait(slot.free)  # before the memory is used for anything else
-            if slot.operands is not None:
-                self._lanes.wait_on_stream_of(slot.operands_made, slot.free)
-        slot.operands = None
-        slot.operands = self._memory.buffer(int(share * size_bytes))
-        # What was asked for before must not come into it yet: where algorithms are deterministic,
-        # torch fills new memory, and other slots may have given it back.
-        slot.free = slot.operands_made = self._lanes.mark()
-        # To ask for what there is not costs page-locked memory.
-        self._has_operand_room = slot.operands is not None
-        return slot.operands
-
-    def fetch(self, piece: Piece, after: Moment) -> None:
-        """Copy a piece's state into its slot, after what the program has done with either."""
-        state, slot = piece.state, piece.slot
-        assert slot is not None
-        self.write_back(slot)
-        if slot.holder is not None:
-            slot.holder.fetched = None
-        slot.holder = piece
-        state.bind(slot)
-        moments = [after, *filter(None, (slot.free, piece.returned))]
-        copy_in = functools.partial(state.copy_in, self._lanes, state.binding)
-        piece.fetched = self._lanes.run(Lane.COPY_IN, copy_in, moments)
 
     def fetch_ahead(self) -> None:
         """Fill the slots for the next step: the state is not used before it.
@@ -505,53 +386,18 @@ class StreamedUnits:
         They are for the first pieces of all optimizers of the model together.
         """
         with self.lock:
-            count = len(self.pool.slots) - self._first
-            if count <= 0:
-                return  # and records no event, as every step does whose state is on the device
             streamed = [it for unit in self.queued for it in unit.pieces if it.slot]
+            if not streamed:
+                return  # and records no event, as every step does whose state is on the device
+            count = len(self.ring.slots) - self.ring.place_of(self.staged)
+            if count <= 0:
+                return
             if self.runs_backward:
                 streamed.reverse()
             now = self._lanes.mark()
             for piece in streamed[:count]:
-                if self.may_fetch(piece):
-                    self.fetch(piece, now)
-
-    def make_temporary(self, count: int) -> None:
-        """Make the first temporary slots, so many in all, and fetch the state that they are for."""
-        with self.lock:
-            if self._taken is not self.pool.slots or not self._makes_temporary:
-                return
-            for piece in self._with_temporary(count):
-                state, slot = piece.state, piece.slot
-                if slot is None or slot.instead_of is not None or not self.may_fetch(piece):
-                    continue
-                self.write_back(slot)
-                memory = self._memory.buffer(state.size_bytes)
-                if memory is None:
-                    self._makes_temporary = False  # to ask again costs page-locked memory
-                    return
-                now = self._lanes.mark()  # behind all uses that the memory has had
-                piece.slot = Slot(memory, now, instead_of=slot)
-                self.pool.temporary.append(piece.slot)
-                self.fetch(piece, now)
-
-    def write_back(self, slot: Slot | None = None) -> None:
-        """Copy updated state from a slot to its home, before anything needs either; None for all.
-
-        That of all slots leaves at the first block of the next forward pass, and not in the step. A
-        program that waits for the device between the two, as DeepSpeed does behind each step and
-        when its engine is called, does not wait for these copies.
-        """
-        leaving = self.pool.leaving
-        if not leaving:
-            return
-        with self.lock:
-            for it in [it for it in leaving if slot is None or it is slot]:
-                piece = leaving[it]
-                leave = functools.partial(piece.state.copy_out, self._lanes, piece.state.binding)
-                it.free = self._lanes.run(Lane.COPY_OUT, leave, [piece.updated, it.free])
-                piece.returned = piece.unit.returned = it.free
-                del leaving[it]  # not before: what an interrupt cuts short is done again
+                if piece.may_come:
+                    self.ring.fetch(piece, [now])
 
     def write_back_and_wait(self) -> None:
         """Let the current stream wait until all state is at home, where the program may change it.
@@ -559,68 +405,21 @@ class StreamedUnits:
         Copies that were fetched ahead are dropped.
         """
         with self.lock:
-            self.write_back()
-            for unit in self:
-                for piece in unit.pieces:
-                    self._drop_fetched(piece)
-                if unit.returned is not None:
-                    self._lanes.wait(unit.returned)
+            self.ring.write_back()
+            for piece in self._pieces():
+                self.ring.send_home(piece)
 
     def lay_out_anew(self) -> None:
         """Look at the next step where all state is and may be, because memory is held now."""
         with self.lock:
             self._seen = None
 
-    def free_temporary(self, count: int | None = None) -> None:
-        """Free the first temporary slots, so many in all, when their state is home; None for all.
-
-        The program's stream waits for that.
-        """
-        with self.lock:
-            for piece in self._with_temporary(count):
-                slot = piece.slot
-                if slot is None or slot.instead_of is None:
-                    continue
-                self.write_back(slot)
-                for moment in filter(None, (piece.fetched, slot.free)):
-                    self._lanes.wait(moment)
-                    self._lanes.wait_on_stream_of(slot.made, moment)
-                piece.fetched, piece.slot = None, slot.instead_of
-                piece.state.unbind()
-                self.pool.temporary.remove(slot)
-
-    def _with_temporary(self, count: int | None) -> list[Piece]:
-        """The first of the pieces that may have temporary slots, in the order of a step."""
-        if not self._temporary:
-            return []
-        first = len(self.pool.slots)
-        last = self._temporary if count is None else min(count, self._temporary)
-        return self._staged()[first : first + last]
-
-    def may_fetch(self, piece: Piece) -> bool:
-        """Whether a piece's state is to be fetched, and stays as it is until its update."""
-        return (
-            piece.slot is not None
-            and piece.fetched is None
-            and not piece.is_touched
-            and not piece.state.is_shared
-        )
-
-    def _drop_fetched(self, piece: Piece) -> None:
-        if piece.fetched is not None:
-            self._lanes.wait(piece.fetched)  # it reads the homes
-            if piece.slot is not None:
-                self._lanes.wait_on_stream_of(piece.slot.made, piece.fetched)
-            piece.fetched = None
-
     def _drop_state(self, unit: StreamedUnit) -> None:
         for piece in unit.pieces:
-            self._drop_fetched(piece)
+            self.ring.send_home(piece)
             piece.state.unbind()
             if piece.slot is not None and piece.slot.holder is piece:
                 piece.slot.holder = None  # which would keep the state
-        if unit.returned is not None:
-            self._lanes.wait(unit.returned)
         if unit.state_guard is not None:
             unit.state_guard.release()
         unit.state, unit.state_guard, unit.is_touched = None, None, False
@@ -628,20 +427,18 @@ class StreamedUnits:
 
     def clear(self) -> None:
         """Wait for the last copies, and give the optimizer's tensors free."""
-        self.write_back()
+        self.ring.write_back()
+        for piece in self._pieces():
+            self.ring.send_home(piece)  # and with it what was fetched into its slot before
+            if piece.returned is not None:
+                self._lanes.finish(piece.returned)
         for unit in self._units.values():
-            for piece in unit.pieces:
-                self._drop_fetched(piece)  # and with it what was fetched into its slot before
-        for unit in self._units.values():
-            if unit.returned is not None:
-                self._lanes.finish(unit.returned)
             if unit.guards is not None:
                 # Not before: streams of FSDP2 wait for updates by this guard alone.
                 unit.guards.flats.release()
             self._drop_state(unit)
         self._units.clear()
-        self._taken = None
-        self.pool.leave(self)
+        self.ring.leave(self.staged)
         self._members, self._in_line, self.absent, self._seen = [], None, frozenset(), None
         self._values = None
 

@@ -152,8 +152,8 @@ class TunedOptimizers(BudgetMember):
     @property
     def _state_and_slots_bytes(self) -> int:
         every = [optimizer.step.units for optimizer in self._all]
-        pools = {id(units.pool): units.pool.device_bytes for units in every}
-        return sum(units.resident_bytes for units in every) + sum(pools.values())
+        rings = {id(units.ring): units.ring.device_bytes for units in every}
+        return sum(units.resident_bytes for units in every) + sum(rings.values())
 
     def state_sizes(self) -> dict[str, tuple[int, ...]]:
         """Bytes of state that can be streamed, by unit, of what is staged at a time."""

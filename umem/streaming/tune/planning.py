@@ -112,8 +112,8 @@ class Planning:
         return self.plans < _MOST_PLANS
 
     def stop_copying(self) -> None:
-        """Copy no activations any more."""
-        self.copied = {}
+        """Copy activations no more, and run no block forward again."""
+        self.copied = self.recomputed = {}
 
     # ------------------------------------------------------------------ a plan
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from umem.streaming.weights.model_weights import ModelWeights
     from umem.streaming.weights.staged_weights import is_movable_weight
     from umem.streaming.weights.streamed_weights import (
-        ExtraSlots,
         StreamedBlock,
         StreamedWeights,
         WeightCounts,
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CachedExperts",
     "CachedTable",
-    "ExtraSlots",
     "ModelWeights",
     "StreamedBlock",
     "StreamedWeights",
@@ -41,6 +39,6 @@ __getattr__ = lazy_names(
         "managed_models": "weights_of",
         "model_weights": "ModelWeights",
         "staged_weights": "is_movable_weight",
-        "streamed_weights": "ExtraSlots StreamedBlock StreamedWeights WeightCounts",
+        "streamed_weights": "StreamedBlock StreamedWeights WeightCounts",
     },
 )

@@ -33,19 +33,18 @@ from umem.streaming.plan.state_plan import least_slack_bytes
 from umem.streaming.plan.training_plan import WEIGHT_SLOTS
 from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights
 from umem.streaming.stage.device_room import DeviceRoom
+from umem.streaming.stage.homes import StateMemory, rehome
 from umem.streaming.stage.lanes import Lanes
 from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
 from umem.streaming.weights.expert_cache import ExpertUse
 from umem.streaming.weights.experts import Experts, find_experts
-from umem.streaming.weights.staged_weights import WeightMemory, is_movable_weight
+from umem.streaming.weights.staged_weights import is_movable_weight
 from umem.streaming.weights.streamed_weights import (
-    ExtraSlots,
     StreamedBlock,
     StreamedWeights,
     WeightCounts,
 )
 from umem.streaming.weights.weight_parts import weight_parts
-from umem.torch_compat import InferenceMode
 
 __all__ = ["ModelWeights", "WeightStatus"]
 
@@ -126,7 +125,7 @@ class ModelWeights(Listener):
         self,
         model: nn.Module,
         lanes: Lanes,
-        memory: WeightMemory,
+        memory: StateMemory,
         room: DeviceRoom,
         store: ActivationStore,
         *,
@@ -492,8 +491,7 @@ class ModelWeights(Listener):
                 blocks.append(StreamedBlock(name, module, tensors, unit.experts, plan.cached_share))
                 classes[unit.block.name] = self._class_of(tensors[0])
         self._room.trim()
-        slots = {name: ExtraSlots(*counts) for name, counts in extra.items()}
-        self.streamed.set_blocks(blocks, plan.slots, classes, slots)
+        self.streamed.set_blocks(blocks, plan.slots, classes, extra)
         for tensor in coming:
             if not self._move(tensor, to_home=False):
                 break
@@ -542,19 +540,9 @@ class ModelWeights(Listener):
 
     def _move(self, tensor: torch.Tensor, *, to_home: bool) -> bool:
         """Give a weight other memory, if it has none of that kind; False if there is none."""
-        if self._memory.is_home(tensor) == to_home or not is_movable_weight(tensor):
-            return True
-        kind = self._class_of(tensor)
-        with Unguarded(), InferenceMode(False):
-            data = tensor.data
-            if to_home:
-                new = self._memory.new_home(data, kind)
-            else:
-                new = self._memory.new_on_device(data, kind)
-            if new is None:
-                return False
-            tensor.data = new.copy_(data, non_blocking=True)
-        return True
+        return not is_movable_weight(tensor) or rehome(
+            tensor, self._memory, self._class_of(tensor), on_device=not to_home
+        )
 
 
 def _with_margin(needed_bytes: int) -> int:

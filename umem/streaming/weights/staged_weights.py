@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,7 +24,9 @@ from umem.runtime.torch_hooks.memory_access import original_data, original_stora
 from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.runtime.unguarded import Unguarded, addresses_of
 from umem.streaming.plan.weight_plan import staged_bytes
+from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Copy, Lane, Lanes, Moment
+from umem.streaming.stage.ring import Bundle, BundleEvent, BundleState, Slot
 from umem.streaming.weights.expert_cache import CachedExperts, make_cached_table
 from umem.streaming.weights.experts import Experts
 from umem.torch_compat import (
@@ -35,23 +37,7 @@ from umem.torch_compat import (
     version_counter,
 )
 
-__all__ = ["StagedWeights", "StagingBuffer", "WeightMemory", "is_movable_weight"]
-
-
-class WeightMemory(Protocol):
-    """Where the weights of a device lie."""
-
-    def is_home(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in host memory."""
-
-    def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
-        """New host memory for a tensor's contents, counted as of a class; None if there is none."""
-
-    def new_on_device(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
-        """New memory on the device, counted as of a class; None where it has no room."""
-
-    def buffer(self, size_bytes: int) -> torch.Tensor | None:
-        """Bytes on the device; None where it has no room for them."""
+__all__ = ["LentSlot", "StagedWeights", "is_movable_weight"]
 
 
 def is_movable_weight(tensor: torch.Tensor) -> bool:
@@ -69,75 +55,54 @@ def is_movable_weight(tensor: torch.Tensor) -> bool:
         )
 
 
-class StagingBuffer:
-    """A buffer on the device, which blocks share by turns.
-
-    Parameters
-    ----------
-    memory
-        The buffer.
-    made
-        The moment when it was made, on the stream that owns its memory.
-    """
+class LentSlot(Slot):
+    """A slot whose memory the program may have views of, which outlive the use of a block."""
 
     def __init__(self, memory: torch.Tensor, made: Moment) -> None:
-        self.memory = memory
-        self._made = made
-        self.used: list[Moment] = []
-        """The moments after the last uses of its contents."""
-        self.holder: StagedWeights | None = None
-        """The block whose weights were fetched last."""
+        super().__init__(memory, made)
         self._storage = memory.untyped_storage()
         self._end_loan = lend(self._storage, partial(_find, weakref.ref(self)))
         self._end_lending = lend_memory(self._storage, self)
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
-        """Views of all of it."""
         self._places: dict[object, torch.Tensor] = {}
         """Views by layout: most blocks have weights alike, and to make a view takes some time."""
         self._places_of: dict[int, list[torch.Tensor]] = {}
         """The same views, by number of parts."""
 
-    def place(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """The memory at an offset, in bytes, in the layout of a tensor: always the same view."""
+    def _place(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """The memory at an offset, in the layout of a tensor: always the same view."""
         layout = offset, like.dtype, like.size(), like.stride()
         place = self._places.get(layout)
         if place is None:
-            typed = self._typed.get(like.dtype)
-            if typed is None:
-                typed = self._typed[like.dtype] = self.memory.view(like.dtype)
-            first = offset // like.itemsize
-            place = self._places[layout] = typed.as_strided(like.size(), like.stride(), first)
+            place = self._places[layout] = self.view(like, offset)
         return place
 
     def places_of(self, parts: _Parts) -> list[torch.Tensor]:
         """The places of weights that are as they were seen last."""
         places = self._places_of.get(parts.number)
         if places is None:
-            places = list(map(self.place, parts.tensors, parts.offsets))
+            places = list(map(self._place, parts.tensors, parts.offsets))
             self._places_of[parts.number] = places
         return places
 
-    def end_loan(self) -> None:
-        """Leave the memory to whoever has a view of it."""
+    def leave_to_users(self) -> None:
+        """End the loan."""
         self._end_loan()
         self._end_lending()
 
-    def let_go(self, lanes: Lanes) -> None:
-        """Leave the memory to whoever asks next, behind copies and uses."""
-        self.end_loan()
-        for moment in self.used:
-            lanes.wait(moment)
-            lanes.wait_on_stream_of(self._made, moment)
+    def weights(self) -> StagedWeights:
+        """The weights that are on the memory, which someone has a view of."""
+        assert isinstance(self.holder, StagedWeights)
+        return self.holder
 
     def give_home(self, tensor: torch.Tensor) -> None:
         """Give a tensor on the memory that of its home."""
         if self.holder is not None:
-            self.holder.give_home(tensor)
+            self.weights().give_home(tensor)
 
     def note_alias(self, alias: torch.Tensor) -> None:
         """Note a tensor on the memory that counts its changes by itself."""
         if self.holder is not None:
-            self.holder.note_alias(alias)
+            self.weights().note_alias(alias)
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the memory."""
@@ -150,11 +115,10 @@ class StagingBuffer:
         return storage_use_count(storage_key(self._storage)) > own
 
 
-def _find(reference: weakref.ref[StagingBuffer], view: torch.Tensor) -> Callable[[], torch.Tensor]:
-    buffer = reference()
-    assert buffer is not None
-    assert buffer.holder is not None
-    return buffer.holder.find(view)
+def _find(reference: weakref.ref[LentSlot], view: torch.Tensor) -> Callable[[], torch.Tensor]:
+    slot = reference()
+    assert slot is not None
+    return slot.weights().find(view)
 
 
 _TORCHS_OWN = (torch.Tensor, torch.nn.Parameter)
@@ -209,12 +173,12 @@ class _Parts:
         """Whether they have the layouts, too."""
         return self.are_at_home() and self._find_layouts() == self._layouts
 
-    def copies_to(self, buffer: StagingBuffer) -> list[Copy]:
-        """The copies into a buffer of weights that are as they were seen last.
+    def copies_to(self, slot: Slot) -> list[Copy]:
+        """The copies into a slot of weights that are as they were seen last.
 
         Homes next to each other are copied together where their places are, too.
         """
-        first = buffer.memory.data_ptr()
+        first = slot.memory.data_ptr()
         copies = self._copies.get(first)
         if copies is None:
             copies = []
@@ -229,11 +193,11 @@ class _Parts:
         return copies
 
 
-class StagedWeights:
-    """Weights of a block that share a buffer.
+class StagedWeights(Bundle):
+    """Weights of a block that come and are used together.
 
     The tensors keep their objects and their homes. During its uses they have the
-    buffer's memory; at all other times, and for whoever comes at an unexpected moment, they have
+    slot's memory; at all other times, and for whoever comes at an unexpected moment, they have
     that of their homes, with the same contents.
 
     Parameters
@@ -254,24 +218,26 @@ class StagedWeights:
         Weights of which calls with few tokens read some only.
     """
 
+    lane = Lane.WEIGHTS_IN
+
     def __init__(
         self,
         name: str,
         tensors: Iterable[torch.Tensor],
         lanes: Lanes,
-        memory: WeightMemory,
+        memory: StateMemory,
         lock: threading.RLock,
         tensor_class: TensorClass,
         experts: Experts | None = None,
     ) -> None:
+        super().__init__()
         self.name = name
-        self.buffer: StagingBuffer | None = None
-        """Where the present contents of the homes are, or will be at `arrived`."""
-        self.arrived: Moment = None
         self.users: set[object] = set()
         """Calls and backward passes under way, all with the copy or all without one."""
         self.was_used = False
         """Whether the present copy has had a use."""
+        self.with_experts = True
+        """Whether the next copy is with tables of experts."""
         self.is_whole = False
         """Whether the present copy is of all weights, tables of experts included."""
         self._lanes = lanes
@@ -281,8 +247,6 @@ class StagedWeights:
         self._experts = experts or Experts()
         self._held: list[_Part] = []
         """Weights that the program holds at their homes, where they are used."""
-        self._is_bound = False
-        """Whether any of them may have the buffer's memory."""
         self._homes: dict[int, torch.Tensor] = {}
         """The homes of those that may, by place in the buffer."""
         self._aliases: dict[int, list[torch.Tensor]] = {}
@@ -312,6 +276,15 @@ class StagedWeights:
         """Sees what the program does to the weights while their copy waits for its use."""
         self.cache: CachedExperts | None = None
         """Experts that stay on the device from one use to the next."""
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether calls and backward passes are under way."""
+        return bool(self.users)
+
+    def _slot(self) -> LentSlot:
+        assert isinstance(self.slot, LentSlot)
+        return self.slot
 
     def make_cache(self, share: float) -> None:
         """Keep a share of the experts of each table on the device."""
@@ -343,36 +316,21 @@ class StagedWeights:
     def _to_copy(self, *, with_experts: bool) -> _Parts:
         return self._parts if with_experts else self._without_experts
 
-    def fetch(
-        self,
-        buffer: StagingBuffer,
-        updated: Iterable[Moment] = (),
-        *,
-        asked: Moment = None,
-        with_experts: bool = True,
-    ) -> None:
-        """Start copying the homes into a buffer that nothing uses, behind updates under way.
-
-        It begins behind what the program has done to the homes so far: behind `asked`, if this
-        stream's last work is marked already.
+    def copy_in(self, lanes: Lanes) -> Callable[[], None]:
+        """Copy the homes.
 
         From now on a guard sees uses of the weights by the program, and drops the copy: it may be
         about to change them. During an update the optimizer's own guard does.
         """
         self._look_at_homes()
-        self._copied = copied = self._to_copy(with_experts=with_experts)
+        self._copied = copied = self._to_copy(with_experts=self.with_experts)
+        self.is_whole = copied is self._parts
         self.hold()  # first: behind an interrupt no copy is without its guard
-        if asked is None or not buffer.used:  # what had a new buffer's memory may be later
-            asked = self._lanes.mark()
+        assert self.slot is not None
         with Unguarded():
             copied.versions = list(map(version_counter, copied.tensors))
-            copies = copied.copies_to(buffer)
-        work = partial(self._lanes.copy, Lane.WEIGHTS_IN, copies, self._tensor_class)
-        after = [it for it in buffer.used if it is not asked]
-        after += [asked, *filter(None, updated)]
-        self.arrived = self._lanes.run(Lane.WEIGHTS_IN, work, after)
-        self.buffer, buffer.holder, buffer.used = buffer, self, [self.arrived]
-        self.is_whole = copied is self._parts
+            copies = copied.copies_to(self.slot)
+        return partial(lanes.copy, Lane.WEIGHTS_IN, copies, self._tensor_class)
 
     def _look_at_homes(self) -> None:
         """Leave alone what the program has given memory that is no home, or that is larger."""
@@ -412,7 +370,7 @@ class StagedWeights:
     def give_home(self, tensor: torch.Tensor) -> None:
         """Give a weight, or another tensor on its copy, the home amid a use: it stays there."""
         with self._lock, Unguarded(), InferenceMode(False):
-            if not self._is_bound or not self._copied.every:
+            if self.where is not BundleState.HERE or not self._copied.every:
                 return
             number = self._number_of(tensor)
             weight, offset = self._copied.tensors[number], self._copied.offsets[number]
@@ -439,10 +397,9 @@ class StagedWeights:
 
         Not if the program has given the weight other memory.
         """
-        assert self.buffer is not None
         copied = self._copied
         tensor, offset = copied.tensors[number], copied.offsets[number]
-        if addresses_of([tensor]) != [self.buffer.memory.data_ptr() + offset]:
+        if addresses_of([tensor]) != [self._slot().memory.data_ptr() + offset]:
             return
         version, aliases = version_counter(tensor), self._aliases.get(offset, ())
         if version != copied.versions[number] or any(map(version_counter, aliases)):
@@ -455,8 +412,7 @@ class StagedWeights:
 
     def _move(self, view: torch.Tensor, offset: int, home: torch.Tensor) -> None:
         """Give a tensor on the copy of a weight the same place in the weight's home."""
-        assert self.buffer is not None
-        if self.buffer.has(view):
+        if self._slot().has(view):
             first = int(view.storage_offset()) * view.itemsize - offset
             place = _place_in(home, first, view.dtype, view.size(), view.stride())
             original_data.__set__(view, place)
@@ -471,21 +427,22 @@ class StagedWeights:
         self.guard.hold(self._copied.tensors, ())
 
     def drop(self) -> None:
-        """Forget the copy: its buffer is free. Not while it is in use."""
+        """Forget the copy: its slot is free. Not while it is in use."""
         self.guard.release()
-        if self.users or self.buffer is None:
+        if self.users or self.slot is None:
             return
         self._unbind()  # an interrupt may have cut short the begin of a use
-        self.buffer.holder = None
-        self.buffer = None
+        self.slot.holder = None
+        super().drop()
+        self.slot = None
         self.was_used = self.is_whole = False
 
     def has_copy(self, *, with_experts: bool) -> bool:
         """Whether a copy for a use is there or under way. A whole one serves all uses."""
-        return self.buffer is not None and (self.is_whole or not with_experts)
+        return self.is_away and (self.is_whole or not with_experts)
 
     def has_current_copy(self, *, with_experts: bool) -> bool:
-        """Whether the buffer's contents, once arrived, are those of the homes."""
+        """Whether the slot's contents, once arrived, are those of the homes."""
         copied = self._copied
         if not self.has_copy(with_experts=with_experts) or self._have_alias(copied):
             return False
@@ -510,11 +467,11 @@ class StagedWeights:
     # ------------------------------------------------------------------ uses
 
     def begin_use(self, user: object) -> None:
-        """Give the weights the buffer's memory, and let the current stream wait for the copy.
+        """Give the weights the slot's memory, and let the current stream wait for the copy.
 
         Without a copy they keep their homes until no use is under way. An error leaves no use.
         """
-        if self.buffer is not None:
+        if self.is_away:
             self._lanes.wait(self.arrived)
             if not self.users:
                 self._bind()
@@ -523,44 +480,44 @@ class StagedWeights:
         self.users.add(user)
 
     def end_use(self, user: object) -> Moment:
-        """Give the weights their homes back behind the last use, which the buffer waits for.
+        """Give the weights their homes back behind the last use, which the slot waits for.
 
-        Returns the moment after the use; None where no buffer has it. What an interrupt cuts short,
+        Returns the moment after the use; None where no slot has them. What an interrupt cuts short,
         another call completes.
         """
         ended: Moment = None
-        if self.buffer is not None:
+        if self.slot is not None:
             if len(self.users) == 1:
                 self._unbind()
                 if self.cache is not None and self.is_whole:
                     self.cache.serve()  # sees changes from now on, too
             ended = self._lanes.mark()
-            self.buffer.used.append(ended)
+            self.slot.used.append(ended)
         self.users.discard(user)
         return ended
 
     def _bind(self) -> None:
-        assert self.buffer is not None
         self.guard.release()
         if self.cache is not None and self.is_whole:
             self.cache.release()
-        self.was_used = self._is_bound = True
+        self.was_used = True
+        if self.where is BundleState.COMING:  # else an interrupt has cut short the begin of a use
+            self.becomes(BundleEvent.USED)
         self._stream = self._lanes.stream_key()
         copied = self._copied
         with Unguarded(), InferenceMode(False):
-            places = self.buffer.places_of(copied)
+            places = self._slot().places_of(copied)
             homes = map(original_data.__get__, copied.tensors)
             self._homes = dict(zip(copied.offsets, homes, strict=True))
             exhaust(map(original_data.__set__, copied.tensors, places))
 
     def _unbind(self) -> None:
         """Give the weights their homes back, with what the block itself has written to them."""
-        if not self._is_bound:
+        if self.where is not BundleState.HERE:
             return
-        assert self.buffer is not None
         copied, homes = self._copied, self._homes
         tensors = copied.tensors
-        bound = list(map(self.buffer.memory.data_ptr().__add__, copied.offsets))
+        bound = list(map(self._slot().memory.data_ptr().__add__, copied.offsets))
         with Unguarded(), InferenceMode(False):
             if (
                 not self._aliases
@@ -574,15 +531,14 @@ class StagedWeights:
                     if home is not None:  # else the program holds the weight at its home
                         self._return(number, home)
         self._homes, self._aliases = {}, {}
-        self._is_bound = False
+        self.becomes(BundleEvent.KEPT)
 
     def have_views(self) -> bool:
-        """Whether anything but the weights themselves has memory of the buffer."""
-        return self.buffer is not None and self.buffer.has_users(len(self._homes))
+        """Whether anything but the weights themselves has memory of the slot."""
+        return self.slot is not None and self._slot().has_users(len(self._homes))
 
     def find(self, view: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """How to find the contents of a view of the buffer again, wherever they are then."""
-        assert self.buffer is not None
+        """How to find the contents of a view of the slot again, wherever they are then."""
         begin = int(view.storage_offset()) * view.itemsize
         parts = self._parts
         part = parts.every[bisect_right(parts.offsets, begin) - 1]

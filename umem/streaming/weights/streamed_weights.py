@@ -15,12 +15,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
-from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -34,13 +32,14 @@ from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.function_attributes import let_go_of_lent
 from umem.runtime.torch_hooks.modules import HookErrors, Undo
 from umem.runtime.torch_hooks.passes import Pass
+from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Lanes, Moment
+from umem.streaming.stage.ring import Ring, Slot
 from umem.streaming.weights.expert_cache import ExpertUse
 from umem.streaming.weights.experts import Experts
-from umem.streaming.weights.staged_weights import StagedWeights, StagingBuffer, WeightMemory
-from umem.torch_compat import InferenceMode
+from umem.streaming.weights.staged_weights import LentSlot, StagedWeights
 
-__all__ = ["ExtraSlots", "StreamedBlock", "StreamedWeights", "WeightCounts", "forget_copies"]
+__all__ = ["StreamedBlock", "StreamedWeights", "WeightCounts", "forget_copies"]
 
 _every: weakref.WeakSet[StreamedWeights] = weakref.WeakSet()
 
@@ -84,13 +83,6 @@ class StreamedBlock:
     """Of the experts of each table among `tensors`, those that the device has room for."""
 
 
-class ExtraSlots(NamedTuple):
-    """Buffers beyond the usual ones that the device has room for, in the passes of a block."""
-
-    forward: int
-    backward: int
-
-
 class _Kind(IntEnum):
     """What a use of a block's weights is for."""
 
@@ -107,8 +99,8 @@ class _Kind(IntEnum):
         return self is not _Kind.FEW_TOKENS
 
 
-_Event = tuple[_Kind, int]
-"""A block's number in a pass."""
+_Event = tuple[_Kind, StagedWeights]
+"""A pass of a block."""
 
 
 @dataclass(eq=False)
@@ -122,13 +114,6 @@ class _Call:
     inputs: Sequence[object] = ()
     """The nodes of the graph that have made its arguments, if the block has quantised weights."""
     makes_graph: bool = False
-
-
-class _Running(threading.local):
-    """The calls of blocks that a thread is in."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
 
 
 class StreamedWeights(Listener):
@@ -149,7 +134,7 @@ class StreamedWeights(Listener):
     def __init__(
         self,
         lanes: Lanes,
-        memory: WeightMemory,
+        memory: StateMemory,
         store: ActivationStore,
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -163,16 +148,13 @@ class StreamedWeights(Listener):
         self._memory = memory
         self._store = store
         self._errors = HookErrors(on_error)
-        self._lock = threading.RLock()
+        self._ring = Ring(memory, lanes, LentSlot)
+        self._lock = self._ring.lock
         self._staged: list[StagedWeights] = []
-        """By number, in forward order."""
+        """In forward order."""
         self._named: dict[str, StagedWeights] = {}
-        self._buffers: list[StagingBuffer] = []
-        self._slots = 0
         self._extra: dict[_Event, int] = {}
-        self._numbers: dict[int, int] = {}
-        """By ``id`` of what is staged."""
-        self._slot_bytes = 0
+        """Further slots that may exist in a pass."""
         self._few_rows = 0
         """Calls of blocks with at most so many rows are of few tokens. It is the same for all
         blocks: what follows one without experts depends on it too."""
@@ -184,7 +166,7 @@ class StreamedWeights(Listener):
         self._last: _Event | None = None
         self._in_backward: StagedWeights | None = None
         """The block that the backward pass is in."""
-        self._running = _Running()
+        self._running = threading.local()
         self._hearing: Hearing | None = None
         self._undo: list[Undo] = []
         _every.add(self)
@@ -204,7 +186,7 @@ class StreamedWeights(Listener):
     @property
     def buffer_bytes(self) -> int:
         """The buffers on the device."""
-        return sum(it.memory.nbytes for it in self._buffers)
+        return self._ring.slots_bytes
 
     @property
     def cache_bytes(self) -> int:
@@ -231,7 +213,7 @@ class StreamedWeights(Listener):
         blocks: Sequence[StreamedBlock],
         slots: int,
         classes: Mapping[str, TensorClass] | None = None,
-        extra: Mapping[str, ExtraSlots] | None = None,
+        extra: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """Stage the weights of these blocks, in forward order, in place of those before.
 
@@ -244,7 +226,7 @@ class StreamedWeights(Listener):
         classes
             What the copies of a block count as; by default weights.
         extra
-            Further buffers that may exist in the passes of a block.
+            Further buffers that may exist in the forward and in the backward pass of a block.
 
         Not while a block works on staged weights.
         """
@@ -263,22 +245,21 @@ class StreamedWeights(Listener):
                 )
                 for it in blocks
             ]
-            self._numbers = {id(it): number for number, it in enumerate(self._staged)}
             self._named = {it.name: it for it in self._staged}
             self._few_rows = min(filter(None, (it.experts.few_rows for it in blocks)), default=0)
-            self._slots = slots
             self._extra = {
-                (kind, number): count
-                for number, it in enumerate(self._staged)
+                (kind, it): count
+                for it in self._staged
                 for found in [(extra or {}).get(it.name)]
                 if found is not None
                 for kind, count in zip((_Kind.FORWARD, _Kind.BACKWARD), found, strict=True)
             }
-            self._slot_bytes = max((it.size_bytes for it in self._staged), default=0)
-            if not self._slot_bytes:
+            slot_bytes = max((it.size_bytes for it in self._staged), default=0)
+            if not slot_bytes:
                 return
             # Without room for all of them, fewer blocks are fetched ahead.
-            self._buffers = [it for _ in range(slots) if (it := self._new_buffer()) is not None]
+            self._ring.set_capacity(slots)
+            self._ring.fill(slot_bytes)
             for staged, block in zip(self._staged, blocks, strict=True):
                 staged.make_cache(block.cached_share)
             self._hearing = Hearing(
@@ -294,7 +275,7 @@ class StreamedWeights(Listener):
             guards = [
                 guard for it in self._staged for guard in (it.guard, it.cache) if guard is not None
             ]
-            end = weakref.finalize(self, _end, listener, self._lanes, self._buffers, guards)
+            end = weakref.finalize(self, _end, listener, self._lanes, self._ring.slots, guards)
             end.atexit = False
             self._undo.append(end)
 
@@ -329,7 +310,7 @@ class StreamedWeights(Listener):
         """
         with self._lock:
             for it in self._staged:
-                if it.name == name and not it.users and it.buffer is not None:
+                if it.name == name and not it.users and it.is_away:
                     if is_early:
                         it.drop()
                     else:
@@ -357,26 +338,28 @@ class StreamedWeights(Listener):
             staged.drop()
             if staged.cache is not None:
                 staged.cache.release()
-        for buffer in self._buffers:
-            buffer.let_go(self._lanes)
-        self._buffers, self._staged, self._numbers, self._named = [], [], {}, {}
+        for slot in self._ring.slots:
+            slot.let_go(self._lanes)
+        self._ring.slots, self._staged, self._named = [], [], {}
         self._passes.clear()
         self._successors.clear()
         self._expected.clear()
         self._last = None
 
-    def _new_buffer(self) -> StagingBuffer | None:
-        with InferenceMode(False):
-            memory = self._memory.buffer(self._slot_bytes)
-        return None if memory is None else StagingBuffer(memory, self._lanes.mark())
-
     # ------------------------------------------------------------------ passes
+
+    @property
+    def _calls(self) -> list[_Call]:
+        """The calls of blocks that this thread is in."""
+        calls: list[_Call] = vars(self._running).setdefault("calls", [])
+        return calls
 
     def begin_call(self) -> None:
         """The model is called: an interrupt may have ended the call before without its hooks."""
-        while self._running.calls:
-            self._end_call(self._running.calls[-1])
-            self._running.calls.pop()
+        calls = self._calls
+        while calls:
+            self._end_call(calls[-1])
+            calls.pop()
         if self._hearing is not None:
             self._hearing.hook_compiled()
 
@@ -384,7 +367,7 @@ class StreamedWeights(Listener):
         """Stage the block's weights."""
         staged = self._named[name]
         call = _Call(self._store.open_groups)
-        self._running.calls.append(call)
+        self._calls.append(call)
         if self._lanes.is_capturing():
             # The graph replays with what it was captured with: homes never change their address.
             self.was_captured = True
@@ -415,15 +398,16 @@ class StreamedWeights(Listener):
 
     def block_ends(self, name: str, _now: Pass, output: object, *, failed: bool) -> None:
         """End the use of its weights."""
-        if not self._running.calls:
+        calls = self._calls
+        if not calls:
             return
-        call, staged = self._running.calls[-1], self._named[name]
+        call, staged = calls[-1], self._named[name]
         try:
             if call.makes_graph and not failed and staged.has_subclasses and staged.have_views():
                 let_go_of_lent(nodes_of(tensors_in(output)), call.inputs)
         finally:
             self._end_call(call)
-            self._running.calls.pop()
+            calls.pop()
 
     def _end_call(self, call: _Call) -> None:
         # Its own group, if it came so far as to open one; and what an interrupt has left of others.
@@ -438,7 +422,7 @@ class StreamedWeights(Listener):
 
     def _enter_backward(self, staged: StagedWeights) -> None:
         with self._lock:
-            if self._in_backward is staged or id(staged) not in self._numbers:
+            if self._in_backward is staged or not self._is_known(staged):
                 return
             self.end_backward()
             self._in_backward = staged
@@ -461,7 +445,7 @@ class StreamedWeights(Listener):
     def _use(self, kind: _Kind, staged: StagedWeights, user: object) -> bool:
         """Begin a use of a block's weights; returns False for want of a buffer."""
         with self._lock:
-            event = kind, self._numbers[id(staged)]
+            event = kind, staged
             if staged is self._staged[0]:
                 self._passes[kind] += 1
             self._follows(event)
@@ -474,18 +458,19 @@ class StreamedWeights(Listener):
             else:
                 staged.drop()
                 if staged.needs_copy(with_experts=with_experts):
-                    buffer = self._free_buffer(self._wanted(event, most), takes_wanted=True)
-                    if buffer is None:
+                    slot = self._ring.take(self._wanted(event, most), takes_wanted=True)
+                    if slot is None:
                         self._counts.in_place += 1
                         return False
-                    self._fetch(staged, buffer, kind)
+                    self._fetch(staged, slot, kind)
                     self._counts.late += 1
             staged.begin_use(user)
             if not (with_experts or staged.is_whole):
                 self._counts.experts_in_place += 1
-            if staged.buffer is not None:
+            if staged.is_away:
                 self._fetch_ahead(event, most)
-            self._counts.most_buffers = max(self._counts.most_buffers, len(self._buffers))
+            most_slots = max(self._counts.most_buffers, len(self._ring.slots))
+            self._counts.most_buffers = most_slots
             return True
 
     def _follows(self, event: _Event) -> None:
@@ -504,14 +489,14 @@ class StreamedWeights(Listener):
             if user not in staged.users:  # it had no buffer, or an error has ended it
                 return
             ended = staged.end_use(user)
-            if staged.buffer is None:
+            if not staged.is_away:
                 return  # none is free that was not before
-            if self._last is not None and id(staged) in self._numbers:
+            if self._last is not None and self._is_known(staged):
                 # What comes now must have room in the next pass too.
                 following = self._next(self._last)
                 most = min(map(self._most_buffers, (self._last, following)))
                 self._fetch_ahead(self._last, most, ended)
-            if not staged.users and staged.buffer is not None:
+            if not staged.users and staged.is_away:
                 staged.hold()
 
     def _fetch_ahead(self, event: _Event, most: int, asked: Moment = None) -> None:
@@ -520,84 +505,73 @@ class StreamedWeights(Listener):
         `asked` is the moment after the stream's last work, if there is one.
         """
         wanted = self._wanted(event, most)
-        self._give_back(wanted, most)
-        for number, kind in wanted.items():
-            staged, with_experts = self._staged[number], kind.has_experts
+        self._ring.shrink(most, wanted)
+        for staged, kind in wanted.items():
+            with_experts = kind.has_experts
             if staged.users or staged.has_copy(with_experts=with_experts):
                 continue
             if not staged.has_alias(with_experts=with_experts):
                 staged.drop()
-                buffer = self._free_buffer(wanted) or self._further_buffer(most)
-                if buffer is None:
+                slot = self._ring.take(wanted) or self._further_slot(most)
+                if slot is None:
                     return
-                self._fetch(staged, buffer, kind, asked)
+                self._fetch(staged, slot, kind, asked)
+
+    def _is_known(self, staged: StagedWeights) -> bool:
+        return self._named.get(staged.name) is staged
 
     def _most_buffers(self, event: _Event) -> int:
         """Number of buffers that may exist in a block's pass."""
-        return self._slots + self._extra.get(event, 0)
+        return self._ring.capacity + self._extra.get(event, 0)
 
-    def _further_buffer(self, most: int) -> StagingBuffer | None:
-        if len(self._buffers) >= most:
+    def _further_slot(self, most: int) -> Slot | None:
+        if len(self._ring.slots) >= most:
             return None
-        buffer = self._new_buffer()
-        if buffer is None:
+        slot = self._ring.add_slot()
+        if slot is None:
             self._extra = {}  # the plan was wrong; to ask again costs page-locked memory
-        else:
-            self._buffers.append(buffer)
-        return buffer
+        return slot
 
-    def _give_back(self, wanted: Collection[int], most: int) -> None:
-        """Leave the memory of buffers to others: of the unwanted ones, and of the last wanted."""
-        while len(self._buffers) > most:
-            buffer = self._free_buffer(wanted, takes_wanted=True)
-            if buffer is None:
-                return
-            if buffer.holder is not None:
-                buffer.holder.drop()
-            self._buffers.remove(buffer)
-            buffer.let_go(self._lanes)
+    def _fetch(self, staged: StagedWeights, slot: Slot, kind: _Kind, asked: Moment = None) -> None:
+        """Copy a block's weights behind what the program has done to their homes so far.
 
-    def _fetch(
-        self, staged: StagedWeights, buffer: StagingBuffer, kind: _Kind, asked: Moment = None
-    ) -> None:
-        if buffer.holder is not None:
-            buffer.holder.drop()
+        That is `asked`, if this stream's last work is marked already; and updates under way.
+        """
         updated = [update_of(staged.name) for update_of in self.updates]
-        with_experts = kind.has_experts
-        staged.fetch(buffer, updated, asked=asked, with_experts=with_experts)
-        if not staged.needs_copy(with_experts=with_experts):
+        staged.with_experts = kind.has_experts
+        staged.bind(slot)
+        after = [self._lanes.mark() if asked is None else asked, *filter(None, updated)]
+        self._ring.fetch(staged, after)
+        if not staged.needs_copy(with_experts=kind.has_experts):
             self._expected.clear()  # the program has given all of it other memory
         self._counts.fetched += 1
 
-    def _wanted(self, event: _Event, most: int) -> dict[int, _Kind]:
+    def _wanted(self, event: _Event, most: int) -> dict[StagedWeights, _Kind]:
         """Blocks in use, and those expected next, with their passes: as many as buffers may be."""
         kind = event[0]
         found = {
-            self._numbers[id(holder)]: kind
-            for it in self._buffers
-            if (holder := it.holder) is not None and holder.users
+            holder: kind
+            for slot in self._ring.slots
+            if isinstance(holder := slot.holder, StagedWeights) and holder.users
         }
         expected = self._expected.get((event, most))
         if expected is None:
             expected = self._expected[event, most] = self._find_expected(event, most)
-        for kind, number in expected:
+        for kind, staged in expected:
             if len(found) >= most:
                 break
-            found.setdefault(number, kind)
+            found.setdefault(staged, kind)
         return found
 
     def _find_expected(self, event: _Event, most: int) -> list[_Event]:
         """The passes of so many blocks, the first ones behind a pass that have anything to copy."""
-        found: dict[int, _Event] = {}
+        found: dict[StagedWeights, _Event] = {}
         passed = set()
         while len(found) < most and event not in passed:
             passed.add(event)
-            event = self._next(event)
-            kind, number = event
-            if number not in found and self._staged[number].needs_copy(
-                with_experts=kind.has_experts
-            ):
-                found[number] = event
+            event = kind, staged = self._next(event)
+            if staged not in found and staged.needs_copy(with_experts=kind.has_experts):
+                found[staged] = event
         return list(found.values())
 
     def _next(self, event: _Event) -> _Event:
@@ -605,49 +579,13 @@ class StreamedWeights(Listener):
         known = self._successors.get(event)
         if known is not None:
             return known
-        kind, number = event
-        last = len(self._staged) - 1
+        kind, staged = event
+        every, number = self._staged, self._staged.index(staged)
         if kind is _Kind.BACKWARD:
-            return (kind, number - 1) if number else (_Kind.FORWARD, 0)
-        if number < last:
-            return kind, number + 1
-        return (_Kind.BACKWARD, last) if kind is _Kind.FORWARD else (kind, 0)
-
-    def _free_buffer(
-        self, wanted: Collection[int], *, takes_wanted: bool = False
-    ) -> StagingBuffer | None:
-        """An idle buffer: an empty one, or the one whose contents are wanted last."""
-        ranks = {number: rank for rank, number in enumerate(wanted)}
-        idle: list[tuple[int, StagingBuffer]] = []
-        for buffer in self._buffers:
-            holder = buffer.holder
-            if holder is None:
-                if not buffer.has_users():
-                    return buffer
-                idle.append((len(ranks) + 1, buffer))
-            elif not holder.users:
-                idle.append((ranks.get(self._numbers[id(holder)], len(ranks)), buffer))
-        idle.sort(key=itemgetter(0), reverse=True)
-        for rank, buffer in idle:
-            if rank < len(ranks) and not takes_wanted:
-                return None
-            if not buffer.has_users():
-                return buffer
-            # A view of the contents is alive, and keeps them.
-            renewed = self._renew(buffer)
-            if renewed is not None:
-                return renewed
-        return None
-
-    def _renew(self, old: StagingBuffer) -> StagingBuffer | None:
-        """Leave a buffer to the views of it, and take another one."""
-        new = self._new_buffer()
-        if new is not None:
-            if old.holder is not None:
-                old.holder.drop()
-            old.end_loan()
-            self._buffers[self._buffers.index(old)] = new
-        return new
+            return (kind, every[number - 1]) if number else (_Kind.FORWARD, every[0])
+        if staged is not every[-1]:
+            return kind, every[number + 1]
+        return (_Kind.BACKWARD, staged) if kind is _Kind.FORWARD else (kind, every[0])
 
 
 def _backward_ends(reference: weakref.ref[StreamedWeights], _has_failed: bool) -> None:
@@ -659,12 +597,12 @@ def _backward_ends(reference: weakref.ref[StreamedWeights], _has_failed: bool) -
 def _end(
     listener: Undo,
     lanes: Lanes,
-    buffers: Sequence[StagingBuffer],
+    slots: Sequence[Slot],
     guards: Sequence[Guard],
 ) -> None:
     listener()
-    for buffer in buffers:
-        buffer.let_go(lanes)  # copies that were fetched ahead may be under way
+    for slot in slots:
+        slot.let_go(lanes)  # copies that were fetched ahead may be under way
     # A guard and the tensors that it holds keep each other alive.
     for guard in guards:
         guard.release()
