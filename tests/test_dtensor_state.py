@@ -179,7 +179,7 @@ def test_gradients_that_are_divided_in_another_way(foreach: bool | None) -> None
     def look(program: Program) -> None:
         if program.training is not None:
             pieces = [piece for unit in program.training.step.units for piece in unit.pieces]
-            wrapped.append(sum(it.state.is_wrapped for it in pieces))
+            wrapped.append(sum(it.state.sharded.is_wrapped for it in pieces))
 
     runs = [
         Program(it, make_model=Sharded, make_optimizer=optimizer, prepare=replicate_gradients)

@@ -649,7 +649,7 @@ def two_models(streams: Streams | None) -> list[str]:
 
 def lose_names(_: Program, patch: pytest.MonkeyPatch) -> None:
     """FSDP2 has other names for what it gathers from."""
-    patch.setattr("umem.streaming.stage.sharded_parameters.fsdp_groups", lambda _: ())
+    patch.setattr("umem.adapters.fsdp.fsdp_groups", lambda _: ())
 
 
 def compile_blocks(program: Program, _: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         untraced,
     )
     from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
-    from umem.streaming.stage.sharded_parameters import order_gathering
     from umem.streaming.stage.shared_budget import SharedBudget
     from umem.streaming.stage.staged_state import StateMemory, find_spans, is_whole
     from umem.streaming.stage.state_room import StateRoom
@@ -42,7 +41,6 @@ __all__ = [
     "cuda_lanes",
     "find_spans",
     "is_whole",
-    "order_gathering",
     "untraced",
 ]
 
@@ -53,7 +51,6 @@ __getattr__ = lazy_names(
         "held_tensors": "HeldTensors",
         "lanes": "Copy CudaLanes HostLanes Lane Lanes cuda_lanes untraced",
         "memory": "CudaRoom CudaStateMemory",
-        "sharded_parameters": "order_gathering",
         "shared_budget": "SharedBudget",
         "staged_state": "StateMemory find_spans is_whole",
         "state_room": "StateRoom",

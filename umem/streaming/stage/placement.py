@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from umem.runtime.model_parts import local_part, memory_bytes
+from umem.runtime.model_parts import memory_bytes
 from umem.streaming.plan.step_timing import divide_state
+from umem.streaming.stage.sharded_tensors import local_part
 from umem.streaming.stage.staged_state import OptimizerState, StateMemory, find_spans
 
 __all__ = ["StatePiece", "StatePlacement"]

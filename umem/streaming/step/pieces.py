@@ -14,7 +14,7 @@ from umem.streaming.step.operands import StagedOperands
 from umem.streaming.step.unit import Piece, StreamedUnit
 from umem.streaming.step.units import StreamedUnits
 
-__all__ = ["PieceUpdate", "PieceUpdates", "are_staged", "work_on_dtensors"]
+__all__ = ["PieceUpdate", "PieceUpdates", "are_staged", "need_whole"]
 
 
 @dataclass(slots=True)
@@ -186,9 +186,10 @@ class PieceUpdates:
             piece.slot.free = moment
 
 
-def work_on_dtensors(updates: Sequence[PieceUpdate]) -> bool:
-    """Whether an update does not take this rank's parts, and so is a use of DTensors."""
-    return any(it.piece.state.is_wrapped for it in updates)
+def need_whole(updates: Sequence[PieceUpdate]) -> bool:
+    """Whether an update does not take this rank's parts, and so is a use of sharded tensors."""
+    states = (it.piece.state.sharded for it in updates)
+    return any(it is not None and it.is_wrapped for it in states)
 
 
 def are_staged(parameters: Sequence[Any], updates: Sequence[PieceUpdate]) -> bool:

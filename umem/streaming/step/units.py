@@ -636,7 +636,7 @@ class StreamedUnits:
             if unit.returned is not None:
                 self._lanes.finish(unit.returned)
             if unit.guards is not None:
-                # Not before: streams of FSDP2 wait for updates by this guard alone.
+                # Not before: streams that gather wait for updates by this guard alone.
                 unit.guards.flats.release()
             self._drop_state(unit)
         self._units.clear()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from umem.adapters import adapter_of
 from umem.runtime.model_parts import plain_tensors
 
 __all__ = ["weight_parts"]
@@ -14,14 +15,9 @@ __all__ = ["weight_parts"]
 def weight_parts(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors of a weight or buffer, each with a storage.
 
-    bitsandbytes keeps the scales of a weight in 4 bits, up to an eighth of its bytes, in an
-    attribute, which is neither parameter nor buffer. They may be quantised too, with scales of
-    their own. Its tables of codes are left out: weights share them.
+    Also those that a library keeps in attributes of it, such as the scales of a quantised one.
     """
     yield from plain_tensors(weight)
-    state = getattr(weight, "__dict__", {}).get("quant_state")
-    while state is not None:
-        scales = getattr(state, "absmax", None)
-        if isinstance(scales, torch.Tensor):
-            yield from plain_tensors(scales)
-        state = getattr(state, "state2", None)
+    adapter = adapter_of(type(weight))
+    for tensor in () if adapter is None else adapter.more_tensors(weight):
+        yield from plain_tensors(tensor)

@@ -1,0 +1,72 @@
+"""Libraries of which umem has to know more than torch's classes tell: one file for each.
+
+The rest of umem asks by :data:`ADAPTERS`, or by the class of what it meets (:func:`adapter_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from umem.adapters.bitsandbytes import Bitsandbytes
+from umem.adapters.deepspeed import DeepSpeed
+from umem.adapters.fsdp import FSDP
+from umem.adapters.interface import (
+    Adapter,
+    GatheredParameters,
+    GatheringGuard,
+    KnownStep,
+    full_name,
+)
+from umem.adapters.torchao import TorchAO
+from umem.adapters.transformers import Transformers
+from umem.runtime.model_loading import LoadingMemory
+
+__all__ = [
+    "ADAPTERS",
+    "Adapter",
+    "GatheredParameters",
+    "GatheringGuard",
+    "KnownStep",
+    "adapter_of",
+    "find_gathering",
+    "full_name",
+    "loading_adapter",
+]
+
+ADAPTERS: tuple[Adapter, ...] = (Bitsandbytes(), DeepSpeed(), FSDP(), TorchAO(), Transformers())
+
+_BY_MODULE = {it.module: it for it in ADAPTERS}
+
+
+def adapter_of(kind: type) -> Adapter | None:
+    """The adapter of the library that has defined a class, or the first of its bases that one has.
+
+    None for torch's own classes, those of the program, and those of any other library.
+    """
+    for base in kind.__mro__:
+        found = _BY_MODULE.get(base.__module__.partition(".")[0])
+        if found is not None:
+            return found
+    return None
+
+
+def loading_adapter(memory: LoadingMemory | None) -> Callable[[], bool]:
+    """What adapts the loaders of libraries that the program has imported.
+
+    It returns whether that is done for all libraries.
+    """
+    waiting = list(ADAPTERS)
+
+    def adapt() -> bool:
+        waiting[:] = [it for it in waiting if not it.adapt_loading(memory)]
+        return not waiting
+
+    return adapt
+
+
+def find_gathering(model: nn.Module) -> Callable[[], GatheredParameters]:
+    """What tells what parameters of a model are gathered from now."""
+    found = (it.find_gathering(model) for it in ADAPTERS)
+    return next(filter(None, found), GatheredParameters)
