@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -62,9 +62,9 @@ def _is_sharded(value: object) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def are_sharded(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether this rank has only a part of one of some tensors."""
-    return any(map(_is_sharded, tensors))
+def are_sharded(values: Iterable[object]) -> bool:
+    """Whether this rank has a part of one of some values."""
+    return any(map(_is_sharded, values))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,8 +104,7 @@ class ShardedState:
     """
 
     def __init__(self, state: OptimizerState, *, on_parts: bool) -> None:
-        every = (it for values in state.values() for it in values.values())
-        self.tensors: list[Any] = list(filter(_is_sharded, every))
+        self.tensors: list[Any] = list(filter(_is_sharded, _values_of(state)))
         self._parts = dict(zip(map(id, self.tensors), local_parts(self.tensors), strict=True))
         """By ``id`` of the tensor. To ask for them again would be a use."""
         self._wrappers = {id(it): _wrapper_of(it) for it in self.tensors}
@@ -116,8 +115,7 @@ class ShardedState:
     @classmethod
     def of(cls, state: OptimizerState, *, on_parts: bool) -> ShardedState | None:
         """Find them; None if there are none."""
-        found = cls(state, on_parts=on_parts)
-        return found if found.tensors else None
+        return cls(state, on_parts=on_parts) if are_sharded(_values_of(state)) else None
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a state tensor."""
@@ -156,6 +154,10 @@ class ShardedState:
             return value
         wrap = self._wrappers.get(id(value))
         return part if wrap is None else wrap(part)
+
+
+def _values_of(state: OptimizerState) -> Iterator[Any]:
+    return (it for values in state.values() for it in values.values())
 
 
 def _is_alike(parameter: torch.Tensor, values: Mapping[str, Any]) -> bool:
