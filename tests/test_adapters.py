@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import umem
-from umem.adapters import ADAPTERS, adapter_of, find_gathering, loading_adapter
+from umem.adapters import ADAPTERS, adapt_loading, adapter_of, find_gathering
 from umem.streaming.step import refusal
 from umem.streaming.weights.weight_parts import weight_parts
 
@@ -115,20 +115,15 @@ def test_optimizers_of_libraries_say_why_they_are_refused() -> None:
     assert "bitsandbytes' 32-bit Adam and AdamW, DeepSpeed's FusedAdam, and" in known
 
 
-def test_loaders_are_adapted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-
-    def adapt(memory: Any) -> bool:
-        calls.append(memory)
-        return len(calls) > 1
-
-    others = [it for it in ADAPTERS if it.module != "transformers"]
-    monkeypatch.setattr("umem.adapters.ADAPTERS", (SimpleNamespace(adapt_loading=adapt), *others))
-    adapt_all = loading_adapter(None)
-    assert [adapt_all() for _ in range(3)] == [False, True, True]
-    assert calls == [None, None]
+def test_loaders_are_adapted_until_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"first": [True, True], "second": [False, True]}
+    adapters = [
+        SimpleNamespace(adapt_loading=lambda _, it=it: it.pop(0)) for it in answers.values()
+    ]
+    monkeypatch.setattr("umem.adapters.ADAPTERS", adapters)
+    assert [adapt_loading(None) for _ in range(2)] == [False, True]
 
 
 def test_a_model_that_no_library_gathers_has_no_streams() -> None:
     gathered = find_gathering(nn.Linear(2, 2))()
-    assert (gathered.flats, gathered.streams) == ({}, [])
+    assert (gathered.flats, gathered.streams) == ({}, ())

@@ -25,11 +25,11 @@ from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
+from umem.adapters import find_gathering
 from umem.runtime.guard import guard_of
 from umem.runtime.model_parts import plain_tensors
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.training import StreamedTraining
-from umem.torch_compat import fsdp_groups, fsdp_modules
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -500,8 +500,7 @@ def look_at_a_step(
     program.optimizer.zero_grad()
     has_gradients = any(it.grad is not None for it in program.weights)
     shapes = [it.shape.numel() for it in program.weights]
-    groups = fsdp_groups(fsdp_modules(program.model))
-    flats = [flat for it in groups for _, flat in it.parameters]
+    flats = list(find_gathering(program.model)().flats.values())
     are_guarded = [any(map(is_guarded, flats))]  # state of biases is small, and not streamed
     open_behind = [not step.update_of(it.name).is_done for it in step.units]
     for it in gathers.moments:

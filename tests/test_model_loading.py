@@ -121,8 +121,8 @@ import sys, tempfile
 import torch
 from loading_memory import HostLoadingMemory
 from umem.runtime import model_loading
-from umem.adapters import loading_adapter
-assert not loading_adapter(None)()
+from umem.adapters import adapt_loading
+assert not adapt_loading(None)
 import transformers.modeling_utils as its
 from transformers import LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -135,7 +135,7 @@ with tempfile.TemporaryDirectory() as folder:
     stock = LlamaForCausalLM.from_pretrained(folder, device_map="cpu", dtype=dtype)
     before = its.caching_allocator_warmup
     memory = HostLoadingMemory(home_share=0.5)
-    assert loading_adapter(memory)()
+    assert adapt_loading(memory)
     assert its.caching_allocator_warmup is not before
     model = LlamaForCausalLM.from_pretrained(folder, device_map="cpu", dtype=dtype)
     # To another device it loads as ever.

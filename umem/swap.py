@@ -173,7 +173,7 @@ def _enable(policy: Policy) -> Runtime:
     _check_torch(library)
     require()
     # They use private names of torch, which `require` has checked.
-    from umem.adapters import loading_adapter
+    from umem.adapters import adapt_loading
     from umem.runtime.classification import Classifier, gradient_hook
     from umem.runtime.held_memory import note_export
     from umem.runtime.model_loading import CudaLoadingMemory
@@ -222,7 +222,7 @@ def _enable(policy: Policy) -> Runtime:
     state_room = StateRoom(allocator, budgets) if has_room else None
     loading_memory = CudaLoadingMemory() if resolved.streams_weights else None
     classifier = Classifier(
-        allocator, gradient_hook(allocator), state_room, loading_adapter(loading_memory)
+        allocator, gradient_hook(allocator), state_room, partial(adapt_loading, loading_memory)
     )
     classifier.install()
     share_with(resolved.share, allocator)

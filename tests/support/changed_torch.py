@@ -339,7 +339,7 @@ def main() -> None:
         recorded.run(looks.look)
     looks.look()
 
-    from umem.adapters import loading_adapter
+    from umem.adapters import adapt_loading
     from umem.adapters.fsdp import order_gathering
     from umem.capture.offline.record import _one_device
     from umem.runtime.guard import Guard
@@ -352,7 +352,7 @@ def main() -> None:
     ends = [before_work(lambda: None), hook_backward(lambda _: None, lambda _: None)]
     cuda_stream_order().on_wait(lambda _: None)
     order_gathering()
-    loading_adapter(HostLoadingMemory())()
+    adapt_loading(HostLoadingMemory())
     with _one_device():
         looks.look()
         after = {key: runs_replacement(key) for key in USES}

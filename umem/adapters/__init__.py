@@ -12,28 +12,12 @@ from torch import nn
 from umem.adapters.bitsandbytes import Bitsandbytes
 from umem.adapters.deepspeed import DeepSpeed
 from umem.adapters.fsdp import FSDP
-from umem.adapters.interface import (
-    Adapter,
-    GatheredParameters,
-    GatheringGuard,
-    KnownStep,
-    full_name,
-)
+from umem.adapters.interface import Adapter, GatheredParameters
 from umem.adapters.torchao import TorchAO
 from umem.adapters.transformers import Transformers
 from umem.runtime.model_loading import LoadingMemory
 
-__all__ = [
-    "ADAPTERS",
-    "Adapter",
-    "GatheredParameters",
-    "GatheringGuard",
-    "KnownStep",
-    "adapter_of",
-    "find_gathering",
-    "full_name",
-    "loading_adapter",
-]
+__all__ = ["ADAPTERS", "adapt_loading", "adapter_of", "find_gathering"]
 
 ADAPTERS: tuple[Adapter, ...] = (Bitsandbytes(), DeepSpeed(), FSDP(), TorchAO(), Transformers())
 
@@ -52,18 +36,10 @@ def adapter_of(kind: type) -> Adapter | None:
     return None
 
 
-def loading_adapter(memory: LoadingMemory | None) -> Callable[[], bool]:
-    """What adapts the loaders of libraries that the program has imported.
-
-    It returns whether that is done for all libraries.
-    """
-    waiting = list(ADAPTERS)
-
-    def adapt() -> bool:
-        waiting[:] = [it for it in waiting if not it.adapt_loading(memory)]
-        return not waiting
-
-    return adapt
+def adapt_loading(memory: LoadingMemory | None) -> bool:
+    """Adapt the loaders of libraries that the program has imported; whether that is all of them."""
+    done = [it.adapt_loading(memory) for it in ADAPTERS]
+    return all(done)
 
 
 def find_gathering(model: nn.Module) -> Callable[[], GatheredParameters]:

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from umem import patches
 from umem.adapters.interface import Adapter, GatheredParameters, GatheringGuard
 from umem.runtime.guard import guard_of
-from umem.torch_compat import fsdp_gathering, fsdp_groups, fsdp_modules
+from umem.torch_compat import fsdp_flats, fsdp_groups, fsdp_modules, fsdp_streams
 
 __all__ = ["FSDP", "order_gathering"]
 
@@ -43,14 +41,12 @@ class FSDP(Adapter):
 
 
 def _gathered(modules: list[weakref.ref[nn.Module]]) -> GatheredParameters:
-    found = GatheredParameters()
-    streams: dict[int, Any] = {}
-    for group in fsdp_groups(module for it in modules if (module := it()) is not None):
-        found.flats.update((id(it), flat) for it, flat in group.parameters)
-        streams |= {id(it): it for it in group.streams}
-    if streams and order_gathering():
-        found.streams.extend(streams.values())
-    return found
+    groups = list(fsdp_groups(module for it in modules if (module := it()) is not None))
+    flats = {id(it): flat for group in groups for it, flat in fsdp_flats(group)}
+    streams = {id(it): it for group in groups for it in fsdp_streams(group)}
+    return GatheredParameters(
+        flats, list(streams.values()) if streams and order_gathering() else []
+    )
 
 
 @functools.cache
@@ -66,26 +62,25 @@ def order_gathering() -> bool:
 def _settling(gather: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(gather)
     def unshard(group: Any, *args: Any, **kwargs: Any) -> Any:
-        _settle(*fsdp_gathering(group))
+        _settle(group)
         return gather(group, *args, **kwargs)
 
     return unshard
 
 
-def _settle(flats: list[torch.Tensor], streams: Iterator[AbstractContextManager[Any]]) -> None:
+def _settle(group: Any) -> None:
     """Have each stream wait for updates of what is gathered, which nothing guards from then on.
 
     The guard is for these streams alone: the program's stream has waited too then, and any other
     one waits for that, as it does in a program without umem.
     """
+    flats = [flat for _, flat in fsdp_flats(group)]
     guards = {id(guard): guard for it in flats if isinstance(guard := guard_of(it), GatheringGuard)}
-    if not guards:  # an earlier gathering since the step has waited
-        return
-    have_waited = False
+    # Streams are asked for at the first gathering after a step alone.
+    streams = fsdp_streams(group) if guards else []
     for stream in streams:
-        with stream:
+        with group.device_handle.stream(stream):
             for guard in guards.values():
                 guard.gather()
-        have_waited = True
-    for guard in guards.values() if have_waited else ():
+    for guard in guards.values() if streams else ():
         guard.give_back(flats)

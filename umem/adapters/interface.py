@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -38,25 +38,19 @@ class KnownStep:
     """Whether it may replace parameters and gradients whose elements lie in another order."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredParameters:
+class GatheredParameters(NamedTuple):
     """What a library gathers a model's parameters from, on streams of its own."""
 
-    flats: dict[int, torch.Tensor] = field(default_factory=dict)
+    flats: Mapping[int, torch.Tensor] = {}
     """Flat views of this rank's parts, by ``id`` of the parameter."""
-    streams: list[Any] = field(default_factory=list)
-    """The streams that call :meth:`GatheringGuard.gather` before each gathering."""
+    streams: Sequence[Any] = ()
+    """Streams that call :meth:`GatheringGuard.gather` before each gathering."""
 
 
 class GatheringGuard(Guard):
     """Guards what a library gathers from, from a step to the first gathering after it.
 
-    Parameters
-    ----------
-    settle
-        Called before each other use, in the thread that uses a tensor.
-    gather
-        Called before a gathering, for each of its streams.
+    A use calls `settle`, and a gathering calls `gather` on each of its streams.
     """
 
     def __init__(self, settle: Callable[[], None], gather: Callable[[], None]) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 from torch.compiler import disable
 from torch.optim.optimizer import Optimizer
 
-from umem.adapters import GatheredParameters, find_gathering
+from umem.adapters import find_gathering
+from umem.adapters.interface import GatheredParameters
 from umem.capture.live import find_blocks
 from umem.core.errors import PlanError, TraceError
 from umem.runtime.held_memory import before_hold, note_export

@@ -9,7 +9,7 @@ import torch
 
 from umem.runtime.model_parts import memory_bytes
 from umem.streaming.plan.step_timing import divide_state
-from umem.streaming.stage.sharded_tensors import local_part
+from umem.streaming.stage.sharded_tensors import local_parts
 from umem.streaming.stage.staged_state import OptimizerState, StateMemory, find_spans
 
 __all__ = ["StatePiece", "StatePlacement"]
@@ -42,8 +42,8 @@ class StatePlacement:
         self.movable: dict[torch.Tensor, list[torch.Tensor]] = {
             parameter: [
                 part
-                for value in values.values()
-                if isinstance(value, torch.Tensor) and self._may_stream(part := local_part(value))
+                for part in local_parts(filter(torch.is_tensor, values.values()))
+                if self._may_stream(part)
             ]
             for parameter, values in state.items()
         }

@@ -13,17 +13,16 @@ in it.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from umem.adapters import GatheredParameters
+from umem.adapters.interface import GatheredParameters
 from umem.runtime.aliases import are_all_on_memory, has_alias
 from umem.runtime.guard import PLAIN_CLASSES, are_plain, can_guard
 from umem.runtime.held_memory import any_held, are_kept
@@ -42,7 +41,6 @@ __all__ = [
     "ShardedStep",
     "ShardedUnit",
     "are_sharded",
-    "local_part",
     "local_parts",
 ]
 
@@ -67,16 +65,11 @@ def are_sharded(values: Iterable[object]) -> bool:
     return any(map(_is_sharded, values))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; another tensor itself.
+def local_parts(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """This rank's parts of sharded tensors; other tensors themselves.
 
     Of optimizer state, it is the same object each time. Of a parameter, it is a view.
     """
-    return local_parts((tensor,))[0] if _is_sharded(tensor) else tensor
-
-
-def local_parts(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """The same of each tensor."""
     with torch.no_grad():
         return [it.to_local() if _is_sharded(it) else it for it in tensors]
 
@@ -107,8 +100,12 @@ class ShardedState:
         self.tensors: list[Any] = list(filter(_is_sharded, _values_of(state)))
         self._parts = dict(zip(map(id, self.tensors), local_parts(self.tensors), strict=True))
         """By ``id`` of the tensor. To ask for them again would be a use."""
-        self._wrappers = {id(it): _wrapper_of(it) for it in self.tensors}
-        self._may_unwrap = on_parts and all(map(_is_alike, state, state.values()))
+        self._may_unwrap = on_parts and all(
+            _layout_of(value) == _layout_of(parameter)
+            for parameter, values in state.items()
+            for value in values.values()
+            if isinstance(value, torch.Tensor) and value.numel() > 1
+        )
         self.is_wrapped = not self._may_unwrap
         """Whether the optimizer gets sharded tensors, and not this rank's parts of them."""
 
@@ -148,41 +145,23 @@ class ShardedState:
         """
         own = self._parts.get(id(value), value)
         part = made.get(id(own), own)
-        if not self.is_wrapped:
+        if own is value or not self.is_wrapped:
             return part
         if part is own:
             return value
-        wrap = self._wrappers.get(id(value))
-        return part if wrap is None else wrap(part)
+        with torch.no_grad():
+            return _class().from_local(
+                part,
+                device_mesh=value.device_mesh,
+                placements=value.placements,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )
 
 
 def _values_of(state: OptimizerState) -> Iterator[Any]:
     return (it for values in state.values() for it in values.values())
-
-
-def _is_alike(parameter: torch.Tensor, values: Mapping[str, Any]) -> bool:
-    """Whether ranks have parts of a parameter and of its state in the same way."""
-    tensors = [it for it in values.values() if isinstance(it, torch.Tensor)]
-    return all(_layout_of(it) == _layout_of(parameter) for it in tensors if it.numel() > 1)
-
-
-def _wrapper_of(tensor: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes a tensor like a sharded one from another part of this rank."""
-    make = functools.partial(
-        _class().from_local,
-        device_mesh=tensor.device_mesh,
-        placements=tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-
-    def wrap(part: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            made: torch.Tensor = make(part)
-        return made
-
-    return wrap
 
 
 @dataclass(frozen=True, slots=True)

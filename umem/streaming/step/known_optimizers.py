@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from umem.adapters import ADAPTERS, KnownStep, adapter_of, full_name
+from umem.adapters import ADAPTERS, adapter_of
+from umem.adapters.interface import KnownStep, full_name
 from umem.runtime.guard import PLAIN_CLASSES
 from umem.runtime.model_parts import optimizer_parameters
 from umem.streaming.gradients.freed_gradient import is_freed

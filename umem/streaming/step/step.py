@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import Optimizer
 
-from umem.adapters import GatheredParameters, GatheringGuard
+from umem.adapters.interface import GatheredParameters, GatheringGuard
 from umem.core.errors import PlanError
 from umem.runtime.aliases import has_alias
 from umem.runtime.guard import Guard, are_plain
