@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import umem
-from umem.adapters import ADAPTERS, adapt_loading, adapter_of, find_gathering
+from umem.adapters import ADAPTERS, adapt_loading, adapter_of, find_gathering, weight_parts
 from umem.streaming.step import refusal
-from umem.streaming.weights.weight_parts import weight_parts
 
 PACKAGE = Path(umem.__file__).parent
 

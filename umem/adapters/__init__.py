@@ -5,8 +5,9 @@ The rest of umem asks by :data:`ADAPTERS`, or by the class of what it meets (:fu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
 
 from umem.adapters.bitsandbytes import Bitsandbytes
@@ -16,8 +17,9 @@ from umem.adapters.interface import Adapter, GatheredParameters
 from umem.adapters.torchao import TorchAO
 from umem.adapters.transformers import Transformers
 from umem.runtime.model_loading import LoadingMemory
+from umem.runtime.model_parts import plain_tensors
 
-__all__ = ["ADAPTERS", "adapt_loading", "adapter_of", "find_gathering"]
+__all__ = ["ADAPTERS", "adapt_loading", "adapter_of", "find_gathering", "weight_parts"]
 
 ADAPTERS: tuple[Adapter, ...] = (Bitsandbytes(), DeepSpeed(), FSDP(), TorchAO(), Transformers())
 
@@ -34,6 +36,14 @@ def adapter_of(kind: type) -> Adapter | None:
         if found is not None:
             return found
     return None
+
+
+def weight_parts(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors of a weight or buffer, each with a storage, and those of its attributes."""
+    yield from plain_tensors(weight)
+    adapter = adapter_of(type(weight))
+    for tensor in () if adapter is None else adapter.more_tensors(weight):
+        yield from plain_tensors(tensor)
 
 
 def adapt_loading(memory: LoadingMemory | None) -> bool:

@@ -15,10 +15,11 @@ from umem.adapters.interface import Adapter, KnownStep, full_name
 
 __all__ = ["Bitsandbytes"]
 
-_OPTIMIZERS = {
-    f"bitsandbytes.optim.{name.lower()}": (name, f"{name}32bit") for name in ("Adam", "AdamW")
-}
-"""By module."""
+_KNOWN = [
+    f"bitsandbytes.optim.{name.lower()}.{name}{bits}"
+    for name in ("Adam", "AdamW")
+    for bits in ("", "32bit")
+]
 
 
 class Bitsandbytes(Adapter):
@@ -29,8 +30,7 @@ class Bitsandbytes(Adapter):
 
     def step(self, kind: type) -> KnownStep | None:
         """A step of kernels that have one parameter each, which is contiguous by then."""
-        known = kind.__qualname__ in _OPTIMIZERS.get(kind.__module__, ())
-        return KnownStep(_refusal) if known else None
+        return KnownStep(_refusal) if full_name(kind) in _KNOWN else None
 
     def more_tensors(self, weight: torch.Tensor) -> Iterator[torch.Tensor]:
         """The scales of a weight of 4 bits, up to an eighth of its bytes, in an attribute.

@@ -26,7 +26,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from umem import patches
 from umem.core.classes import TensorClass
-from umem.runtime.class_override import class_override
 from umem.runtime.model_parts import (
     buffers_of,
     optimizer_parameters,
@@ -180,7 +179,7 @@ class Classifier:
             classifier._watch_calls()
             classifier._moving.inside = True
             try:
-                with class_override(classifier._allocator, TensorClass.WEIGHTS):
+                with classifier._allocator.class_override(TensorClass.WEIGHTS.number):
                     return apply(module, *args, **kwargs)
             finally:
                 classifier._moving.inside = False

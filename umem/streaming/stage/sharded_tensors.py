@@ -177,34 +177,6 @@ class ShardedUnit:
     """What a library gathers from."""
 
 
-class _GradientMemory:
-    """The tensors that are known on one memory."""
-
-    __slots__ = ("bases", "parts")
-
-    def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = []
-        """Of sharded tensors."""
-        self.bases: dict[int, torch.Tensor] = {}
-        """What they are views of, by ``id``."""
-
-    def add(self, part: torch.Tensor) -> None:
-        """Note a part, and what it is a view of."""
-        self.parts.append(part)
-        base = view_base(part)
-        if base is not None:
-            self.bases[id(base)] = base
-
-    def is_known(self) -> bool:
-        """Whether nothing else is on it, all can be guarded, and parts are apart."""
-        every = (self.bases | {id(it): it for it in self.parts}).values()
-        return (
-            _can_guard_all(every)
-            and are_all_on_memory(every)
-            and (len(self.parts) == 1 or _are_apart(self.parts))
-        )
-
-
 class ShardedStep:
     """Tells what is to be guarded of units that have sharded parameters.
 
@@ -218,10 +190,10 @@ class ShardedStep:
 
     def __init__(self, parameters: Iterable[torch.Tensor], gathered: GatheredParameters) -> None:
         self._flats = gathered.flats
-        self._memories: defaultdict[int, _GradientMemory] = defaultdict(_GradientMemory)
-        """By address."""
         self._parts: dict[int, torch.Tensor] = {}
         """Of gradients, by ``id``; those that are no single plain tensor are left out."""
+        self._by_address: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        """The same by the address of their memory."""
         with Unguarded():
             for parameter in parameters:
                 gradient = parameter.grad
@@ -229,7 +201,7 @@ class ShardedStep:
                     part = _part_of(gradient)
                     if part is not None:
                         self._parts[id(gradient)] = part
-                        self._memories[storage_address(part)].add(part)
+                        self._by_address[storage_address(part)].append(part)
 
     def unit(self, parameters: Iterable[torch.Tensor]) -> ShardedUnit | None:
         """What is to be guarded of some parameters, all of which have gradients.
@@ -291,10 +263,13 @@ class ShardedStep:
         """Add the parts of sharded gradients; False if something else may be on their memory."""
         own = [self._parts[id(it)] for it in gradients]
         for address in dict.fromkeys(map(storage_address, own)):
-            memory = self._memories[address]
-            if not memory.is_known():
+            parts = self._by_address[address]
+            bases = {id(it): it for it in map(view_base, parts) if it is not None}
+            every = (bases | {id(it): it for it in parts}).values()
+            are_all = _can_guard_all(every) and are_all_on_memory(every)
+            if not are_all or (len(parts) > 1 and not _are_apart(parts)):
                 return False
-            found.gradients.extend(memory.bases.values())
+            found.gradients.extend(bases.values())
         found.gradients.extend(own)
         return True
 
