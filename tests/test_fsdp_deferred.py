@@ -92,9 +92,8 @@ def wrapped(model: Any, **options: Any) -> Any:
 def in_bf16() -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    return wrapped(
-        Net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    )
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    return wrapped(Net(), mp_policy=policy)
 
 
 def prefetched() -> Any:
@@ -633,8 +632,7 @@ ranks = ranks_of(run_rank, RANKS)
 
 @pytest.mark.parametrize("name", MODELS)
 def test_all_bits_are_stocks(name: str, ranks: list[Runs]) -> None:
-    for runs in ranks:
-        stock, streamed = runs[name]
+    for stock, streamed in (runs[name] for runs in ranks):
         assert streamed["seen"] == stock["seen"]
         assert len(set(stock["seen"])) > len(USES)
         assert streamed["in_line"] == 0
@@ -646,8 +644,7 @@ def test_all_bits_are_stocks(name: str, ranks: list[Runs]) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_only_aliases_and_measured_steps_wait(name: str, ranks: list[Runs]) -> None:
-    for runs in ranks:
-        _, streamed = runs[name]
+    for _, streamed in (runs[name] for runs in ranks):
         # Measured steps do not count: they are planned as what they will be.
         assert streamed["waits"] == [False] * MEASURED
         # The program has a part, a view of one, a view of a gradient, and two on one memory.
@@ -655,8 +652,7 @@ def test_only_aliases_and_measured_steps_wait(name: str, ranks: list[Runs]) -> N
 
 
 def test_a_step_returns_before_its_updates(ranks: list[Runs]) -> None:
-    for runs in ranks:
-        found = runs["plain"][1]
+    for found in (runs["plain"][1] for runs in ranks):
         assert found["open_before"] == [True] * UNITS
         assert found["open_behind"] == [True] * UNITS, "zero_grad() and questions do not wait"
         assert not found["has_gradients"]
@@ -666,8 +662,7 @@ def test_a_step_returns_before_its_updates(ranks: list[Runs]) -> None:
 def test_each_block_waits_for_its_own_update_on_the_stream_that_gathers_it(
     ranks: list[Runs],
 ) -> None:
-    for runs in ranks:
-        found = runs["plain"][1]
+    for found in (runs["plain"][1] for runs in ranks):
         # The root gathers its own parameters first, of which the head comes last in the pass.
         assert found["order"] == ["stem", "head", *(f"layers.{it}" for it in range(LAYERS))]
         assert found["done_at_blocks"] == [it + 1 for it in range(LAYERS)]
@@ -683,8 +678,7 @@ def test_what_is_gathered_is_guarded_until_its_streams_have_waited(ranks: list[R
 
 
 def test_a_training_that_ends_gives_all_back(ranks: list[Runs]) -> None:
-    for runs in ranks:
-        stock, streamed = runs["end"]
+    for stock, streamed in (runs["end"] for runs in ranks):
         assert streamed["seen"] == stock["seen"]
         assert streamed["was_under_way"]
         assert streamed["guarded"] == 0
@@ -694,14 +688,12 @@ def test_a_training_that_ends_gives_all_back(ranks: list[Runs]) -> None:
 def test_held_parts_and_models_that_use_each_other_have_stocks_values(
     name: str, ranks: list[Runs]
 ) -> None:
-    for runs in ranks:
-        stock, streamed = runs[name]
+    for stock, streamed in (runs[name] for runs in ranks):
         assert streamed == stock
 
 
 @pytest.mark.parametrize("name", ["without names", "compiled"])
 def test_steps_wait_where_what_is_gathered_is_not_known(name: str, ranks: list[Runs]) -> None:
-    for runs in ranks:
-        stock, streamed = runs[name]
+    for stock, streamed in (runs[name] for runs in ranks):
         assert streamed["seen"] == stock["seen"]
         assert streamed["waited"] == streamed["streamed"] * UNITS

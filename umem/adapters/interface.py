@@ -61,8 +61,9 @@ class GatheringGuard(Guard):
 class Adapter(Protocol):
     """What umem has to know of one library; each default is right for most libraries.
 
-    An adapter is asked when units are made, weights are placed and models are found, and not for
-    each step or tensor. It never imports its library: it looks at the objects that it gets.
+    An adapter is asked when units are made, weights are placed and models are found. A step asks
+    for the class of its optimizer alone, and never for a tensor. An adapter never imports its
+    library: it looks at the objects that it gets.
 
     Attributes
     ----------
