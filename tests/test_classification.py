@@ -13,7 +13,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,7 +26,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from umem.core.classes import TensorClass
 from umem.runtime import classification
-from umem.runtime.class_override import class_override
 from umem.runtime.classification import Classifier, gradient_hook
 from umem.runtime.native_library import native
 
@@ -53,6 +51,9 @@ class Witness:
     def class_at(self, address: int) -> TensorClass:
         [number] = [block[3] for block in self.allocator.live_blocks() if block[0] == address]
         return CLASSES[number]
+
+    def override(self, tensor_class: TensorClass) -> Any:
+        return self.allocator.class_override(tensor_class.number)
 
     def born(self) -> TensorClass:
         """The class of a block allocated now, in this thread."""
@@ -363,14 +364,14 @@ class TestOverride:
     def test_holds_in_every_phase(self, witness: Witness) -> None:
         model = Spy(witness)
         optimizer = WatchedSGD(model.parameters(), witness)
-        with class_override(witness.allocator, TensorClass.FROZEN_WEIGHTS):
+        with witness.override(TensorClass.FROZEN_WEIGHTS):
             train(model, optimizer, steps=2)
         seen = model.forward_classes + model.backward_classes + optimizer.classes
         assert set(seen) == {TensorClass.FROZEN_WEIGHTS}
         assert witness.born() is TensorClass.ACTIVATIONS
 
     def test_nests_and_ends_with_exceptions(self, witness: Witness) -> None:
-        override, found = partial(class_override, witness.allocator), []
+        override, found = witness.override, []
 
         def fail() -> None:
             with override(TensorClass.GRADIENTS):
@@ -386,8 +387,7 @@ class TestOverride:
 
     def test_threads(self, witness: Witness) -> None:
         """It holds in other threads, unless they have an override."""
-        override = partial(class_override, witness.allocator)
-        found = []
+        override, found = witness.override, []
 
         def work() -> None:
             found.append(witness.born())

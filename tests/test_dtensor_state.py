@@ -59,22 +59,6 @@ def first(program: Program) -> Any:
     return program.optimizer.state[program.model.layers[1].weight]["exp_avg"]
 
 
-def local(program: Program) -> None:
-    program.seen.append(first(program).to_local().clone())
-
-
-def whole(program: Program) -> None:
-    program.seen.append(first(program).full_tensor().clone())
-
-
-def write(program: Program) -> None:
-    first(program).mul_(0.5)
-
-
-def write_part(program: Program) -> None:
-    first(program).to_local().mul_(0.5)
-
-
 def lists(program: Program) -> None:
     moments = [values["exp_avg_sq"] for values in program.optimizer.state.values()]
     roots: Any = torch._foreach_sqrt(moments)
@@ -112,23 +96,20 @@ def keep_a_view(program: Program) -> None:
     program.kept = first(program).to_local()[:4]
 
 
-def norm(program: Program) -> None:
-    program.seen.append(first(program).norm().full_tensor())
-
-
 def replace(program: Program) -> None:
     values = program.optimizer.state[program.model.layers[1].weight]
     values["exp_avg"] = values["exp_avg"] * 0.5
 
 
-def nothing(_: Program) -> None:
-    pass
-
-
-USES = [
-    *(nothing, local, whole, write, write_part, lists, copies, save, load, keep_a_part),
-    *(keep_a_view, norm, replace),
-]
+USES: dict[str, Callable[[Program], Any]] = {
+    "nothing": lambda _: None,
+    "local": lambda it: it.seen.append(first(it).to_local().clone()),
+    "whole": lambda it: it.seen.append(first(it).full_tensor().clone()),
+    "write": lambda it: first(it).mul_(0.5),
+    "write a part": lambda it: first(it).to_local().mul_(0.5),
+    "norm": lambda it: it.seen.append(first(it).norm().full_tensor()),
+    **{it.__name__: it for it in (lists, copies, save, load, keep_a_part, keep_a_view, replace)},
+}
 
 
 def values(program: Program) -> list[bytes]:
@@ -139,23 +120,23 @@ def values(program: Program) -> list[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])
 @pytest.mark.parametrize("temporary", [TemporaryPlan(), TEMPORARY], ids=["", "temporary"])
-def test_all_bits_are_stocks(
-    use: Callable[[Program], None], eagerness: float, temporary: TemporaryPlan
-) -> None:
-    def lanes(model: nn.Module) -> LazyLanes:
-        return LazyLanes(model, eagerness)
+def test_all_bits_are_stocks(use: str, eagerness: float, temporary: TemporaryPlan) -> None:
+    counts = compare(USES[use], eagerness, temporary=temporary).training.counts
+    assert counts.streamed > 0
+    assert counts.in_line == 0
 
-    runs = [Program(it, make_model=Sharded, temporary=temporary) for it in (lanes, None)]
-    for run in runs:
+
+def compare(use: Callable[[Program], Any], eagerness: float = 0.0, **options: Any) -> Program:
+    """A streamed run, whose bits are stock's."""
+    ways = (lambda model: LazyLanes(model, eagerness), None)
+    streamed, stock = (Program(it, make_model=Sharded, **options) for it in ways)
+    for run in (streamed, stock):
         run.run(use, steps=4)
-    assert values(runs[0]) == values(runs[1])
-    training = runs[0].training
-    assert training is not None
-    assert training.counts.streamed > 0
-    assert training.counts.in_line == 0
+    assert values(streamed) == values(stock)
+    return streamed
 
 
 def replicate_gradients(program: Program) -> None:
@@ -180,15 +161,9 @@ def test_gradients_that_are_divided_in_another_way(foreach: bool | None) -> None
     def look(program: Program) -> None:
         if program.training is not None:
             pieces = [piece for unit in program.training.step.units for piece in unit.pieces]
-            wrapped.append(sum(it.state.is_wrapped for it in pieces))
+            wrapped.append(sum(it.state.sharded.is_wrapped for it in pieces))
 
-    runs = [
-        Program(it, make_model=Sharded, make_optimizer=optimizer, prepare=replicate_gradients)
-        for it in (LazyLanes, None)
-    ]
-    for run in runs:
-        run.run(look, steps=4)
-    assert values(runs[0]) == values(runs[1])
+    compare(look, make_optimizer=optimizer, prepare=replicate_gradients)
     # In every second step, one more piece has DTensors around it.
     assert [it - wrapped[0] for it in wrapped] == [0, 1, 0, 1]
 

@@ -33,20 +33,24 @@ STATE = 2 * 4 * FLAT
 class Flat(nn.Module):
     """Layers whose weights are views of flat partitions, which it does not register."""
 
+    sizes: tuple[int, ...] = (FLAT,) * LAYERS
+    head = FLAT // 2
+    """Inputs of the head, which is of the size of two partitions."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.flats = tuple(nn.Parameter(torch.randn(FLAT) / WIDTH) for _ in range(LAYERS))
-        self.head = nn.Linear(FLAT // 2, 4, bias=False)  # of the size of two partitions
+        self.flats = tuple(nn.Parameter(torch.randn(it) / WIDTH) for it in self.sizes)
+        self.last = nn.Linear(self.head, 4, bias=False)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """For the program: its optimizer has them."""
         return itertools.chain(self.flats, super().parameters(recurse))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for flat in self.flats:
-            weight, bias = flat[:-WIDTH].view(WIDTH, WIDTH), flat[-WIDTH:]
+        for layer in (it for flat in self.flats for it in flat.split(FLAT)):
+            weight, bias = layer[:-WIDTH].view(WIDTH, WIDTH), layer[-WIDTH:]
             x = x + torch.tanh(nn.functional.linear(x, weight, bias))
-        y: torch.Tensor = self.head(x.repeat(1, FLAT)[:, : FLAT // 2])
+        y: torch.Tensor = self.last(x.repeat(1, FLAT)[:, : self.head])
         return y
 
 
@@ -143,27 +147,19 @@ ELEMENTS = 12 * FLAT
 """Pieces begin at multiples of 1,024 elements: there are four of them."""
 
 
-class OneFlat(nn.Module):
-    """Layers whose weights are views of one parameter, which no module holds."""
+class OneFlat(Flat):
+    """Layers whose weights are views of one parameter; the head is a quarter of it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flats = (nn.Parameter(torch.randn(ELEMENTS) / WIDTH),)
-        self.head = nn.Linear(ELEMENTS // 16, 4, bias=False)  # a quarter of it
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return itertools.chain(self.flats, super().parameters(recurse))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.flats[0].split(FLAT):
-            weight, bias = layer[:-WIDTH].view(WIDTH, WIDTH), layer[-WIDTH:]
-            x = x + torch.tanh(nn.functional.linear(x, weight, bias))
-        y: torch.Tensor = self.head(x.repeat(1, FLAT)[:, : ELEMENTS // 16])
-        return y
+    sizes = (ELEMENTS,)
+    head = ELEMENTS // 16
 
 
 PIECES = [8 * 1024] * 3 + [8 * 192]
 """Bytes of two moments."""
+
+
+def flat_run(eagerness: float = 0.0, **options: Any) -> Program:
+    return compare(make_model=OneFlat, eagerness=eagerness, **options)
 
 
 def pieces(run: Program) -> list[int]:
@@ -172,30 +168,26 @@ def pieces(run: Program) -> list[int]:
     return [size for pieces in sizes if len(pieces) > 2 for size in pieces]
 
 
-OPTIMIZERS = [
-    pytest.param(getattr(torch.optim, name), {}, id=name)
-    for name in (
-        *("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam"),
-        *("RMSprop", "Rprop"),
-    )
-] + [
-    pytest.param(torch.optim.SGD, {"momentum": 0.9}, id="SGD"),
-    pytest.param(torch.optim.SGD, {"momentum": 0.9, "fused": True}, id="SGD-fused"),
-    pytest.param(torch.optim.AdamW, {"fused": True}, id="fused"),
-    pytest.param(torch.optim.AdamW, {"foreach": True, "amsgrad": True}, id="foreach"),
-    pytest.param(torch.optim.NAdam, {"foreach": True}, id="NAdam-foreach"),
-    pytest.param(torch.optim.ASGD, {"foreach": True, "t0": 1.0}, id="ASGD-foreach"),
-    pytest.param(one_in_a_group, {}, id="FusedAdam"),
+NAMES = (
+    *("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"),
+    "Rprop",
+)
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    *((getattr(torch.optim, name), {}) for name in NAMES),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+    (torch.optim.NAdam, {"foreach": True}),
+    (torch.optim.ASGD, {"foreach": True, "t0": 1.0}),
+    (one_in_a_group, {}),
 ]
 
 
 @pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS)
 def test_a_flat_parameter_is_updated_piece_by_piece(kind: Any, arguments: dict[str, Any]) -> None:
-    run = compare(
-        make_model=OneFlat,
-        make_optimizer=lambda ps: kind(ps, lr=1e-2, **arguments),
-        eagerness=0.5,
-    )
+    run = flat_run(0.5, make_optimizer=lambda ps: kind(ps, lr=1e-2, **arguments))
     found = pieces(run)
     assert len(found) == 4
     assert run.training.status().slots_bytes <= 2 * max(found)
@@ -204,7 +196,7 @@ def test_a_flat_parameter_is_updated_piece_by_piece(kind: Any, arguments: dict[s
 
 
 def test_an_optimizer_that_looks_at_a_whole_parameter_gets_it_whole() -> None:
-    run = compare(make_model=OneFlat, make_optimizer=lambda ps: torch.optim.Adafactor(ps, lr=1e-2))
+    run = flat_run(make_optimizer=lambda ps: torch.optim.Adafactor(ps, lr=1e-2))
     assert pieces(run) == []
 
 
@@ -226,15 +218,13 @@ def test_deepspeeds_adam_with_several_parameters_in_a_group_is_refused() -> None
 @pytest.mark.parametrize("resident", [set(), {NO_BLOCK}])
 @pytest.mark.parametrize("slots", [1, 2, 3, 6])
 def test_pieces_under_any_plan(slots: int, resident: set[str]) -> None:
-    run = compare(
-        make_model=OneFlat, slots=slots, resident=frozenset(resident), eagerness=0.7, seed=slots
-    )
+    run = flat_run(0.7, slots=slots, resident=frozenset(resident), seed=slots)
     assert pieces(run) == PIECES
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])
 def test_pieces_in_the_backward_pass(eagerness: float) -> None:
-    run = compare(make_model=OneFlat, in_backward=True, clips=False, eagerness=eagerness, plain=3)
+    run = flat_run(eagerness, in_backward=True, clips=False, plain=3)
     assert run.training.counts.ahead >= 4
     assert pieces(run) == PIECES
 

@@ -6,7 +6,6 @@ again, and goes on from its checkpoint.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -16,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from found_trainings import Streams, streaming, three_ways
-from rank_processes import WarningLines, meeting, result_file, run_ranks_once
+from found_trainings import Streams, streaming, three_ways, watching
+from rank_processes import Runs, meeting, ranks_of, result_file
 from torch import distributed, nn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -101,11 +100,7 @@ class Training:
 
 def train(name: str, streams: Streams | None, folder: Path) -> dict[str, Any]:
     """Train, save, train on, load, and train again; then load into a new program."""
-    with (
-        WarningLines() as lines,
-        pytest.MonkeyPatch.context() as patch,
-        streaming(streams, patch),
-    ):
+    with watching(streams) as found:
         training = Training(name)
         training.steps(0, STEPS)
         training.save(folder)
@@ -115,36 +110,23 @@ def train(name: str, streams: Streams | None, folder: Path) -> dict[str, Any]:
         resumed = Training(name)
         resumed.load(folder)
         resumed.steps(STEPS, 2 * STEPS)
-        found: dict[str, Any] = {
+        return {
             "losses": training.losses,
             "resumed": resumed.losses,
             "weights": training.weights(),
             "resumed_weights": resumed.weights(),
+            **found(),
         }
-        if streams is not None:
-            status = [it.status() for it in streams.trainings]
-            found |= {
-                "warnings": lines,
-                "counts": [dataclasses.asdict(it.counts) for it in status],
-                "state_bytes": [it.state_bytes for it in status],
-                "plans": [0 if it.tuning is None else it.tuning.plans for it in status],
-            }
-    return found
 
 
 def train_whole_parameters(streams: Streams | None) -> dict[str, Any]:
     """Steps of Muon, which multiplies whole matrices."""
-    with (
-        WarningLines() as lines,
-        pytest.MonkeyPatch.context() as patch,
-        streaming(streams, patch),
-    ):
+    with watching(streams) as found:
         training = Training("AdamW")
         weights = [it for it in training.model.parameters() if it.ndim == 2]
         training.optimizer = torch.optim.Muon(weights, lr=1e-2)
         training.steps(0, STEPS)
-        counts = [it.counts.in_line for it in streams.trainings] if streams is not None else []
-        return {"losses": training.losses, "in_line": counts, "warnings": lines}
+        return {"losses": training.losses, **found()}
 
 
 def train_undisturbed() -> dict[str, Any]:
@@ -163,13 +145,7 @@ def run_rank(rank: int, folder: Path) -> None:
         found["undisturbed"] = [train_undisturbed()]
 
 
-Runs = dict[str, list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
-    """Results of each rank by optimizer: stock, all state streamed, and all of it on the device."""
-    return run_ranks_once(run_rank, tmp_path_factory, RANKS)
+ranks = ranks_of(run_rank, RANKS)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -179,8 +155,7 @@ def test_state_is_streamed_and_all_bits_are_stocks(name: str, ranks: list[Runs])
         assert len(set(stock["losses"])) > STEPS
         assert stock["resumed"] == stock["losses"][2 * STEPS : 4 * STEPS]
         for run in (streamed, resident):
-            for what in ("losses", "resumed", "weights", "resumed_weights"):
-                assert run[what] == stock[what]
+            assert {what: run[what] for what in stock} == stock
             assert len(run["counts"]) == 2
         tensors = 1 if name.startswith("SGD") else 2
         state_bytes = tensors * LAYERS * (WIDTH + 1) * WIDTH * 4 // RANKS
@@ -195,7 +170,7 @@ def test_an_optimizer_of_whole_parameters_is_left_alone_with_a_warning(ranks: li
     for runs in ranks:
         stock, run = runs["Muon"]
         assert run["losses"] == stock["losses"]
-        assert run["in_line"] == [STEPS - 1]
+        assert [it["in_line"] for it in run["counts"]] == [STEPS - 1]
         assert [it for it in run["warnings"] if "Muon looks at whole parameters" in it]
 
 

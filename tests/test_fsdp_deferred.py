@@ -20,16 +20,16 @@ import pytest
 import torch
 from found_trainings import Streams, streaming
 from lazy_lanes import LazyLanes
-from rank_processes import meeting, run_ranks_once
+from rank_processes import Runs, meeting, ranks_of
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
+from umem.adapters import find_gathering
 from umem.runtime.guard import guard_of
 from umem.runtime.model_parts import plain_tensors
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.training import StreamedTraining
-from umem.torch_compat import fsdp_groups, fsdp_modules
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -92,9 +92,8 @@ def wrapped(model: Any, **options: Any) -> Any:
 def in_bf16() -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    return wrapped(
-        Net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    )
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    return wrapped(Net(), mp_policy=policy)
 
 
 def prefetched() -> Any:
@@ -158,9 +157,10 @@ class Program:
         self.kept: Any = None
         self.batches = 0
 
-    def see(self, value: torch.Tensor) -> None:
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        self.seen.append(float(whole.detach().double().square().sum()).hex())
+    def see(self, *values: torch.Tensor) -> None:
+        for value in values:
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            self.seen.append(float(whole.detach().double().square().sum()).hex())
 
     def loss(self) -> torch.Tensor:
         self.batches += 1
@@ -194,62 +194,51 @@ def nothing(_: Program) -> None:
 
 
 def whole_weights(program: Program) -> None:
-    for it in program.weights:
-        program.see(it)
+    program.see(*program.weights)
 
 
-def part(program: Program) -> None:
-    program.see(program.weight.to_local())
-
-
+@torch.no_grad()
 def write(program: Program) -> None:
-    with torch.no_grad():
-        program.weight.mul_(0.5)
+    program.weight.mul_(0.5)
 
 
+@torch.no_grad()
 def write_part(program: Program) -> None:
-    with torch.no_grad():
-        program.weight.to_local().mul_(0.5)
+    program.weight.to_local().mul_(0.5)
 
 
+@torch.no_grad()
 def write_another(program: Program) -> None:
     """Not wrapped in some models."""
     weight = program.model.layers[1].down.weight
-    with torch.no_grad():
-        weight.mul_(0.5)
-    program.see(weight)
+    program.see(weight.mul_(0.5))
 
 
-def keep_a_part(program: Program) -> None:
-    """An object from the step before."""
-    if program.kept is not None:
-        program.see(program.kept)
-        program.kept.mul_(0.5)
-    with torch.no_grad():
-        program.kept = program.weight.to_local()
+def keep(choose: Callable[[Program], Any], *, sees: bool = True) -> Callable[[Program], None]:
+    """Use an object from the step before, and keep one."""
 
-
-def keep_a_view(program: Program) -> None:
-    if program.kept is not None:
-        program.kept.mul_(0.5)
-    with torch.no_grad():
-        program.kept = program.weight.to_local().view(-1)[3:]
-
-
-def keep_a_view_of_another(program: Program) -> None:
-    with torch.no_grad():
+    @torch.no_grad()
+    def use(program: Program) -> None:
         if program.kept is not None:
+            program.see(*([program.kept] if sees else []))
             program.kept.mul_(0.5)
-        program.kept = inside(program.model.layers[1].down.weight).view(-1)[3:]
+        program.kept = choose(program)
+
+    return use
 
 
-def keep_what_is_inside(program: Program) -> None:
-    """The object that the DTensor has, as ``to_local()`` gives it in some versions of torch."""
-    if program.kept is not None:
-        program.see(program.kept)
-        with torch.no_grad():
-            program.kept.mul_(0.5)
-    program.kept = inside(program.weight)
+def inside(dtensor: Any) -> Any:
+    """The very object, if it has one."""
+    return getattr(dtensor, "_local_tensor", dtensor)
+
+
+keep_a_part = keep(lambda it: it.weight.to_local())
+keep_a_view = keep(lambda it: it.weight.to_local().view(-1)[3:], sees=False)
+keep_a_view_of_another = keep(
+    lambda it: inside(it.model.layers[1].down.weight).view(-1)[3:], sees=False
+)
+keep_what_is_inside = keep(lambda it: inside(it.weight))
+"""The object that the DTensor has, as ``to_local()`` gives it in some versions of torch."""
 
 
 def gradients_on_one_memory(program: Program) -> None:
@@ -266,8 +255,7 @@ def gradients_on_one_memory(program: Program) -> None:
 
 
 def gradients(program: Program) -> None:
-    for it in program.weights:
-        program.see(it.grad)
+    program.see(*(it.grad for it in program.weights))
 
 
 def norm(program: Program) -> None:
@@ -275,48 +263,25 @@ def norm(program: Program) -> None:
         program.see(nn.utils.clip_grad_norm_(some, 1e-3))
 
 
-def change_behind_a_step(program: Program, choose: Callable[[], torch.Tensor]) -> None:
+def change(choose: Callable[[Program], torch.Tensor]) -> Callable[[Program], None]:
     """The program has memory of a gradient, which it changes when the step has begun."""
-    program.optimizer.zero_grad()
-    program.backward()
-    memory = choose()
-    program.optimizer.step()
-    with torch.no_grad():
-        memory.mul_(0.5)
-    program.see(memory)
 
+    def use(program: Program) -> None:
+        program.optimizer.zero_grad()
+        program.backward()
+        memory = choose(program)
+        program.optimizer.step()
+        with torch.no_grad():
+            memory.mul_(0.5)
+        program.see(memory)
 
-def inside(dtensor: Any) -> torch.Tensor:
-    """The very object, if it has one."""
-    tensor: torch.Tensor = getattr(dtensor, "_local_tensor", dtensor)
-    return tensor
+    return use
 
 
 def buffer_of(gradient: Any) -> torch.Tensor:
-    tensor = inside(gradient)
+    """All gradients of a block are in it, and in the root's those of the stem and the head."""
+    tensor: torch.Tensor = inside(gradient)
     return tensor if tensor._base is None else tensor._base
-
-
-def change_a_part_of_a_gradient(program: Program) -> None:
-    change_behind_a_step(program, lambda: inside(program.weight.grad))
-
-
-def change_a_buffer(program: Program) -> None:
-    """All gradients of a block are in it."""
-    change_behind_a_step(program, lambda: buffer_of(program.weight.grad))
-
-
-def change_the_buffer_of_the_root(program: Program) -> None:
-    """Gradients of the stem and the head are in it."""
-    change_behind_a_step(program, lambda: buffer_of(program.model.head.weight.grad))
-
-
-def change_a_view_of_a_gradient(program: Program) -> None:
-    change_behind_a_step(program, lambda: inside(program.weight.grad).view(-1)[1:])
-
-
-def zeroed(program: Program) -> None:
-    program.optimizer.zero_grad(set_to_none=False)
 
 
 def accumulated(program: Program) -> None:
@@ -337,8 +302,7 @@ def not_exchanged(program: Program) -> None:
         program.model.set_requires_gradient_sync(False)
         program.backward()
         program.model.set_requires_gradient_sync(True)
-    program.backward()
-    program.optimizer.step()
+    program.step()
 
 
 def graph_from_before(program: Program) -> None:
@@ -358,32 +322,26 @@ def unshard(program: Program) -> None:
     for module in program.model.layers[1].modules():
         if hasattr(module, "unshard"):
             module.unshard()
-            for it in module.parameters():
-                program.see(it)
+            program.see(*module.parameters())
             module.reshard()
 
 
+@torch.no_grad()
 def evaluate(program: Program) -> None:
     program.model.eval()
-    with torch.no_grad():
-        program.see(program.loss())
+    program.see(program.loss())
     program.model.train()
 
 
+@torch.no_grad()
 def call_a_block(program: Program) -> None:
-    with torch.no_grad():
-        program.see(program.model.layers[1](torch.ones(2, WIDTH)))
+    program.see(program.model.layers[1](torch.ones(2, WIDTH)))
 
 
+@torch.no_grad()
 def average(program: Program) -> None:
-    with torch.no_grad():
-        local = program.weight.to_local() if hasattr(program.weight, "to_local") else program.weight
-        distributed.all_reduce(local)
-
-
-def state_dict(program: Program) -> None:
-    for it in program.model.state_dict().values():
-        program.see(it)
+    weight = program.weight
+    distributed.all_reduce(weight.to_local() if hasattr(weight, "to_local") else weight)
 
 
 def checkpointed_state(program: Program) -> None:
@@ -391,10 +349,7 @@ def checkpointed_state(program: Program) -> None:
 
     options = StateDictOptions(full_state_dict=True)
     states: Any = get_state_dict(program.model, program.optimizer, options=options)
-    for it in states[0].values():
-        program.see(it)
-    for values in states[1]["state"].values():
-        program.see(values["exp_avg"])
+    program.see(*states[0].values(), *(it["exp_avg"] for it in states[1]["state"].values()))
 
 
 def load(program: Program) -> None:
@@ -447,31 +402,31 @@ def added_later(program: Program) -> None:
     program.optimizer.step()
 
 
+@torch.no_grad()
 def lists(program: Program) -> None:
-    same = [it.up.weight for it in program.model.layers]
-    with torch.no_grad():
-        torch._foreach_mul_(same, 0.9)
+    torch._foreach_mul_([it.up.weight for it in program.model.layers], 0.9)
 
 
 def other_learning_rate(program: Program) -> None:
     program.optimizer.param_groups[0]["lr"] *= 0.5
 
 
-def reset(program: Program) -> None:
-    program.optimizer.state[program.weight]["exp_avg"].zero_()
-
-
-USES = [
-    *(nothing, whole_weights, part, write, write_part, write_another),
-    *(keep_a_part, keep_a_view, keep_a_view_of_another, keep_a_view_of_another),
+USES: list[Callable[[Program], None]] = [
+    *(nothing, whole_weights, lambda it: it.see(it.weight.to_local()), write, write_part),
+    *(write_another, keep_a_part, keep_a_view, keep_a_view_of_another, keep_a_view_of_another),
     *(keep_what_is_inside, keep_what_is_inside, gradients_on_one_memory, gradients, norm),
-    *(change_a_part_of_a_gradient, change_a_buffer, change_the_buffer_of_the_root, zeroed),
-    *(change_a_view_of_a_gradient, nothing),
-    *(accumulated, other_gradients, not_exchanged, graph_from_before, unshard, evaluate),
-    *(call_a_block, average, state_dict, checkpointed_state, load, load_a_block, save, copied),
-    *(redistributed, regularised, added_later, lists, other_learning_rate, reset, nothing),
+    change(lambda it: inside(it.weight.grad)),
+    change(lambda it: buffer_of(it.weight.grad)),
+    change(lambda it: buffer_of(it.model.head.weight.grad)),
+    lambda it: it.optimizer.zero_grad(set_to_none=False),
+    change(lambda it: inside(it.weight.grad).view(-1)[1:]),
+    *(nothing, accumulated, other_gradients, not_exchanged, graph_from_before, unshard, evaluate),
+    *(call_a_block, average, lambda it: it.see(*it.model.state_dict().values())),
+    *(checkpointed_state, load, load_a_block, save, copied, redistributed, regularised),
+    *(added_later, lists, other_learning_rate),
+    lambda it: it.optimizer.state[it.weight]["exp_avg"].zero_(),
+    nothing,
 ]
-
 
 KEEPING = (keep_a_part, keep_a_view, keep_a_view_of_another, keep_what_is_inside)
 """Uses behind which the program has a tensor still."""
@@ -544,8 +499,7 @@ def look_at_a_step(
     program.optimizer.zero_grad()
     has_gradients = any(it.grad is not None for it in program.weights)
     shapes = [it.shape.numel() for it in program.weights]
-    groups = fsdp_groups(fsdp_modules(program.model))
-    flats = [flat for it in groups for _, flat in it.parameters]
+    flats = list(find_gathering(program.model)().flats.values())
     are_guarded = [any(map(is_guarded, flats))]  # state of biases is small, and not streamed
     open_behind = [not step.update_of(it.name).is_done for it in step.units]
     for it in gathers.moments:
@@ -649,7 +603,7 @@ def two_models(streams: Streams | None) -> list[str]:
 
 def lose_names(_: Program, patch: pytest.MonkeyPatch) -> None:
     """FSDP2 has other names for what it gathers from."""
-    patch.setattr("umem.streaming.stage.sharded_parameters.fsdp_groups", lambda _: ())
+    patch.setattr("umem.adapters.fsdp.fsdp_groups", lambda _: ())
 
 
 def compile_blocks(program: Program, _: pytest.MonkeyPatch) -> None:
@@ -673,19 +627,12 @@ def run_rank(rank: int, folder: Path) -> None:
             found[name] = [run(it) for it in (None, Streams(eagerness=0.0))]
 
 
-Runs = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
-    """What each rank has found."""
-    return run_ranks_once(run_rank, tmp_path_factory, RANKS)
+ranks = ranks_of(run_rank, RANKS)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_all_bits_are_stocks(name: str, ranks: list[Runs]) -> None:
-    for runs in ranks:
-        stock, streamed = runs[name]
+    for stock, streamed in (runs[name] for runs in ranks):
         assert streamed["seen"] == stock["seen"]
         assert len(set(stock["seen"])) > len(USES)
         assert streamed["in_line"] == 0
@@ -697,8 +644,7 @@ def test_all_bits_are_stocks(name: str, ranks: list[Runs]) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_only_aliases_and_measured_steps_wait(name: str, ranks: list[Runs]) -> None:
-    for runs in ranks:
-        _, streamed = runs[name]
+    for _, streamed in (runs[name] for runs in ranks):
         # Measured steps do not count: they are planned as what they will be.
         assert streamed["waits"] == [False] * MEASURED
         # The program has a part, a view of one, a view of a gradient, and two on one memory.
@@ -706,8 +652,7 @@ def test_only_aliases_and_measured_steps_wait(name: str, ranks: list[Runs]) -> N
 
 
 def test_a_step_returns_before_its_updates(ranks: list[Runs]) -> None:
-    for runs in ranks:
-        found = runs["plain"][1]
+    for found in (runs["plain"][1] for runs in ranks):
         assert found["open_before"] == [True] * UNITS
         assert found["open_behind"] == [True] * UNITS, "zero_grad() and questions do not wait"
         assert not found["has_gradients"]
@@ -717,8 +662,7 @@ def test_a_step_returns_before_its_updates(ranks: list[Runs]) -> None:
 def test_each_block_waits_for_its_own_update_on_the_stream_that_gathers_it(
     ranks: list[Runs],
 ) -> None:
-    for runs in ranks:
-        found = runs["plain"][1]
+    for found in (runs["plain"][1] for runs in ranks):
         # The root gathers its own parameters first, of which the head comes last in the pass.
         assert found["order"] == ["stem", "head", *(f"layers.{it}" for it in range(LAYERS))]
         assert found["done_at_blocks"] == [it + 1 for it in range(LAYERS)]
@@ -734,8 +678,7 @@ def test_what_is_gathered_is_guarded_until_its_streams_have_waited(ranks: list[R
 
 
 def test_a_training_that_ends_gives_all_back(ranks: list[Runs]) -> None:
-    for runs in ranks:
-        stock, streamed = runs["end"]
+    for stock, streamed in (runs["end"] for runs in ranks):
         assert streamed["seen"] == stock["seen"]
         assert streamed["was_under_way"]
         assert streamed["guarded"] == 0
@@ -745,14 +688,12 @@ def test_a_training_that_ends_gives_all_back(ranks: list[Runs]) -> None:
 def test_held_parts_and_models_that_use_each_other_have_stocks_values(
     name: str, ranks: list[Runs]
 ) -> None:
-    for runs in ranks:
-        stock, streamed = runs[name]
+    for stock, streamed in (runs[name] for runs in ranks):
         assert streamed == stock
 
 
 @pytest.mark.parametrize("name", ["without names", "compiled"])
 def test_steps_wait_where_what_is_gathered_is_not_known(name: str, ranks: list[Runs]) -> None:
-    for runs in ranks:
-        stock, streamed = runs[name]
+    for stock, streamed in (runs[name] for runs in ranks):
         assert streamed["seen"] == stock["seen"]
         assert streamed["waited"] == streamed["streamed"] * UNITS

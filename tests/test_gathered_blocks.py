@@ -140,9 +140,8 @@ def test_no_bit_changes(
             assert bits(train(calls_blocks=calls_blocks, clips=clips, kind=kind)) == expected
         (training,) = streams.trainings
         counts = training.counts
-        assert (
-            counts.streamed + counts.resident == STEPS - 2
-        )  # one makes the state, one is left out
+        # One step makes the state, and one is left out.
+        assert counts.streamed + counts.resident == STEPS - 2
         assert counts.streamed > 1
         # A block reads its partition past all that guards its parameters: no update is deferred.
         assert (counts.waited, counts.early, counts.in_line) == (LAYERS * counts.streamed, 0, 0)

@@ -26,7 +26,6 @@ from umem.capture.live import SavedTensorHooks
 from umem.core.classes import TensorClass
 from umem.runtime import cuda_streams
 from umem.runtime._native import Allocator, ClassSetting, Config
-from umem.runtime.class_override import class_override
 from umem.runtime.guard import Guard
 from umem.runtime.torch_hooks import saved_tensors
 from umem.streaming.gradients import ClippedGradients
@@ -227,7 +226,7 @@ def test_the_stream_and_the_device_are_the_programs(
 @pytest.mark.slow
 def test_the_class_of_tensors_is_the_programs() -> None:
     allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
-    entered = class_override(allocator, TensorClass.OPTIMIZER_STATE)
+    entered = allocator.class_override(TensorClass.OPTIMIZER_STATE.number)
 
     def act() -> None:
         with entered:

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from cuda_names import cuda_means_cpu
-from found_trainings import Streams, streaming, three_ways
-from rank_processes import WarningLines, meeting, run_ranks_once
+from found_trainings import Streams, three_ways, watching
+from rank_processes import Runs, meeting, ranks_of
 from torch import distributed
 
 # Only the ranks import it: it must be there after names of torch.cuda mean the CPU.
@@ -194,11 +194,7 @@ def train(program: dict[str, Any], streams: Streams | None, folder: Path) -> dic
     updated = [p for it in inner for group in it.param_groups for p in group["params"]]
     if streams is not None:
         streams.also += updated
-    with (
-        WarningLines() as lines,
-        pytest.MonkeyPatch.context() as patch,
-        streaming(streams, patch),
-    ):
+    with watching(streams) as found:
         steps(0)
         if distributed.get_rank() == 0:
             folder.mkdir()
@@ -212,23 +208,16 @@ def train(program: dict[str, Any], streams: Streams | None, folder: Path) -> dic
             if program.get("own_steps", True):
                 values["step"] = values["step"].clone()
         steps(20)
-        found: dict[str, Any] = {
+        result = {
             "losses": losses,
             "weights": [it.detach().float().tolist() for it in training.model.parameters()],
             "updated": [it.detach().tolist() for it in updated],
+            "optimizers": len(inner),
+            "expected_bytes": sum(2 * it.nbytes for it in updated if it.nbytes >= 64),
+            **found(),
         }
-        if streams is not None:
-            all_status = [it.status() for it in streams.trainings]
-            found |= {
-                "warnings": lines,
-                "optimizers": len(inner),
-                "counts": [dataclasses.asdict(it.counts) for it in all_status],
-                "state_bytes": sum(it.state_bytes for it in all_status),
-                "expected_bytes": sum(2 * it.nbytes for it in updated if it.nbytes >= 64),
-                "plans": [0 if it.tuning is None else it.tuning.plans for it in all_status],
-            }
     parallel_state.destroy_model_parallel()
-    return found
+    return result
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -244,13 +233,7 @@ def run_rank(rank: int, folder: Path) -> None:
     patch.undo()
 
 
-Runs = dict[str, list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
-    """Results of each rank by program: stock, all state streamed, and all state on the device."""
-    return run_ranks_once(run_rank, tmp_path_factory, RANKS)
+ranks = ranks_of(run_rank, RANKS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -259,13 +242,11 @@ def test_state_is_streamed_and_all_bits_are_stocks(name: str, ranks: list[Runs])
         stock, streamed, resident = runs[name]
         assert len(set(stock["losses"])) > STEPS
         for run in (streamed, resident):
-            assert run["losses"] == stock["losses"]
-            assert run["weights"] == stock["weights"]
-            assert run["updated"] == stock["updated"]
+            assert {what: run[what] for what in stock} == stock
             assert len(run["counts"]) == run["optimizers"]
             assert all(it > 0 for it in run["plans"])
             assert not any("is not managed" in line for line in run["warnings"])
-        assert streamed["state_bytes"] == streamed["expected_bytes"]
+        assert sum(streamed["state_bytes"]) == streamed["expected_bytes"]
         # Under one step count, steps with streamed state run as a whole, with a warning.
         whole_steps = STEPS if name == "one step count" else 0
         assert all(it["in_line"] == whole_steps for it in streamed["counts"])

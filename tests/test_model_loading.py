@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -111,28 +111,9 @@ def test_a_copy_that_fails_leaves_no_other_under_way(memory: HostLoadingMemory) 
 
 def test_threads_load_beside_each_other(memory: HostLoadingMemory) -> None:
     sources = [numbers((50 + number, 7), torch.int16) for number in range(24)]
-    made: list[torch.Tensor | None] = [None] * len(sources)
-
-    def load(first: int) -> None:
-        for number in range(first, len(sources), 4):
-            made[number] = load_weight(sources[number], CPU, torch.int16, memory)
-
-    threads = [threading.Thread(target=load, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert all(
-        it is not None and torch.equal(it, source) for it, source in zip(made, sources, strict=True)
-    )
-
-
-def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", script, *arguments]
-    environment = {"PYTHONPATH": str(Path(__file__).parent / "support"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return done.stdout.split()[-1]
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda it: load_weight(it, CPU, torch.int16, memory), sources))
+    assert [bits(it) if it is not None else None for it in made] == list(map(bits, sources))
 
 
 SCRIPT = """
@@ -140,8 +121,8 @@ import sys, tempfile
 import torch
 from loading_memory import HostLoadingMemory
 from umem.runtime import model_loading
-from umem.runtime.model_loading import adapt_transformers
-assert not adapt_transformers()
+from umem.adapters import adapt_loading
+assert not adapt_loading(None)
 import transformers.modeling_utils as its
 from transformers import LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -154,7 +135,7 @@ with tempfile.TemporaryDirectory() as folder:
     stock = LlamaForCausalLM.from_pretrained(folder, device_map="cpu", dtype=dtype)
     before = its.caching_allocator_warmup
     memory = HostLoadingMemory(home_share=0.5)
-    assert adapt_transformers(memory)
+    assert adapt_loading(memory)
     assert its.caching_allocator_warmup is not before
     model = LlamaForCausalLM.from_pretrained(folder, device_map="cpu", dtype=dtype)
     # To another device it loads as ever.
@@ -177,4 +158,7 @@ print("loaded")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_loads_each_weight_once_to_its_place(dtype: str) -> None:
     pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
-    assert run(SCRIPT, dtype) == "loaded"
+    command = [sys.executable, "-c", SCRIPT, dtype]
+    environment = {"PYTHONPATH": str(Path(__file__).parent / "support"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split()[-1] == "loaded"

@@ -10,7 +10,8 @@ installed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -184,6 +185,28 @@ PROGRAMS: dict[str, Callable[[], Zero3]] = {
 }
 
 
+@contextmanager
+def beside_stock(
+    name: str,
+    more_bytes: int,
+    patch: pytest.MonkeyPatch,
+    *,
+    uses_every: int = 0,
+    steps: int = STEPS,
+) -> Iterator[tuple[Zero3, Streams]]:
+    """A run that is streamed in the context, and has stock's bits after some steps."""
+    stock, run = PROGRAMS[name](), PROGRAMS[name]()
+    for it in (stock, run) if uses_every else ():
+        it.fragments, it.uses_fragments_every = [], uses_every
+    stock.train(steps)
+    # Several units, and partitions of several pieces.
+    patch.setattr(unit_names, "_PART_BYTES", LAYER)
+    streams = Streams(more_bytes, also=run.masters)
+    with streaming(streams, patch):
+        yield run, streams
+    assert run.found() == stock.found()
+
+
 @pytest.mark.parametrize("more_bytes", [-1, ROOM_FOR_SOME, ROOM_FOR_ALL])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_state_is_streamed_beside_a_model_without_memory(
@@ -192,19 +215,14 @@ def test_state_is_streamed_beside_a_model_without_memory(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stock, run = PROGRAMS[name](), PROGRAMS[name]()
-    stock.train()
-    # Several units, and partitions of several pieces.
-    monkeypatch.setattr(unit_names, "_PART_BYTES", LAYER)
-    streams = Streams(more_bytes, also=run.masters)
-    with streaming(streams, monkeypatch), caplog.at_level(logging.WARNING, "umem"):
+    caplog.set_level(logging.WARNING, "umem")
+    with beside_stock(name, more_bytes, monkeypatch) as (run, streams):
         run.train(STEPS - 2)
         (training,) = streams.trainings
         layouts = training.step.units.layouts
         run.train(2)
         assert training.step.units.layouts == layouts
         status, units = training.status(), training.step.units.sizes()
-    assert run.found() == stock.found()
     assert training.model is run.model
     assert not any("is not managed" in it.getMessage() for it in caplog.records)
     counts, tuning = status.counts, status.tuning
@@ -232,17 +250,11 @@ def test_state_that_something_else_sees_is_streamed_where_it_is(
     name: str, more_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed links each parameter to its part of the partition's state, and reads it there."""
-    stock, run = PROGRAMS[name](), PROGRAMS[name]()
-    stock.fragments, run.fragments = [], []
-    stock.train()
-    monkeypatch.setattr(unit_names, "_PART_BYTES", LAYER)
-    streams = Streams(more_bytes, also=run.masters)
-    with streaming(streams, monkeypatch):
+    with beside_stock(name, more_bytes, monkeypatch, uses_every=1) as (run, streams):
         run.train()
         (training,) = streams.trainings
         status, units = training.status(), training.step.units
         assert units.fixed_bytes == STATE  # a unit is in one place
-    assert run.found() == stock.found()
     assert status.tuning is not None
     assert status.counts.streamed >= len(run.masters) * (STEPS - 3)
     assert status.counts.waited > 0
@@ -255,13 +267,7 @@ def test_state_with_known_views_is_fetched_ahead(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are guarded as the state itself: a use in some step finds what it would find there."""
-    stock, run = PROGRAMS[name](), PROGRAMS[name]()
-    for it in (stock, run):
-        it.fragments, it.uses_fragments_every = [], 5
-    stock.train(12)
-    monkeypatch.setattr(unit_names, "_PART_BYTES", LAYER)
-    streams = Streams(-1, also=run.masters)
-    with streaming(streams, monkeypatch):
+    with beside_stock(name, -1, monkeypatch, uses_every=5, steps=12) as (run, streams):
         run.train(7)
         (training,) = streams.trainings
         units = training.step.units
@@ -272,7 +278,6 @@ def test_state_with_known_views_is_fetched_ahead(
         run.model(torch.ones(1, WIDTH, dtype=torch.bfloat16).requires_grad_())
         assert any(piece.where is BundleState.COMING for piece in units.staged())
         run.train(3)
-    assert run.found() == stock.found()
 
 
 def streamed(model: nn.Module, optimizer: torch.optim.Optimizer, also: Any) -> StreamedTraining:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_lanes import HostStateMemory, LazyLanes
+from streamed_models import adamw_of_trained
 from streamed_programs import WIDTH, Net, NoRoom, Program, bits, compare
 from streamed_uses import USES
 from torch import nn
@@ -49,14 +50,9 @@ def torchao() -> Any:
 @pytest.fixture(scope="module")
 def checkpoint() -> Iterator[str]:
     """A folder with a Llama of random weights."""
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=97,
-    )
+    shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**shape, **heads, num_hidden_layers=LAYERS)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         transformers.LlamaForCausalLM(config).save_pretrained(folder)
@@ -93,16 +89,16 @@ def without_cpu_layout(model: Any) -> Any:
     return model
 
 
-def nf4(folder: str) -> Any:
-    return without_cpu_layout(load_4bit(folder, nested=False))
+def nf4(folder: str, *, nested: bool = False, kind: str = "nf4") -> Any:
+    return without_cpu_layout(load_4bit(folder, nested=nested, kind=kind))
 
 
 def nested_nf4(folder: str) -> Any:
-    return without_cpu_layout(load_4bit(folder, nested=True))
+    return nf4(folder, nested=True)
 
 
 def nested_fp4(folder: str) -> Any:
-    return without_cpu_layout(load_4bit(folder, nested=True, kind="fp4"))
+    return nf4(folder, nested=True, kind="fp4")
 
 
 def repacked_nf4(folder: str) -> Any:
@@ -136,8 +132,7 @@ def ao_int4(folder: str) -> Any:
     model, library = load(folder), torchao()
     granularity = pytest.importorskip("torchao.quantization.granularity")
     kind: Any = torch.int4  # type: ignore[attr-defined]
-    config = library.IntxWeightOnlyConfig(kind, granularity.PerGroup(32))
-    library.quantize_(model, config)
+    library.quantize_(model, library.IntxWeightOnlyConfig(kind, granularity.PerGroup(32)))
     return model
 
 
@@ -286,10 +281,6 @@ class NestedQLoRA(QLoRA):
     nested = True
 
 
-def adamw_of_trained(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([it for it in parameters if it.requires_grad], lr=1e-2)
-
-
 OF_FLOATS = frozenset(
     (
         *("change_weights_in_place", "copy_model", "ema", "foreach_ema", "freeze_by_turns"),
@@ -379,12 +370,10 @@ def evaluate(program: Program) -> None:
 @torch.no_grad()
 def dequantise(program: Program) -> None:
     """Look at weights between steps, when copies of them may be under way."""
-    for module in program.model.modules():
-        if isinstance(module, bitsandbytes().nn.Linear4bit):
-            weight = module.weight
-            dequantised = bitsandbytes().functional.dequantize_4bit(weight.data, weight.quant_state)
-            program.seen.append(dequantised.clone())
-            break
+    kind = bitsandbytes().nn.Linear4bit
+    weight = next(it.weight for it in program.model.modules() if isinstance(it, kind))
+    whole = bitsandbytes().functional.dequantize_4bit(weight.data, weight.quant_state)
+    program.seen.append(whole.clone())
 
 
 def merge(program: Program) -> None:
@@ -436,44 +425,28 @@ def pickle_weights(program: Program) -> None:
     file = io.BytesIO()
     torch.save(list(program.model.parameters()), file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    program.seen += [(type(it).__name__, it) for it in loaded]
+    program.seen += [(type(it).__name__, it) for it in torch.load(file, weights_only=False)]
 
 
 def copy_model(program: Program) -> None:
-    other = copy.deepcopy(program.model)
     with torch.no_grad():
-        program.seen.append(other(program.batch()).logits)
+        program.seen.append(copy.deepcopy(program.model)(program.batch()).logits)
+
+
+OF_INT8 = (change_in_place, copy_model, disable, pickle_weights)
+OF_4BIT = (*OF_INT8, dequantise, merge, merge_a_layer, save_adapters, save_and_load)
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
-@pytest.mark.parametrize("make", [nf4, nested_nf4])
 @pytest.mark.parametrize(
-    "use",
+    ("use", "make"),
     [
-        *(change_in_place, copy_model, dequantise, disable, merge, merge_a_layer),
-        *(pickle_weights, save_adapters, save_and_load),
+        *((use, make) for make in (nf4, nested_nf4) for use in OF_4BIT),
+        *((use, ao_int8) for use in OF_INT8),
     ],
 )
-def test_no_use_of_4bit_weights_sees_another_value(
-    use: Callable[[Program], None],
-    make: Callable[[str], Any],
-    eagerness: float,
-    checkpoint: str,
-) -> None:
-    train_with(use, make, eagerness, checkpoint)
-
-
-@pytest.mark.parametrize("eagerness", [0.0, 1.0])
-@pytest.mark.parametrize("use", [change_in_place, copy_model, disable, pickle_weights])
-def test_no_use_of_int8_weights_sees_another_value(
-    use: Callable[[Program], None], eagerness: float, checkpoint: str
-) -> None:
-    train_with(use, ao_int8, eagerness, checkpoint)
-
-
-def train_with(
-    use: Callable[[Program], None], make: Callable[[str], Any], eagerness: float, folder: str
+def test_no_use_of_quantised_weights_sees_another_value(
+    use: Callable[[Program], None], make: Callable[[str], Any], eagerness: float, checkpoint: str
 ) -> None:
     def between_passes(program: Program) -> None:
         """Then weights of the next pass are fetched already."""
@@ -481,7 +454,7 @@ def train_with(
         use(program)
         evaluate(program)
 
-    train(lambda: adapted(make, folder, is_checkpointed=True), between_passes, eagerness)
+    train(lambda: adapted(make, checkpoint, is_checkpointed=True), between_passes, eagerness)
 
 
 @pytest.mark.parametrize("make", [nf4, nested_nf4, repacked_nf4])
@@ -495,10 +468,8 @@ def test_a_quantised_checkpoint_is_saved_from_homes(
     expected = generate(model)
     for name, it in (("stock", stock), ("streamed", model)):
         it.save_pretrained(tmp_path / name)
-    first, second = (
-        (tmp_path / name / "model.safetensors").read_bytes() for name in ("stock", "streamed")
-    )
-    assert first == second
+    files = [tmp_path / name / "model.safetensors" for name in ("stock", "streamed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
     assert weights.streamed.counts.fetched
     if make is not repacked_nf4:
         again = without_cpu_layout(load(str(tmp_path / "streamed"))).eval()

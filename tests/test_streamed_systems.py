@@ -49,31 +49,19 @@ TOKENS, VOCABULARY = 16, 64
 # ------------------------------------------------------------------ transformers
 
 
-class Tokens(torch.utils.data.Dataset[Any]):
-    def __init__(self, count: int, seed: int) -> None:
-        self._count, self._seed = count, seed
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Any:
-        generator = torch.Generator().manual_seed(self._seed + index)
-        tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-        return {"input_ids": tokens, "labels": tokens.clone()}
+def tokens(count: int, seed: int) -> Any:
+    """A list is a data set."""
+    generators = (torch.Generator().manual_seed(seed + index) for index in range(count))
+    made = [torch.randint(0, VOCABULARY, (TOKENS,), generator=it) for it in generators]
+    return [{"input_ids": it, "labels": it.clone()} for it in made]
 
 
 def llama() -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=TOKENS,
-    )
-    return transformers.LlamaForCausalLM(config)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = {"vocab_size": VOCABULARY, "max_position_embeddings": TOKENS, **shape, **heads}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
 
 
 def bf16_llama() -> Any:
@@ -120,21 +108,7 @@ def train(
     trainer_class: Any = Trainer,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """A script with a Trainer, and all that it leaves.
-
-    Parameters
-    ----------
-    folder
-        Gets checkpoints.
-    make_model
-        Makes the model.
-    resume
-        Begin anew from the checkpoint of this step.
-    trainer_class
-        The Trainer's class.
-    arguments
-        Of ``TrainingArguments``.
-    """
+    """A script with a Trainer, and all that it leaves; `resume` begins anew from a checkpoint."""
     given: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 7,
@@ -152,8 +126,8 @@ def train(
         trainer = trainer_class(
             model=make_model(),
             args=transformers.TrainingArguments(**given),
-            train_dataset=Tokens(20, 100),
-            eval_dataset=Tokens(4, 200),
+            train_dataset=tokens(20, 100),
+            eval_dataset=tokens(4, 200),
         )
         trainer.remove_callback(transformers.PrinterCallback)
         return trainer
@@ -259,6 +233,11 @@ def test_other_trainers_are_refused_in_the_backward_pass(
 # ------------------------------------------------------------------ compilers and transforms
 
 
+def compiled(function: Callable[..., Any], **options: Any) -> Any:
+    torch.compiler.reset()
+    return torch.compile(function, backend="eager", **options)
+
+
 def compile_model(program: Program) -> None:
     if program.is_first(compile_model):
         torch.compiler.reset()
@@ -273,12 +252,7 @@ def compile_a_block(program: Program) -> None:
 
 def compile_what_calls_the_model(program: Program) -> None:
     if program.kept is None:
-        torch.compiler.reset()
-
-        def loss_of(x: torch.Tensor) -> Any:
-            return program.model(x).square().mean()
-
-        program.kept = torch.compile(loss_of, backend="eager")
+        program.kept = compiled(lambda x: program.model(x).square().mean())
     program.optimizer.zero_grad()
     loss = program.kept(program.batch())
     program.seen.append(loss.detach())
@@ -287,14 +261,12 @@ def compile_what_calls_the_model(program: Program) -> None:
 
 
 def compiled_average(program: Program) -> None:
+    def update(averages: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
+        for average, weight in zip(averages, weights, strict=True):
+            average.lerp_(weight.detach(), 0.1)
+
     if program.kept is None:
-        torch.compiler.reset()
-
-        def update(averages: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
-            for average, weight in zip(averages, weights, strict=True):
-                average.lerp_(weight.detach(), 0.1)
-
-        program.kept = torch.compile(update, backend="eager", fullgraph=True)
+        program.kept = compiled(update, fullgraph=True)
         program.extra = [torch.zeros(it.shape) for it in program.model.parameters()]
     program.kept(program.extra, list(program.model.parameters()))
     program.seen.append([it.clone() for it in program.extra])
@@ -338,12 +310,7 @@ def test_transforms_do_not_end_measurements(monkeypatch: pytest.MonkeyPatch) -> 
 
 def compiled_norm(program: Program) -> None:
     if program.kept is None:
-        torch.compiler.reset()
-
-        def norm(weight: torch.Tensor) -> torch.Tensor:
-            return weight.square().sum()
-
-        program.kept = torch.compile(norm, backend="eager")
+        program.kept = compiled(lambda weight: weight.square().sum())
     program.optimizer.zero_grad()
     program.backward()
     program.seen.append(program.kept(program.model.head.weight).detach())
@@ -367,6 +334,12 @@ def _batch(number: int) -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
 
 
+def _step(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+
+
 def _wide(layers: int) -> Net:
     net = Net(layers)
     net.head = nn.Linear(16, 16)
@@ -378,9 +351,7 @@ def average_beside(seen: list[Any]) -> None:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = _adamw(model)
     for number in range(8):
-        optimizer.zero_grad()
-        model(_batch(number)).square().mean().backward()
-        optimizer.step()
+        _step(model, optimizer, _batch(number))
         average.update_parameters(model)
     seen += [*model.parameters(), *average.parameters()]
 
@@ -471,9 +442,7 @@ def forked_workers(seen: list[Any]) -> None:
     rows: Any = [*_batch(1)]
     for _ in range(3):
         for batch in torch.utils.data.DataLoader(rows, 4, num_workers=1):
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
+            _step(model, optimizer, batch)
         loader = torch.utils.data.DataLoader(
             FromModel(model), 2, num_workers=1, multiprocessing_context="fork"
         )
@@ -485,9 +454,7 @@ def copied_and_continued(seen: list[Any]) -> None:
     model = Net()
     optimizer = _adamw(model)
     for number in range(10):
-        optimizer.zero_grad()
-        model(_batch(number)).square().mean().backward()
-        optimizer.step()
+        _step(model, optimizer, _batch(number))
         seen.append(copy.deepcopy(model)(_batch(0)))
         if number == 5:
             model, optimizer = copy.deepcopy((model, optimizer))
@@ -645,9 +612,7 @@ def test_a_model_that_is_trained_again_keeps_nothing_of_its_first_training(
             for _ in range(2):
                 optimizer = _adamw(model)
                 for number in range(6):
-                    optimizer.zero_grad()
-                    model(_batch(number)).square().mean().backward()
-                    optimizer.step()
+                    _step(model, optimizer, _batch(number))
                 umem.join()
                 state = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
                 hooks = hidden_in(model._forward_pre_hooks)

@@ -304,7 +304,8 @@ class TestFSDP:
         monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", fsdp)
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), Wrapped(state))
         modules = torch_compat.fsdp_modules(model)
-        return [(it.parameters, it.streams) for it in torch_compat.fsdp_groups(modules)]
+        groups = torch_compat.fsdp_groups(modules)
+        return [(torch_compat.fsdp_flats(it), torch_compat.fsdp_streams(it)) for it in groups]
 
     @pytest.mark.parametrize("is_new", [False, True])
     def test_groups_of_older_and_newer_versions(

@@ -165,14 +165,14 @@ PATCHES: Mapping[str, Patch] = {
         Way.CALLED,
     ),
     **_patches(
-        "runtime/model_loading.py",
+        "adapters/transformers.py",
         "the first parameter after transformers was imported",
         _NEVER,
         "a model larger than the budget would page-lock as much host memory as it has weights",
         {"transformers_warmup": "transformers.modeling_utils:caching_allocator_warmup"},
     ),
     **_patches(
-        "runtime/model_loading.py",
+        "adapters/transformers.py",
         "the same, under a policy that streams weights",
         _NEVER,
         "weights would be copied from their files by one thread",
@@ -369,7 +369,7 @@ PATCHES: Mapping[str, Patch] = {
         Way.CALLED,
     ),
     **_patches(
-        "streaming/stage/sharded_parameters.py",
+        "adapters/fsdp.py",
         "the first deferred step of parameters of FSDP2",
         _NEVER,
         "gathering would wait for the updates of a whole step",

@@ -173,6 +173,7 @@ def _enable(policy: Policy) -> Runtime:
     _check_torch(library)
     require()
     # They use private names of torch, which `require` has checked.
+    from umem.adapters import adapt_loading
     from umem.runtime.classification import Classifier, gradient_hook
     from umem.runtime.held_memory import note_export
     from umem.runtime.model_loading import CudaLoadingMemory
@@ -219,12 +220,14 @@ def _enable(policy: Policy) -> Runtime:
     # Room is given as memory of class `other`.
     has_room = resolved.streams_state and resolved.rules[TensorClass.OTHER.number].kind == "device"
     state_room = StateRoom(allocator, budgets) if has_room else None
-    classifier = Classifier(allocator, gradient_hook(allocator), state_room)
+    loading_memory = CudaLoadingMemory() if resolved.streams_weights else None
+    classifier = Classifier(
+        allocator, gradient_hook(allocator), state_room, partial(adapt_loading, loading_memory)
+    )
     classifier.install()
     share_with(resolved.share, allocator)
     if resolved.streams_weights:
         classifier.on_root = _stream_weights
-        classifier.loading_memory = CudaLoadingMemory()
     watch_graphing(_graphing_begins)
     on_export(note_export)
     if problem := guard_problem():

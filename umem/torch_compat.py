@@ -15,7 +15,6 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -45,7 +44,6 @@ __all__ = [
     "DataDependentOutputException",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
-    "FSDPGroup",
     "FakeTensor",
     "FakeTensorMode",
     "InferenceMode",
@@ -54,9 +52,10 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "begin_checkpoint",
-    "fsdp_gathering",
+    "fsdp_flats",
     "fsdp_groups",
     "fsdp_modules",
+    "fsdp_streams",
     "fx_is_tracing",
     "is_distributed",
     "let_pass_higher_order_operators",
@@ -589,16 +588,6 @@ def runs_compiled() -> bool:
     return bool(PRIVATE_NAMES["eval_frame_callback"].find()() is not None)
 
 
-@dataclass(frozen=True)
-class FSDPGroup:
-    """Parameters that FSDP2 gathers together."""
-
-    parameters: list[tuple[torch.Tensor, torch.Tensor]]
-    """Each with the flat view of this rank's part that is gathered."""
-    streams: list[Any]
-    """On which they are, once the first forward pass has made them."""
-
-
 def fsdp_modules(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of a model that ``fully_shard`` has wrapped.
 
@@ -612,46 +601,30 @@ def fsdp_modules(model: nn.Module) -> Iterator[nn.Module]:
         yield from (it for it in modules if hasattr(it, "_get_fsdp_state"))
 
 
-def fsdp_groups(modules: Iterable[nn.Module]) -> Iterator[FSDPGroup]:
-    """The groups of some modules that :func:`fsdp_modules` gives."""
+def fsdp_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """What FSDP2 gathers together, of some modules that :func:`fsdp_modules` gives."""
     for module in modules:
         wrapped: Any = module
         state = wrapped._get_fsdp_state()
         if hasattr(state, "_fsdp_param_groups"):  # a newer torch may have several
-            groups = state._fsdp_param_groups
+            yield from state._fsdp_param_groups
         else:
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        yield from map(_fsdp_group, groups)
+            yield getattr(state, "_fsdp_param_group", None)
 
 
-def _fsdp_group(group: Any) -> FSDPGroup:
-    every = [
-        (it.sharded_param, it._sharded_param_data)
-        for it in getattr(group, "fsdp_params", ())
-        if hasattr(it, "sharded_param") and hasattr(it, "_sharded_param_data")
-    ]
-    return FSDPGroup(every, _fsdp_streams(group))
+def fsdp_flats(group: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters of a group, each with the flat view of this rank's part that is gathered."""
+    every = (
+        (it, getattr(it, "_sharded_param_data", None)) for it in getattr(group, "fsdp_params", ())
+    )
+    return [(it.sharded_param, flat) for it, flat in every if flat is not None]
 
 
-def _fsdp_streams(group: Any) -> list[Any]:
+def fsdp_streams(group: Any) -> list[Any]:
+    """On which a group is gathered, once the first forward pass has made them."""
     context = getattr(group, "comm_ctx", None)
     names = ("all_gather_copy_in_stream", "all_gather_stream")
     return [getattr(context, it) for it in names if hasattr(context, it)]
-
-
-def fsdp_gathering(group: Any) -> tuple[list[torch.Tensor], Iterator[AbstractContextManager[Any]]]:
-    """What FSDP2 gathers a group from, and on which streams.
-
-    The flat views of the group and, for each of its streams, what makes it the current one for a
-    block.
-    """
-    flats = [
-        flat
-        for it in getattr(group, "fsdp_params", ())
-        if (flat := getattr(it, "_sharded_param_data", None)) is not None
-    ]
-    # Streams are asked for at the first gathering behind a step alone.
-    return flats, (group.device_handle.stream(it) for it in _fsdp_streams(group))
 
 
 def let_pass_higher_order_operators(key: int) -> None:

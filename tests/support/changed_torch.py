@@ -339,20 +339,20 @@ def main() -> None:
         recorded.run(looks.look)
     looks.look()
 
+    from umem.adapters import adapt_loading
+    from umem.adapters.fsdp import order_gathering
     from umem.capture.offline.record import _one_device
     from umem.runtime.guard import Guard
-    from umem.runtime.model_loading import adapt_transformers
     from umem.runtime.torch_hooks.backward import hook_backward
     from umem.runtime.torch_hooks.stream_order import cuda_stream_order
     from umem.runtime.torch_hooks.work_starts import before_work
-    from umem.streaming.stage import order_gathering
 
     guard = Guard(lambda: None)
     guard.hold([torch.zeros(1)])
     ends = [before_work(lambda: None), hook_backward(lambda _: None, lambda _: None)]
     cuda_stream_order().install()
     order_gathering()
-    adapt_transformers(HostLoadingMemory())
+    adapt_loading(HostLoadingMemory())
     with _one_device():
         looks.look()
         after = {key: runs_replacement(key) for key in USES}

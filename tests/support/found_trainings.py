@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from activation_chain import LazyMover
 from lazy_lanes import HostStateMemory, LazyLanes
+from rank_processes import WarningLines
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -25,7 +27,7 @@ from umem.streaming.step import refusal
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner, planning
 
-__all__ = ["Room", "Streams", "streaming", "three_ways"]
+__all__ = ["Room", "Streams", "streaming", "three_ways", "watching"]
 
 _BASE = 10**6
 """Bytes of all that is not streamed, at any moment."""
@@ -149,6 +151,27 @@ def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Itera
             handle.remove()
         for training in streams.trainings:
             training.abandon()
+
+
+@contextmanager
+def watching(streams: Streams | None) -> Iterator[Callable[[], dict[str, Any]]]:
+    """As :func:`streaming`, in a rank. Returns what tells what became of its trainings."""
+
+    def found() -> dict[str, Any]:
+        if streams is None:
+            return {}
+        status = [it.status() for it in streams.trainings]
+        tuning = [it.tuning for it in status if it.tuning is not None]
+        return {
+            "warnings": lines,
+            "counts": [dataclasses.asdict(it.counts) for it in status],
+            "state_bytes": [it.state_bytes for it in status],
+            "plans": [it.plans for it in tuning],
+            "copied": [it.activations.tensors_out for it in tuning],
+        }
+
+    with WarningLines() as lines, pytest.MonkeyPatch.context() as patch, streaming(streams, patch):
+        yield found
 
 
 def three_ways(train: Callable[[Any, Streams | None, Path], Any], what: Any, folder: Path) -> Any:

@@ -15,7 +15,19 @@ from fork_server import start_fork_server
 from once import made_once
 from torch import distributed
 
-__all__ = ["WarningLines", "meeting", "one_rank", "result_file", "run_ranks", "run_ranks_once"]
+__all__ = [
+    "Runs",
+    "WarningLines",
+    "meeting",
+    "one_rank",
+    "ranks_of",
+    "result_file",
+    "run_ranks",
+    "run_ranks_once",
+]
+
+Runs = dict[str, Any]
+"""What a rank has found, by program."""
 
 
 class WarningLines(logging.Handler):
@@ -82,6 +94,16 @@ def run_ranks_once(
     """As `run_ranks`, but once for all workers of a run of pytest."""
     folder = made_once(temporary, main.__module__, lambda it: run_ranks(main, it, count))
     return _results(folder, count)
+
+
+def ranks_of(main: Callable[[int, Path], None], count: int) -> Any:
+    """A fixture of a module, which has what each rank has found."""
+
+    @pytest.fixture(scope="module")
+    def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
+        return run_ranks_once(main, tmp_path_factory, count)
+
+    return ranks
 
 
 def _results(folder: Path, count: int) -> list[Any]:

@@ -26,8 +26,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from umem import patches
 from umem.core.classes import TensorClass
-from umem.runtime.class_override import class_override
-from umem.runtime.model_loading import LoadingMemory, adapt_transformers
 from umem.runtime.model_parts import (
     buffers_of,
     optimizer_parameters,
@@ -81,15 +79,15 @@ class Classifier:
         allocator: Allocator,
         on_gradient: Callable[[torch.Tensor], object],
         state_room: StateRoom | None = None,
+        adapt_loading: Callable[[], bool] = lambda: True,
     ) -> None:
         self._allocator = allocator
         self._state_room = state_room
         self._on_gradient = on_gradient
         self.on_root: Callable[[nn.Module], None] = lambda _: None
         """Called before the first call of a module that the program calls itself."""
-        self.loading_memory: LoadingMemory | None = None
-        """Where weights of files are loaded to; None to leave that to their loader."""
-        self._has_adapted_loader = False
+        self._adapt_loading = adapt_loading
+        self._has_adapted_loaders = False
         self._forward_hook: Any = None
         self._seen_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._seen_modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -163,9 +161,7 @@ class Classifier:
 
     def _see_parameter(self, parameter: nn.Parameter) -> None:
         # A loader registers parameters before it allocates their memory.
-        self._has_adapted_loader = self._has_adapted_loader or adapt_transformers(
-            self.loading_memory
-        )
+        self._has_adapted_loaders = self._has_adapted_loaders or self._adapt_loading()
         if self._forward_hook is None:
             self._watch_calls()
         self._tag([parameter], TensorClass.WEIGHTS)
@@ -183,7 +179,7 @@ class Classifier:
             classifier._watch_calls()
             classifier._moving.inside = True
             try:
-                with class_override(classifier._allocator, TensorClass.WEIGHTS):
+                with classifier._allocator.class_override(TensorClass.WEIGHTS.number):
                     return apply(module, *args, **kwargs)
             finally:
                 classifier._moving.inside = False

@@ -12,7 +12,6 @@ import torch
 from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.units import format_bytes
-from umem.runtime.class_override import class_override
 from umem.runtime.state import fallback_reason, fell_back, runtime
 
 __all__ = [
@@ -169,7 +168,7 @@ def tensor_class(name: str | TensorClass) -> Iterator[None]:
     if fell_back():
         yield
         return
-    with class_override(runtime().allocator, chosen):
+    with runtime().allocator.class_override(chosen.number):
         yield
 
 

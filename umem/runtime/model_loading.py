@@ -1,30 +1,24 @@
-"""Loading models of `transformers` within a budget.
+"""Loading a model's weights from files to homes and to the device.
 
-Before `from_pretrained` loads weights to a GPU, it allocates and frees as many bytes as the whole
-model has there, so that torch's allocator caches them. For a model that is larger than the budget,
-umem would have to page-lock so much host memory.
-
-Then it copies each weight from a mapped file to the GPU. CUDA copies such memory through buffers of
-its own, by one thread at a time, even to a home in page-locked host memory. umem has its threads
-copy: to homes straight from the file, and for weights on the device to page-locked buffers, which
-the GPU reads while the next ones are filled.
+CUDA copies the memory of a mapped file through buffers of its own, by one thread at a time, even to
+a home in page-locked host memory. umem has its threads copy: to homes straight from the file, and
+for weights on the device to page-locked buffers, which the GPU reads while the next ones are
+filled. The loaders that it does so for have adapters (``adapters/``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from umem import patches
 from umem.core.classes import TensorClass
 from umem.runtime.model_parts import lies_in_memory
 from umem.runtime.native_library import native
@@ -33,9 +27,7 @@ from umem.runtime.state import runtime
 from umem.runtime.unfilled_memory import unfilled, unfilled_bytes
 from umem.torch_compat import DisableTorchFunctionSubclass
 
-__all__ = ["CudaLoadingMemory", "LoadingMemory", "adapt_transformers", "load_weight"]
-
-_LOG = logging.getLogger("umem")
+__all__ = ["CudaLoadingMemory", "LoadingMemory", "load_weight"]
 
 _BUFFER_BYTES = 16 << 20
 """Two of these for each thread of the loader, of which there are four."""
@@ -117,44 +109,6 @@ class CudaLoadingMemory(LoadingMemory):
             native().queue_copies([copy], stream.cuda_stream, False, 0)
             wait: Callable[[], None] = stream.record_event().synchronize
         return wait
-
-
-def adapt_transformers(memory: LoadingMemory | None = None) -> bool:
-    """Leave out the warm-up and, with a memory for them, load weights by :func:`load_weight`.
-
-    Returns whether that is done, as it is once `transformers` has been imported.
-    """
-    # While the module is imported, its functions are still to come.
-    if not patches.replace("transformers_warmup", _do_nothing):
-        return False
-    if memory is not None:
-        patches.wrap("transformers_copy", functools.partial(_loading_by, memory))  # since 5
-    return True
-
-
-def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
-    """In the place of the warm-up, whose result nobody uses."""
-
-
-def _loading_by(memory: LoadingMemory, theirs: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    has_failed = False
-
-    @functools.wraps(theirs)
-    def to_device(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Any:
-        nonlocal has_failed
-        if has_failed or device is None or torch.device(device).type != memory.device_type:
-            return theirs(tensor, device, dtype)
-        source = tensor[...]  # of a file: mapped, and not read yet
-        try:
-            loaded = load_weight(source, torch.device(device), dtype or source.dtype, memory)
-        except Exception as error:
-            loaded, has_failed = None, True
-            _LOG.warning(
-                "umem: weights are loaded as without umem: %s: %s", type(error).__name__, str(error)
-            )
-        return theirs(source, device, dtype) if loaded is None else loaded
-
-    return to_device
 
 
 def load_weight(

@@ -7,9 +7,7 @@ weight, has no memory of its own: the tensors inside it do.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,14 +21,9 @@ from umem.torch_compat import is_traceable_wrapper_subclass
 
 __all__ = [
     "buffers_of",
-    "can_guard_dtensor",
-    "dtensor_class",
     "find_chains",
     "gpu_of",
-    "layout_of",
     "lies_in_memory",
-    "local_part",
-    "local_parts",
     "main_chain",
     "members",
     "memory_bytes",
@@ -44,7 +37,6 @@ __all__ = [
     "tensors_in",
     "unwrapped",
     "weight_classes",
-    "wrapper_of",
 ]
 
 _MAX_DEPTH = 8
@@ -239,76 +231,8 @@ def unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     for name in wrapper.__tensor_flatten__()[0]:
         part = getattr(wrapper, name)
-        if isinstance(part, torch.Tensor):  # a DTensor also names its mesh of devices
+        if isinstance(part, torch.Tensor):  # a wrapper may also name its mesh of devices
             yield from unwrapped(part)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this rank has; another tensor itself.
-
-    Of optimizer state, it is the same object each time. Of a parameter, it is a view.
-    """
-    if type(tensor) in _PLAIN or not _is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():
-        part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part
-
-
-def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The same of each tensor, which takes less time."""
-    with torch.no_grad():
-        return [
-            it if type(it) in _PLAIN or not _is_dtensor(it) else it.to_local()  # type: ignore[attr-defined]
-            for it in tensors
-        ]
-
-
-def layout_of(tensor: torch.Tensor) -> object:
-    """Which ranks have which part of a DTensor; None for another tensor."""
-    if type(tensor) in _PLAIN or not _is_dtensor(tensor):
-        return None
-    value: Any = tensor
-    return value.device_mesh, value.placements
-
-
-def wrapper_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes a tensor like a DTensor from another part of this rank."""
-    value: Any = tensor
-    make = functools.partial(
-        dtensor_class().from_local,
-        device_mesh=value.device_mesh,
-        placements=value.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )
-
-    def wrap(part: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            made: torch.Tensor = make(part)
-        return made
-
-    return wrap
-
-
-@functools.cache
-def dtensor_class() -> Any:
-    """The class of tensors that several ranks have parts of."""
-    from torch.distributed.tensor import DTensor  # not in each build of torch
-
-    return DTensor
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    # A program that has one has imported it.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def can_guard_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor of torch's own class."""
-    return type(tensor) is dtensor_class()
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from umem.core.classes import TensorClass
-from umem.runtime.class_override import class_override
 from umem.torch_compat import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def unless_refused(allocator: Allocator, born: TensorClass, make: Callable[[], _
     """What a function makes of memory as a class gets it; None if that is refused."""
     phase = allocator.phase()
     try:
-        with DisableTorchFunctionSubclass(), class_override(allocator, born):
+        with DisableTorchFunctionSubclass(), allocator.class_override(born.number):
             return make()
     except (RuntimeError, MemoryError) as error:
         if not any(text in str(error) for text in _REFUSALS):

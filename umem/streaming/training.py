@@ -20,6 +20,8 @@ from torch import nn
 from torch.compiler import disable
 from torch.optim.optimizer import Optimizer
 
+from umem.adapters import find_gathering
+from umem.adapters.interface import GatheredParameters
 from umem.capture.live import find_blocks
 from umem.core.errors import PlanError, TraceError
 from umem.runtime.held_memory import before_hold, note_export
@@ -38,7 +40,6 @@ from umem.streaming.gradients.copied_gradients import CopiedGradients
 from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Lanes
 from umem.streaming.stage.ring import Ring
-from umem.streaming.stage.sharded_parameters import GatheredParameters
 from umem.streaming.step.in_backward import BackwardUpdates
 from umem.streaming.step.known_optimizers import refusal
 from umem.streaming.step.step import StepCounts, StreamedStep
@@ -54,7 +55,6 @@ from umem.streaming.weights.model_weights import ModelWeights
 from umem.streaming.weights.streamed_weights import forget_copies
 from umem.torch_compat import (
     InferenceMode,
-    fsdp_modules,
     is_distributed,
     runs_compiled,
 )
@@ -234,8 +234,8 @@ class StreamedTraining(Listener):
         """Whether a step was made with ``torch.distributed``."""
         self._held: tuple[int, bool] | None = None
         """Number of the layout, and whether the model holds all parameters in it."""
-        self._sharded: tuple[int, list[weakref.ref[nn.Module]]] | None = None
-        """Number of the layout, and the modules of FSDP2 in it."""
+        self._gathering: tuple[int, Callable[[], GatheredParameters]] | None = None
+        """Number of the layout, and what finds what parameters are gathered from in it."""
         self._idle: _Idle | None = None
         """While all is on the device, and a step has nothing to do but to look whether it is."""
         self._hears_blocks = False
@@ -488,12 +488,12 @@ class StreamedTraining(Listener):
         self._fail(error)
 
     def gathered_parameters(self) -> GatheredParameters:
-        """What FSDP2 gathers the model's parameters from."""
+        """What a library gathers the model's parameters from."""
         layout, model = self.step.units.layouts, self._model()
-        if self._sharded is None or self._sharded[0] != layout:
-            modules = () if model is None else fsdp_modules(model)
-            self._sharded = layout, [weakref.ref(it) for it in modules]
-        return GatheredParameters.of(it for of in self._sharded[1] if (it := of()) is not None)
+        if self._gathering is None or self._gathering[0] != layout:
+            find = GatheredParameters if model is None else find_gathering(model)
+            self._gathering = layout, find
+        return self._gathering[1]()
 
     # ------------------------------------------------------------------ after the optimizer's step
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     )
     from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
     from umem.streaming.stage.ring import TRANSITIONS, Bundle, BundleEvent, BundleState, Ring, Slot
-    from umem.streaming.stage.sharded_parameters import order_gathering
     from umem.streaming.stage.shared_budget import SharedBudget
     from umem.streaming.stage.staged_state import find_spans
     from umem.streaming.stage.state_room import StateRoom
@@ -50,7 +49,6 @@ __all__ = [
     "cuda_lanes",
     "find_spans",
     "is_whole",
-    "order_gathering",
     "rehome",
     "untraced",
 ]
@@ -64,7 +62,6 @@ __getattr__ = lazy_names(
         "lanes": "Copy CudaLanes HostLanes Lane Lanes cuda_lanes untraced",
         "memory": "CudaRoom CudaStateMemory",
         "ring": "TRANSITIONS Bundle BundleEvent BundleState Ring Slot",
-        "sharded_parameters": "order_gathering",
         "shared_budget": "SharedBudget",
         "staged_state": "find_spans",
         "state_room": "StateRoom",

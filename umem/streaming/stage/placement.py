@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from umem.runtime.model_parts import local_part, memory_bytes
+from umem.runtime.model_parts import memory_bytes
 from umem.streaming.plan.step_timing import divide_state
 from umem.streaming.stage.homes import StateMemory
+from umem.streaming.stage.sharded_tensors import local_parts
 from umem.streaming.stage.staged_state import OptimizerState, find_spans
 
 __all__ = ["StatePiece", "StatePlacement"]
@@ -42,8 +43,8 @@ class StatePlacement:
         self.movable: dict[torch.Tensor, list[torch.Tensor]] = {
             parameter: [
                 part
-                for value in values.values()
-                if isinstance(value, torch.Tensor) and self._may_stream(part := local_part(value))
+                for part in local_parts(filter(torch.is_tensor, values.values()))
+                if self._may_stream(part)
             ]
             for parameter, values in state.items()
         }

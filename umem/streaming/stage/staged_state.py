@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -13,19 +13,13 @@ import torch
 from umem.core.classes import TensorClass
 from umem.runtime.aliases import has_alias
 from umem.runtime.guard import can_guard, has_guard
-from umem.runtime.model_parts import (
-    can_guard_dtensor,
-    layout_of,
-    lies_in_memory,
-    local_part,
-    local_parts,
-    wrapper_of,
-)
+from umem.runtime.model_parts import lies_in_memory
 from umem.runtime.unfilled_memory import unfilled_like
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Copy, Lane, Lanes
 from umem.streaming.stage.ring import Slot
+from umem.streaming.stage.sharded_tensors import OptimizerState, ShardedState
 from umem.streaming.stage.state_views import StateViews
 
 __all__ = [
@@ -35,9 +29,6 @@ __all__ = [
     "StagedState",
     "find_spans",
 ]
-
-OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
-"""State by parameter and name, as ``torch.optim.Optimizer.state``."""
 
 _ALIGNMENT = 512
 """Of a run of homes in a buffer, as of the allocator's blocks: kernels see the same alignment."""
@@ -171,8 +162,7 @@ class StagedState:
     views
         Finds views of it; None for a part.
     on_parts
-        Whether the optimizer may update this rank's parts of DTensors as plain tensors: it looks at
-        each element by itself, and replaces no state.
+        As of :class:`~umem.streaming.stage.sharded_tensors.ShardedState`.
     """
 
     def __init__(
@@ -193,12 +183,6 @@ class StagedState:
         self.binding = Binding()
         """The present one."""
         self.span = span
-        self.dtensors: list[torch.Tensor] = []
-        """Those of which `homes` and `others` have this rank's parts."""
-        self._parts: dict[int, torch.Tensor] = {}
-        """These parts by ``id`` of the DTensor. To ask for them again would be a use."""
-        self._wrappers: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
-        """What makes such DTensors from other parts, in the same way."""
         self._known = {parameter: dict(values) for parameter, values in state.items()}
         self._values: KnownValues | None = None
         """None to look."""
@@ -211,6 +195,8 @@ class StagedState:
         there has run, and the program would wait for that."""
         self.size_bytes = 0
         with Unguarded():
+            self.sharded = ShardedState.of(state, on_parts=on_parts)
+            """What `homes` and `others` have this rank's parts of; None if that is nothing."""
             self._find(memory)
             self._lay_out(memory)
             if span is not None:
@@ -220,9 +206,6 @@ class StagedState:
                     for name, value in values.items()
                     if isinstance(value, torch.Tensor) and id(value) not in self._offsets
                 }
-        self._may_unwrap = bool(self.dtensors) and on_parts and all(map(self._is_alike, state))
-        self.is_wrapped = bool(self.dtensors) and not self._may_unwrap
-        """Whether the optimizer's views are DTensors, and not this rank's parts of them."""
         self.views: list[torch.Tensor] = []
         """Others on the memory of homes, if all are known."""
         self.is_shared: bool = (whole is None or whole.is_shared) and self._have_alias()
@@ -231,41 +214,26 @@ class StagedState:
         if self.is_shared and views is not None:
             self._find_views(views)
 
-    def _is_alike(self, parameter: torch.Tensor) -> bool:
-        """Whether ranks have parts of a parameter and of its state in the same way."""
-        values = [it for it in self._known[parameter].values() if isinstance(it, torch.Tensor)]
-        return all(layout_of(it) == layout_of(parameter) for it in values if it.numel() > 1)
-
     def choose_wrapping(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Choose whether to work on DTensors, by the gradients of parameters for an update.
-
-        Returns this rank's parts of the gradients if not; else nothing.
-        """
-        if not self._may_unwrap:
+        """This rank's parts of gradients, if the update of parameters gets parts; else nothing."""
+        if self.sharded is None:
             return []
-        parts = local_parts(gradients)
-        is_wrapped = not (
-            all(map(can_guard, parts))
-            and list(map(layout_of, gradients)) == list(map(layout_of, parameters))
-        )
-        if is_wrapped != self.is_wrapped:
-            slot, self.is_wrapped = self.binding.slot, is_wrapped
+        was_wrapped = self.sharded.is_wrapped
+        parts = self.sharded.choose_wrapping(parameters, gradients)
+        if self.sharded.is_wrapped != was_wrapped:
+            slot = self.binding.slot
             self.unbind()
             self.bind(slot)
-        return [] if is_wrapped else parts
+        return parts
 
     def _find(self, memory: StateMemory) -> None:
         for values in self._known.values():
             for value in values.values():
                 if not isinstance(value, torch.Tensor):
                     continue
-                part = local_part(value)
-                if part is not value:
-                    self.dtensors.append(value)
-                    self._parts[id(value)] = part
-                    self._wrappers[id(value)] = wrapper_of(value)
+                part = value if self.sharded is None else self.sharded.part_of(value)
                 is_home = memory.may_stage(part) and memory.is_home(part)
                 found = self.homes if is_home else self.others
                 found.append(part)
@@ -310,7 +278,8 @@ class StagedState:
             return []
         if self.is_shared:
             return self.homes
-        return [*self.homes, *self.others, *self.views, *self.dtensors]
+        sharded = () if self.sharded is None else self.sharded.tensors
+        return [*self.homes, *self.others, *self.views, *sharded]
 
     def _have_alias(self) -> bool:
         every = (*self.homes, *self.others)
@@ -318,7 +287,7 @@ class StagedState:
 
     def _can_guard_all(self) -> bool:
         every = (*self.homes, *self.others)
-        return all(map(can_guard, every)) and all(map(can_guard_dtensor, self.dtensors))
+        return all(map(can_guard, every)) and (self.sharded is None or self.sharded.can_guard())
 
     def _find_views(self, views: StateViews) -> None:
         found = None
@@ -362,16 +331,10 @@ class StagedState:
         self.binding = binding
 
     def _in_place_of(self, value: Any, made: Mapping[int, torch.Tensor]) -> Any:
-        """What is used in the place of a value, which itself or whose part has another in `made`.
-
-        That is by ``id``.
-        """
-        own = self._parts.get(id(value), value)
-        part = made.get(id(own), own)
-        if part is own and self.is_wrapped:
-            return value
-        wrap = self._wrappers.get(id(value)) if self.is_wrapped else None
-        return part if wrap is None else wrap(part)
+        """The view of a value, or of its part; `made` has those of plain tensors by ``id``."""
+        if self.sharded is None:
+            return made.get(id(value), value)
+        return self.sharded.stand_in(value, made)
 
     def _view(self, home: torch.Tensor, slot: Slot | None) -> torch.Tensor:
         if slot is None:

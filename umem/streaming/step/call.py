@@ -11,8 +11,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
 from umem.core.interrupts import call_all
-from umem.runtime.model_parts import local_parts
 from umem.streaming.stage.lanes import Lanes
+from umem.streaming.stage.sharded_tensors import local_parts
 from umem.streaming.step.known_optimizers import plain_step, replaces_state
 from umem.torch_compat import version_counter
 
@@ -104,11 +104,11 @@ class StepCall:
         # Only where something stands in for parameters: each key takes a call of Python.
         gradients: dict[Any, Any] = {}
         parts: dict[Any, Tensor] = {}
-        if beside is not None or state.dtensors:
+        if beside is not None or state.sharded is not None:
             gradients = {parameter: parameter.grad for parameter in parameters_of(part)}
             own = state.choose_wrapping(list(gradients), list(gradients.values()))
             if own and beside is None:
-                # Now: to ask a DTensor for its part is a use, for which a guard would wait.
+                # Now: to ask for a part is a use, for which a guard would wait.
                 parts = _parts_of(gradients, own)
         binding = state.binding
 
@@ -119,7 +119,7 @@ class StepCall:
                 updated.multiply(beside)
                 made = {p: updated.stand_in(p, of, beside) for p, of in gradients.items()}
             elif parts:
-                increment_version(list(parts))  # as an update of the DTensors does
+                increment_version(list(parts))  # as an update of the whole does
             if made:
                 groups = [(number, [made[it] for it in some]) for number, some in part]
                 views = {made[it]: binding.views[it] for it in made}

@@ -25,7 +25,7 @@ from umem.streaming.step.call import ParameterGroups, StepCall, parameters_of
 from umem.streaming.step.unit import Piece, StreamedUnit
 from umem.streaming.step.units import StreamedUnits
 
-__all__ = ["PieceUpdate", "PieceUpdates", "are_staged", "work_on_dtensors"]
+__all__ = ["PieceUpdate", "PieceUpdates", "are_staged", "need_whole"]
 
 
 class _Operand(NamedTuple):
@@ -305,9 +305,10 @@ class PieceUpdates:
             self._staying.remove(update)  # not before: what an error cuts short is done again
 
 
-def work_on_dtensors(updates: Sequence[PieceUpdate]) -> bool:
-    """Whether an update does not take this rank's parts, and so is a use of DTensors."""
-    return any(update.piece.state.is_wrapped for update in updates)
+def need_whole(updates: Sequence[PieceUpdate]) -> bool:
+    """Whether an update does not take this rank's parts, and so is a use of sharded tensors."""
+    states = (it.piece.state.sharded for it in updates)
+    return any(it is not None and it.is_wrapped for it in states)
 
 
 def are_staged(parameters: Sequence[Any], updates: Sequence[PieceUpdate]) -> bool:

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import Optimizer
 
+from umem.adapters.interface import GatheredParameters, GatheringGuard
 from umem.core.errors import PlanError
 from umem.runtime.aliases import has_alias
 from umem.runtime.guard import Guard, are_plain
@@ -36,16 +37,10 @@ from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.gradients.clipped_gradients import ClippedGradients
 from umem.streaming.stage.lanes import Lane, Lanes, Moment
-from umem.streaming.stage.sharded_parameters import (
-    FlatGuard,
-    GatheredParameters,
-    ShardedStep,
-    ShardedUnit,
-    order_gathering,
-)
+from umem.streaming.stage.sharded_tensors import ShardedStep, ShardedUnit
 from umem.streaming.stage.staged_state import StagedState
 from umem.streaming.step.call import ParameterGroups, StepCall, parameters_of
-from umem.streaming.step.pieces import PieceUpdates, are_staged, work_on_dtensors
+from umem.streaming.step.pieces import PieceUpdates, are_staged, need_whole
 from umem.streaming.step.unit import (
     PendingUpdate,
     StreamedUnit,
@@ -93,8 +88,8 @@ class _UnitUpdate:
     free: list[Any] = field(default_factory=list)
     """The other gradients."""
     sharded: ShardedUnit | None = None
-    """What is guarded in the place of DTensors; None without any, or where a use of them would not
-    be seen."""
+    """What is guarded of sharded parameters; None without any, or where a use of them would not be
+    seen."""
     is_plain: bool = False
     """Whether all are plain tensors, which can be staged."""
     is_shared: bool = False
@@ -117,7 +112,7 @@ class StepOwner(Protocol):
         """An error of umem has come up in a step, which was made whole behind it."""
 
     def gathered_parameters(self) -> GatheredParameters:
-        """What FSDP2 gathers the parameters of the model from."""
+        """What a library gathers the parameters of the model from."""
 
 
 class StreamedStep:
@@ -275,13 +270,12 @@ class StreamedStep:
                 call.update(it)()
 
     def _find_sharded(self, optimizer: Optimizer, queued: list[StreamedUnit]) -> ShardedStep | None:
-        """Find what is on the memory of DTensors; None if no unit has any."""
-        if not any(unit.state is not None and unit.state.dtensors for unit in queued):
+        """Find what is on the memory of sharded tensors; None if no unit has any."""
+        if all(unit.state is None or unit.state.sharded is None for unit in queued):
             return None
         gathered = self._owner.gathered_parameters()
-        if gathered.streams and order_gathering():
-            for stream in gathered.streams:
-                self._lanes.leave_out(stream)
+        for stream in gathered.streams:
+            self._lanes.leave_out(stream)
         return ShardedStep(optimizer_parameters(optimizer), gathered)
 
     # ------------------------------------------------------------------ errors in a step
@@ -408,7 +402,7 @@ class StreamedStep:
         return _UnitUpdate(unit, unit.state, part, updated, gradients) if updated else None
 
     def _find_users(self, update: _UnitUpdate, sharded_step: ShardedStep | None) -> None:
-        """Who can use what is updated: the host, FSDP2, or something that no guard sees."""
+        """Who can use what is updated: the host, a library, or something that no guard sees."""
         gradients, updated, state = update.gradients, update.parameters, update.state
         update.free = gradients
         are_free = are_plain(gradients)
@@ -418,7 +412,7 @@ class StreamedStep:
             update.free = [it for it in gradients if not is_held(it)]
             are_free = are_plain(update.free)
         update.is_plain = are_free and are_plain(updated)
-        if state.dtensors and sharded_step is not None and not update.held:
+        if state.sharded is not None and sharded_step is not None and not update.held:
             update.sharded = sharded_step.unit(updated)
         has_unseen = update.sharded is None and (
             not update.is_plain or has_alias(updated) or has_alias(gradients)
@@ -439,7 +433,7 @@ class StreamedStep:
                 piece.beside = None
             update.held, update.free, ready = [], update.gradients, self._lanes.mark()
         self._updates.launch(update.unit, call, pieces, ready)
-        if update.sharded is not None and work_on_dtensors(pieces):
+        if update.sharded is not None and need_whole(pieces):
             update.sharded, update.is_shared = None, True
         return ready
 
@@ -451,7 +445,7 @@ class StreamedStep:
         return self._lanes.run(Lane.COPY_OUT, lambda: None, [update.unit.updated])
 
     def _guard_gathering(self, update: _UnitUpdate) -> None:
-        """Guard what FSDP2 gathers, also in a step that is measured: the order is told by it."""
+        """Guard what a library gathers, also in a measured step: the order is told by it."""
         flats = self._guards(update.unit).flats
         flats.release()
         if update.sharded is not None:
@@ -470,17 +464,17 @@ class StreamedStep:
             guards.gradients.hold(update.free, events)
             guards.parameters.hold(update.parameters, events)
             return
-        # Gradients of DTensors have memory of a stream of FSDP2's. It may be used anew as soon as
+        # Sharded gradients have memory of a stream of the library's. It may be used anew as soon as
         # it is given back, after the program's stream: that stream waits for this one before it
         # reduces gradients. So it may go when the program's stream has waited.
-        guards.gradients.hold([*sharded.gradients, *sharded.dtensor_gradients], events)
-        guards.parameters.hold([*sharded.parameters, *sharded.dtensors, *sharded.parts], events)
+        guards.gradients.hold(sharded.gradients, events)
+        guards.parameters.hold(sharded.parameters, events)
 
     def _gather(self, unit: StreamedUnit) -> None:
-        """FSDP2 reads parameters of a unit: on a stream that has not waited for it yet.
+        """A library reads parameters of a unit: on a stream that has not waited for it yet.
 
-        It does so before the blocks' hooks, as for a head with the model's first gathering. Units
-        are updated in the order in which they are needed.
+        It may do so before the blocks' hooks, as for a head with the model's first gathering.
+        Units are updated in the order in which they are needed.
         """
         if current_graph_task_id() == -1:
             self._called.setdefault(unit.name)
@@ -493,7 +487,7 @@ class StreamedStep:
             unit.guards = UnitGuards(
                 Guard(lambda: self._use_gradient(unit)),
                 Guard(lambda: self._settle_early(unit)),
-                FlatGuard(lambda: self._settle_early(unit), lambda: self._gather(unit)),
+                GatheringGuard(lambda: self._settle_early(unit), lambda: self._gather(unit)),
             )
         return unit.guards
 

@@ -26,7 +26,7 @@ class UnitGuards:
     gradients: Guard
     parameters: Guard
     flats: Guard
-    """Of what FSDP2 gathers from."""
+    """Of what a library gathers from."""
 
 
 @dataclass(slots=True)

@@ -434,7 +434,7 @@ class StreamedUnits:
                 self._lanes.finish(piece.returned)
         for unit in self._units.values():
             if unit.guards is not None:
-                # Not before: streams of FSDP2 wait for updates by this guard alone.
+                # Not before: streams that gather wait for updates by this guard alone.
                 unit.guards.flats.release()
             self._drop_state(unit)
         self._units.clear()

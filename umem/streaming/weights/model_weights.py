@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from umem.adapters import weight_parts
 from umem.capture.live import Block, find_blocks
 from umem.core.classes import TensorClass
 from umem.core.units import format_bytes
@@ -44,7 +45,6 @@ from umem.streaming.weights.streamed_weights import (
     StreamedWeights,
     WeightCounts,
 )
-from umem.streaming.weights.weight_parts import weight_parts
 
 __all__ = ["ModelWeights", "WeightStatus"]
 
