@@ -1,4 +1,4 @@
-"""`umem plan`: plans written, stored and found again."""
+"""`umem plan`: what a plan moves, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from command_line import Run, umem_command
 
 from umem.core.schedule import HintOp
 from umem.hardware import load_hardware, with_durations
-from umem.pages.plan import load_schedule, plan_key
+from umem.pages.plan import plan
 from umem.policy import load_policy, resolve
 from umem.trace import load_trace
 
@@ -60,16 +60,14 @@ def planned(run: Run, *arguments: str) -> dict[str, Any]:
     return data
 
 
-def test_the_summary_is_of_the_written_plan(run: Run, layers: str, tmp_path: Path) -> None:
-    data = planned(run, "--trace", layers, *PAGES, "-o", "plans/layers.plan")
-    assert data["file"] == "plans/layers.plan"
-    assert data["reused"] is False
+def test_the_summary_is_of_the_plan(run: Run, layers: str) -> None:
+    data = planned(run, "--trace", layers, *PAGES)
     assert data["planning_s"] > 0
     assert data["device_budget_bytes"] == 256 * MIB
     hardware = load_hardware("a100-g10")
     trace = with_durations(load_trace(layers), hardware)
-    schedule = load_schedule(tmp_path / "plans" / "layers.plan", trace, key=data["key"])
-    assert schedule.planner == "planned"
+    policy = resolve(load_policy("managed"), hardware, {"UMEM_DEVICE_BUDGET": "256MiB"})
+    schedule = plan(trace, hardware, policy)
     told = sum(row["count"] for by_class in data["hints"].values() for row in by_class.values())
     assert told == schedule.hint_count > 0
     prefetched = schedule.hint_tensor[schedule.hint_op == HintOp.PREFETCH]
@@ -82,45 +80,12 @@ def test_the_summary_is_of_the_written_plan(run: Run, layers: str, tmp_path: Pat
     assert sum(row["bytes"] for row in rows) == LAYERS * LAYER_BYTES
 
 
-@pytest.mark.slow
-def test_a_stored_plan_is_found_again(run: Run, layers: str, tmp_path: Path) -> None:
-    arguments = ("--trace", layers, "--budget", "256MiB", "--store", "store")
-    first = planned(run, *arguments)
-    (stored,) = (tmp_path / "store").iterdir()
-    assert stored.name.startswith(first["key"])
-    content = stored.read_bytes()
-    second = planned(run, *arguments)
-    assert second["reused"] is True
-    assert second["planning_s"] is None
-    assert second["hints"] == first["hints"]
-    assert stored.read_bytes() == content
-
-    other = planned(run, "--trace", layers, "--budget", "320MiB", "--store", "store")
-    assert other["reused"] is False
-    assert other["key"] != first["key"]
-    assert len(list((tmp_path / "store").iterdir())) == 2
-
-
-def test_the_key_is_that_of_plan_key(run: Run, layers: str) -> None:
-    data = planned(run, "--trace", layers, "--planner", "lookahead", "--window", "3")
-    hardware = load_hardware("gh200-96")
-    trace = with_durations(load_trace(layers), hardware)
-    policy = resolve(load_policy("managed"), hardware, {})
-    assert data["key"] == plan_key(trace, hardware, policy, "lookahead", window=3)
-    assert data["file"] is data["store"] is None
-
-
 def test_tables(run: Run, layers: str) -> None:
-    arguments = ("--trace", layers, *PAGES, "--store", "store")
-    status, output, errors = run(*arguments)
+    status, output, errors = run("--trace", layers, *PAGES)
     assert (status, errors) == (0, "")
     assert re.search(r"planner planned, made in [\d.]+ (µs|ms|s)", output)
     assert re.search(r"^prefetch +weights +\d+ +\d", output, re.MULTILINE)
     assert re.search(r"^duplicate +weights +8 +512 MiB$", output, re.MULTILINE)
-    assert re.search(r"^stored in store as [0-9a-f]{64}$", output, re.MULTILINE)
-    _, output, _ = run(*arguments)
-    assert "planner planned, taken from the store" in output
-    assert re.search(r"^found in store as [0-9a-f]{64}$", output, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -208,25 +173,12 @@ def test_a_plan_without_hints(run: Run, layers: str) -> None:
     assert "no hints: nothing is moved ahead of need" in output
 
 
-def test_a_damaged_stored_plan_is_an_error(run: Run, layers: str, tmp_path: Path) -> None:
-    arguments = ("--trace", layers, "--store", "store")
-    planned(run, *arguments)
-    (stored,) = (tmp_path / "store").iterdir()
-    stored.write_bytes(b"{}")
-    status, output, errors = run(*arguments)
-    assert (status, output) == (2, "")
-    assert "delete the file to plan anew" in errors
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--trace", "layers.json", "-o", "a", "--store", "b"], "--output and --store: give one"),
         (["--trace", "layers.json", "--planner", "orcale"], "did you mean 'oracle'?"),
         (["--trace", "layers.json", "--planner", "fault,oracle"], "--planner: 'fault,oracle'"),
         (["--trace", "layers.json", "--budget", "32MiB"], "raise the budget"),
-        (["--trace", "layers.json", "-o", "layers.json/x"], "is a file and no folder"),
-        (["--trace", "layers.json", "--store", "layers.json"], "is a file and no folder"),
         (["--model", "llama-tiny", "--mode", "both"], "--mode: 'both' is not known"),
         (["--json"], "--params, such as 7b, --trace FILE, or a script"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fingerprints import trace_fingerprint
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,7 +25,7 @@ from umem.capture.live import StepRecording, WallClock
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
 from umem.runtime.torch_hooks.hidden import hidden_in
-from umem.trace import check_trace, trace_fingerprint
+from umem.trace import check_trace
 
 WIDTH = 16
 WATCHING = 3

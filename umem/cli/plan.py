@@ -1,4 +1,4 @@
-"""`umem plan`: plan a training step, print the plan's hints, and save or store the plan."""
+"""`umem plan`: plan a training step, and print the plan's hints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import IntEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -44,19 +43,6 @@ def plan(
     planner: Annotated[str, typer.Option(help="fault, lookahead, planned or oracle.")] = "planned",
     budget: options.Budget = None,
     window: options.Window = 8,
-    target: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", readable=False, metavar="FILE", help="Write the plan."),
-    ] = None,
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            readable=False,
-            metavar="FOLDER",
-            help="Keep the plan in this folder, under a key made of all its inputs; reuse it if it "
-            "is there.",
-        ),
-    ] = None,
     explain: Annotated[
         str | None,
         typer.Option(
@@ -78,44 +64,29 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Plan a training step: which hints are issued when, and where each tensor lives."""
-    if target is not None and store is not None:
-        raise UmemError("--output and --store: give one of them")
     options.known_name("--planner", planner, planning.PLANNERS)
     if explain is not None and planner != "planned":
         raise UmemError("--explain: only the planner planned has reasons for each decision")
     (workload,) = options.find_workloads(options.TRAINING_MODES, given)
     machine = load_hardware(hardware)
     resolved = options.find_policy(policy, machine, budget)
-    if target is not None:
-        output.check_can_write("--output", target)
-    if store is not None:
-        output.check_can_write("--store", store, folder=True)
 
     with output.progress() as say:
         timed = with_durations(workload(say), machine)
-        key = planning.plan_key(timed, machine, resolved, planner, window=window)
-        made = schedule = None
-        if store is not None and explain is None:  # a stored plan has no reasons
-            schedule = planning.stored_plan(store, key, timed)
-        reused = schedule is not None
+        made = None
         began_s = time.perf_counter()
-        if schedule is None:
-            say(f"Planning {timed.name} with {planner}")
-            with output.interruptible():
-                if planner == "planned":
-                    made = planning.explained_plan(timed, machine, resolved, progress=say)
-                    schedule = made.schedule
-                else:
-                    schedule = planning.plan(timed, machine, resolved, planner, window=window)
+        say(f"Planning {timed.name} with {planner}")
+        with output.interruptible():
+            if planner == "planned":
+                made = planning.explained_plan(timed, machine, resolved, progress=say)
+                schedule = made.schedule
+            else:
+                schedule = planning.plan(timed, machine, resolved, planner, window=window)
         planning_s = time.perf_counter() - began_s
         bounds = _bounds(timed, schedule, machine, resolved, say) if bound else None
         limits = None
         if explain is not None:
             limits = _limits(timed, schedule, machine, resolved, explain, say)
-        if target is not None:
-            planning.save_schedule(schedule, target, key=key)
-        elif store is not None and not reused:
-            planning.store_plan(store, key, schedule)
 
     data: dict[str, Any] = {
         "workload": timed.name,
@@ -123,11 +94,7 @@ def plan(
         "policy": resolved.name,
         "device_budget_bytes": resolved.device_budget_bytes or machine.device_bytes,
         "planner": schedule.planner,
-        "key": key,
-        "file": None if target is None else str(target),
-        "store": None if store is None else str(store),
-        "reused": reused,
-        "planning_s": None if reused else planning_s,
+        "planning_s": planning_s,
         "hints": _totals(HintOp, schedule.hint_op, timed, schedule.hint_tensor),
         "residency": _totals(ResidencyMode, schedule.residency, timed, slice(None)),
         "reasons": None,
@@ -265,13 +232,10 @@ def _totals(
 
 
 def _print(console: Console, data: dict[str, Any]) -> None:
-    how = "taken from the store"
-    if not data["reused"]:
-        how = f"made in {output.format_seconds(data['planning_s'])}"
     console.print(
         f"[bold]{plain(data['workload'])}[/bold] on {plain(data['hardware'])}, "
         f"policy {plain(data['policy'])}, {format_bytes(data['device_budget_bytes'])} of device "
-        f"memory\nplanner {data['planner']}, {how}"
+        f"memory\nplanner {data['planner']}, made in {output.format_seconds(data['planning_s'])}"
     )
     if data["bounds"] is not None:
         times = {name: output.format_seconds(it) for name, it in data["bounds"].items()}
@@ -293,8 +257,3 @@ def _print(console: Console, data: dict[str, Any]) -> None:
                 words = name.replace("_", " ")
                 table.add_row(words, member, f"{row['count']:,}", format_bytes(row["bytes"]))
         output.print_table(console, table)
-    if data["file"] is not None:
-        typer.echo(f"\nwrote {data['file']}")
-    elif data["store"] is not None:
-        how = "found" if data["reused"] else "stored"
-        typer.echo(f"\n{how} in {data['store']} as {data['key']}")

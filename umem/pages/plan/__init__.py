@@ -7,13 +7,6 @@ from typing import TYPE_CHECKING
 from umem.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from umem.pages.plan.plan_files import (
-        load_schedule,
-        plan_key,
-        save_schedule,
-        store_plan,
-        stored_plan,
-    )
     from umem.pages.plan.planners import (
         PLANNERS,
         KeptStep,
@@ -32,14 +25,9 @@ __all__ = [
     "Reason",
     "explain",
     "explained_plan",
-    "load_schedule",
     "page_out",
     "plan",
-    "plan_key",
-    "save_schedule",
     "step_if_kept",
-    "store_plan",
-    "stored_plan",
 ]
 
 __getattr__ = lazy_names(  # planners load numba, which takes long
@@ -48,6 +36,5 @@ __getattr__ = lazy_names(  # planners load numba, which takes long
         "planners": "PLANNERS KeptStep explained_plan page_out plan step_if_kept",
         "problem": "explain",
         "selection": "WHY Reason",
-        "plan_files": "load_schedule plan_key save_schedule store_plan stored_plan",
     },
 )
