@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,18 +193,6 @@ def test_bad_input_ends_with_one_message(
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.slow
-def test_two_bounds_are_told_apart(run: Run, layers: str) -> None:
-    words = ("--trace", layers, "--budget", "256MiB", "--bound")
-    status, output, _ = run(*words)
-    assert status == 0
-    assert re.search(r"regret 1\.\d+ over the quick bound of .*, 1\.\d+ over the fluid", output)
-    bounds = planned(run, *words)["bounds"]
-    assert bounds["ideal_s"] <= bounds["quick_s"] <= bounds["step_s"]
-    assert bounds["ideal_s"] <= bounds["fluid_s"] * (1 + 1e-9) <= bounds["step_s"] * (1 + 1e-6)
-    assert planned(run, "--trace", layers)["bounds"] is None
-
-
 def test_a_model_by_its_size_and_precision(run: Run) -> None:
     def state_bytes(*words: str) -> int:
         data = planned(run, "--params", "10m", "--seq", "64", *words)
@@ -214,14 +200,3 @@ def test_a_model_by_its_size_and_precision(run: Run) -> None:
         return sum(it["optimizer_state"]["bytes"] for it in data["residency"].values())
 
     assert state_bytes() == pytest.approx(3 * state_bytes("--precision", "bf16"), rel=1e-3)
-
-
-@pytest.mark.slow
-def test_bounds_leave_standard_output_to_json(layers: str, tmp_path: Path) -> None:
-    """The solver prints there by itself, which only a process of its own shows."""
-    words = ("plan", "--trace", layers, "--budget", "256MiB", "--bound", "--json")
-    made = subprocess.run(
-        [sys.executable, "-m", "umem", *words], cwd=tmp_path, capture_output=True, check=True
-    )
-    bounds = json.loads(made.stdout)["bounds"]
-    assert bounds["ideal_s"] <= bounds["fluid_s"] <= bounds["step_s"]

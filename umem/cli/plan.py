@@ -53,14 +53,6 @@ def plan(
             "budget would gain.",
         ),
     ] = None,
-    bound: Annotated[
-        bool,
-        typer.Option(
-            "--bound",
-            help="Predict the step and hold it against two lower bounds: the quick one, and a "
-            "nearer one by linear programming, which takes seconds and needs highspy.",
-        ),
-    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Plan a training step: which hints are issued when, and where each tensor lives."""
@@ -83,7 +75,6 @@ def plan(
             else:
                 schedule = planning.plan(timed, machine, resolved, planner, window=window)
         planning_s = time.perf_counter() - began_s
-        bounds = _bounds(timed, schedule, machine, resolved, say) if bound else None
         limits = None
         if explain is not None:
             limits = _limits(timed, schedule, machine, resolved, explain, say)
@@ -98,7 +89,6 @@ def plan(
         "hints": _totals(HintOp, schedule.hint_op, timed, schedule.hint_tensor),
         "residency": _totals(ResidencyMode, schedule.residency, timed, slice(None)),
         "reasons": None,
-        "bounds": bounds,
         "limits": limits,
     }
     if made is not None:
@@ -117,28 +107,6 @@ def plan(
         if "decisions" in data:
             _print_decisions(console, data["decisions"], timed.phase_names)
             _print_limits(console, data["limits"])
-
-
-def _bounds(
-    trace: Trace,
-    schedule: Schedule,
-    hardware: Hardware,
-    policy: ResolvedPolicy,
-    say: output.Progress,
-) -> dict[str, float]:
-    """The predicted step and the bounds below it, seconds."""
-    from umem.pages.simulate import fluid_bound_s, simulate
-
-    say(f"Simulating {trace.name}")
-    predicted = simulate(trace, schedule, hardware, policy)
-    say(f"Looking for the fluid bound of {trace.name}")
-    capacity_bytes = policy.device_budget_bytes or hardware.device_bytes
-    return {
-        "step_s": predicted.step_s,
-        "ideal_s": predicted.ideal_s,
-        "quick_s": predicted.lower_bound_s,
-        "fluid_s": fluid_bound_s(trace, hardware, capacity_bytes),
-    }
 
 
 def _limits(
@@ -237,14 +205,6 @@ def _print(console: Console, data: dict[str, Any]) -> None:
         f"policy {plain(data['policy'])}, {format_bytes(data['device_budget_bytes'])} of device "
         f"memory\nplanner {data['planner']}, made in {output.format_seconds(data['planning_s'])}"
     )
-    if data["bounds"] is not None:
-        times = {name: output.format_seconds(it) for name, it in data["bounds"].items()}
-        step_s, quick_s, fluid_s = (data["bounds"][it] for it in ("step_s", "quick_s", "fluid_s"))
-        console.print(
-            f"predicted step {times['step_s']}, all resident {times['ideal_s']}\n"
-            f"regret {step_s / quick_s:.3f} over the quick bound of {times['quick_s']}, "
-            f"{step_s / fluid_s:.3f} over the fluid bound of {times['fluid_s']}"
-        )
     tables = (("hint", "hints", data["hints"]), ("residency", "tensors", data["residency"]))
     for heading, counted, rows in tables:
         console.print()

@@ -1,4 +1,4 @@
-"""Quick lower bounds: compute, the traffic that no placement avoids, and when it has to happen."""
+"""A lower bound: compute, the traffic that no placement avoids, and when it has to happen."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ def lower_bound_s(trace: Trace, hardware: Hardware, capacity_bytes: int) -> floa
 
     The most of: compute; unavoidable traffic over the link's bandwidth; compute, and what that
     traffic slows it beside; and compute, and the time by which stretches of the step are too short
-    for what has to cross the link in them. :func:`umem.pages.simulate.fluid_bound_s` is nearer, and
-    takes longer.
+    for what has to cross the link in them.
 
     Parameters
     ----------
