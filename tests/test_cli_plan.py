@@ -174,8 +174,8 @@ def test_a_plan_without_hints(run: Run, layers: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--trace", "layers.json", "--planner", "orcale"], "did you mean 'oracle'?"),
-        (["--trace", "layers.json", "--planner", "fault,oracle"], "--planner: 'fault,oracle'"),
+        (["--trace", "layers.json", "--planner", "plannd"], "did you mean 'planned'?"),
+        (["--trace", "layers.json", "--planner", "fault,planned"], "--planner: 'fault,planned'"),
         (["--trace", "layers.json", "--budget", "32MiB"], "raise the budget"),
         (["--model", "llama-tiny", "--mode", "both"], "--mode: 'both' is not known"),
         (["--json"], "--params, such as 7b, --trace FILE, or a script"),

@@ -40,9 +40,8 @@ def plan(
     given: options.WorkloadOptions,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
     policy: options.PolicyName = options.DEFAULT_POLICY,
-    planner: Annotated[str, typer.Option(help="fault, lookahead, planned or oracle.")] = "planned",
+    planner: Annotated[str, typer.Option(help="fault, lookahead or planned.")] = "planned",
     budget: options.Budget = None,
-    window: options.Window = 8,
     explain: Annotated[
         str | None,
         typer.Option(
@@ -73,7 +72,7 @@ def plan(
                 made = planning.explained_plan(timed, machine, resolved, progress=say)
                 schedule = made.schedule
             else:
-                schedule = planning.plan(timed, machine, resolved, planner, window=window)
+                schedule = planning.plan(timed, machine, resolved, planner)
         planning_s = time.perf_counter() - began_s
         limits = None
         if explain is not None:

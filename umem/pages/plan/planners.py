@@ -17,7 +17,7 @@ from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.io.problems import did_you_mean
-from umem.pages.plan.baselines import fault, lookahead, oracle, paging
+from umem.pages.plan.baselines import fault, lookahead, paging
 from umem.pages.plan.problem import (
     Manner,
     Plan,
@@ -43,7 +43,7 @@ __all__ = [
     "step_if_kept",
 ]
 
-PLANNERS = ("fault", "lookahead", "planned", "oracle")
+PLANNERS = ("fault", "lookahead", "planned")
 """Demand paging; a window ahead; umem's own; a window ahead with Belady's eviction."""
 
 _GOOD_ENOUGH = 1.002
@@ -75,7 +75,6 @@ def plan(
     policy: ResolvedPolicy,
     planner: str = "planned",
     *,
-    window: int = 8,
     fixed: npt.NDArray[np.int8] | None = None,
     may_fault: bool = True,
     may_write_back: bool = True,
@@ -92,12 +91,9 @@ def plan(
     policy
         How each class may be held, and the device budget, from :func:`umem.policy.resolve`.
     planner
-        One of :data:`PLANNERS`: ``fault`` pages on demand, ``lookahead`` prefetches for a window of
-        phases and evicts what was used longest ago (DeepUM), ``oracle`` does the same but evicts
-        what is needed last (Belady), ``planned`` looks for the fastest schedule of the whole step
-        and takes demand paging where that is none slower.
-    window
-        Phases that ``lookahead`` and ``oracle`` look ahead; all of the step at most.
+        One of :data:`PLANNERS`: ``fault`` pages on demand, ``lookahead`` prefetches for the next
+        phases and evicts what was used longest ago (DeepUM), ``planned`` looks for the fastest
+        schedule of the whole step and takes demand paging where that is none slower.
     fixed
         int8[T]: :class:`ResidencyMode` of tensors that are held so whatever the policy says of
         their class; -1 for the others.
@@ -117,9 +113,8 @@ def plan(
     Raises
     ------
     PlanError
-        For an unknown planner, a window below 1, a policy that asks for what the machine lacks, or
-        a phase whose working set does not fit the budget, or more off the device than the host
-        holds.
+        For an unknown planner, a policy that asks for what the machine lacks, a phase whose working
+        set does not fit the budget, or more off the device than the host holds.
     PolicyError
         For a policy that was not resolved for a device.
     TraceError
@@ -129,13 +124,9 @@ def plan(
     check_argument("hardware", hardware, Hardware, "give one from umem.load_hardware()")
     check_resolved(policy)
     check_argument("planner", planner, str, f"give one of {', '.join(PLANNERS)}")
-    check_argument("window", window, int, "give a whole number of phases, such as 8")
     if planner not in PLANNERS:
         hint = did_you_mean(planner, PLANNERS) or "."
         raise PlanError(f"no planner is called {planner!r}{hint} Planners: {', '.join(PLANNERS)}")
-    if window < 1:
-        raise PlanError(f"a window of {window} phases looks at nothing: give 1 or more")
-    window = min(window, trace.phase_count)
     if planner == "planned":
         return explained_plan(
             trace,
@@ -149,9 +140,7 @@ def plan(
     problem = pose_problem(trace, hardware, policy, {}, fixed)
     if planner == "fault":
         return fault(problem)
-    if planner == "lookahead":
-        return lookahead(problem, window, strict=not may_fault)
-    return oracle(problem, window)
+    return lookahead(problem, strict=not may_fault)
 
 
 def explained_plan(
