@@ -48,8 +48,7 @@ def plan(
             metavar="NAME",
             help="Say why tensors of this name, or of this class, leave the device or stay, or who "
             "leaves for a phase of this name; * stands for any text. Says also what the step waits "
-            "for, what it would cost to keep these tensors on the device, and what 1 GiB more of "
-            "budget would gain.",
+            "for, and what 1 GiB more of budget would gain.",
         ),
     ] = None,
     as_json: options.Json = False,
@@ -76,7 +75,7 @@ def plan(
         planning_s = time.perf_counter() - began_s
         limits = None
         if explain is not None:
-            limits = _limits(timed, schedule, machine, resolved, explain, say)
+            limits = _limits(timed, schedule, machine, resolved, say)
 
     data: dict[str, Any] = {
         "workload": timed.name,
@@ -113,10 +112,9 @@ def _limits(
     schedule: Schedule,
     hardware: Hardware,
     policy: ResolvedPolicy,
-    name: str,
     say: output.Progress,
 ) -> dict[str, Any]:
-    """What holds the step up, the step with these tensors kept, and the step with more budget."""
+    """What holds the step up, and the step with more budget."""
     from umem.pages.simulate import simulate
 
     predicted = simulate(trace, schedule, hardware, policy)
@@ -124,14 +122,11 @@ def _limits(
     more = replace(policy, device_budget_bytes=budget_bytes)
     say(f"Planning {trace.name} with {format_bytes(_MORE_BYTES)} more")
     richer = simulate(trace, planning.plan(trace, hardware, more), hardware, more)
-    say(f"Planning {trace.name} with {name} kept on the device")
-    kept = planning.step_if_kept(trace, hardware, policy, name)
     return {
         "step_s": predicted.step_s,
         "ideal_s": predicted.ideal_s,
         "stall_s": dict(predicted.stall_s),
         "step_with_1_gib_more_s": richer.step_s,
-        "kept": None if kept is None else asdict(kept),
     }
 
 
@@ -144,16 +139,6 @@ def _print_limits(console: Console, limits: Mapping[str, Any]) -> None:
         f"{output.stall_words(limits['stall_s'])}\n"
         f"with 1 GiB more of budget: {output.format_seconds(richer_s)}, {gain} less"
     )
-    kept = limits["kept"]
-    if kept is None:
-        return
-    what = f"kept on the device ({kept['tensors']:,}, {format_bytes(kept['size_bytes'])})"
-    if kept["step_s"] is None:
-        console.print(f"{what}: not possible: {plain(kept['refusal'])}")
-    else:
-        more_s = kept["step_s"] - step_s
-        change = f"{output.format_seconds(abs(more_s))} {'more' if more_s > 0 else 'less'}"
-        console.print(f"{what}: {output.format_seconds(kept['step_s'])}, {change}")
 
 
 def _print_decisions(

@@ -9,11 +9,9 @@ from umem.core.lazy_names import lazy_names
 if TYPE_CHECKING:
     from umem.pages.plan.planners import (
         PLANNERS,
-        KeptStep,
         explained_plan,
         page_out,
         plan,
-        step_if_kept,
     )
     from umem.pages.plan.problem import explain
     from umem.pages.plan.selection import WHY, Reason
@@ -21,19 +19,17 @@ if TYPE_CHECKING:
 __all__ = [
     "PLANNERS",
     "WHY",
-    "KeptStep",
     "Reason",
     "explain",
     "explained_plan",
     "page_out",
     "plan",
-    "step_if_kept",
 ]
 
 __getattr__ = lazy_names(  # planners load numba, which takes long
     __name__,
     {
-        "planners": "PLANNERS KeptStep explained_plan page_out plan step_if_kept",
+        "planners": "PLANNERS explained_plan page_out plan",
         "problem": "explain",
         "selection": "WHY Reason",
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from umem.pages.plan.problem import (
     Plan,
     PlanningProblem,
     decide_alike,
-    named_tensors,
     plan_step,
 )
 from umem.pages.plan.residency_modes import MECHANISMS, apply_policy, open_classes
@@ -34,13 +33,11 @@ from umem.trace import Trace, find_gaps, live_bytes, ranges, require_durations
 
 __all__ = [
     "PLANNERS",
-    "KeptStep",
     "explained_plan",
     "ideal_clock",
     "page_out",
     "plan",
     "pose_problem",
-    "step_if_kept",
 ]
 
 PLANNERS = ("fault", "lookahead", "planned")
@@ -162,61 +159,6 @@ def explained_plan(
     return _planned(
         problem, policy, fixed, may_fault=may_fault, progress=progress or (lambda words: None)
     )
-
-
-@dataclass(frozen=True)
-class KeptStep:
-    """A step in which tensors stay on the device whatever it costs."""
-
-    tensors: int
-    size_bytes: int
-    step_s: float | None
-    """Predicted; None where they cannot stay."""
-    refusal: str | None
-    """Why they cannot."""
-
-
-def step_if_kept(
-    trace: Trace,
-    hardware: Hardware,
-    policy: ResolvedPolicy,
-    pattern: str,
-    *,
-    progress: Callable[[str], None] | None = None,
-) -> KeptStep | None:
-    """Plan again with tensors kept on the device, and predict the step.
-
-    The difference to the step of the plan without this is what it costs to keep them.
-
-    Parameters
-    ----------
-    trace, hardware, policy, progress
-        As for :func:`plan`.
-    pattern
-        The name of tensors or of a class, as for :func:`umem.pages.plan.explain`.
-
-    Returns
-    -------
-    KeptStep
-        None if no tensor and no class is called so.
-
-    Raises
-    ------
-    PlanError, PolicyError, TraceError
-        As :func:`plan`, for what has nothing to do with these tensors.
-    """
-    kept = named_tensors(trace, pattern)
-    if not kept.any():
-        return None
-    count, size_bytes = int(kept.sum()), int(trace.tensor_bytes[kept].sum())
-    fixed = np.where(kept, ResidencyMode.KEEP, -1).astype(np.int8)
-    pose_problem(trace, hardware, policy, {})  # whose errors are not about these tensors
-    try:
-        schedule = plan(trace, hardware, policy, fixed=fixed, progress=progress)
-        step_s = run(trace, schedule, hardware, policy).slower_s
-    except PlanError as error:
-        return KeptStep(count, size_bytes, None, str(error))
-    return KeptStep(count, size_bytes, step_s, None)
 
 
 def page_out(
