@@ -20,9 +20,7 @@ from umem.cuda import (
     Range,
     advise,
     discard,
-    discard_and_prefetch,
     prefetch,
-    prefetch_batch,
     unadvise,
 )
 from umem.cuda.targets import as_range, as_stream, whole_pages
@@ -81,7 +79,7 @@ class TestLocation:
     """Locations and their names."""
 
     def test_equality_is_by_kind_and_number(self) -> None:
-        """Batch calls group equal locations."""
+        """The driver's answers are compared with them."""
         assert Location.device(0) == Location.device(0)
         assert len({Location.device(0), Location.host_numa(0), Location.host()}) == 3
 
@@ -201,14 +199,10 @@ class TestStreams:
             prefetch(SOME_RANGE, Location.host())  # type: ignore[call-arg]
 
     @pytest.mark.parametrize("stream", [0, 1])
-    def test_batch_calls_refuse_the_default_stream(self, stream: int) -> None:
-        """CUDA does not take the legacy stream in these calls, by either handle."""
+    def test_discard_refuses_the_default_stream(self, stream: int) -> None:
+        """CUDA does not take the legacy stream there, by either handle."""
         with pytest.raises(ValueError, match="default stream"):
             discard(SOME_RANGE, stream=stream)
-        with pytest.raises(ValueError, match="default stream"):
-            discard_and_prefetch(SOME_RANGE, Location.host(), stream=stream)
-        with pytest.raises(ValueError, match="default stream"):
-            prefetch_batch([SOME_RANGE], Location.host(), stream=stream)
 
 
 class TestChecks:
@@ -223,13 +217,6 @@ class TestChecks:
         """It could only discard a neighbour's data."""
         with pytest.raises(ValueError, match="no whole page"):
             discard((PAGE + 8, PAGE), stream=7)
-
-    def test_batch_lengths(self) -> None:
-        """One location for all, or one each; at least one target."""
-        with pytest.raises(ValueError, match="2 targets and 1 locations"):
-            prefetch_batch([SOME_RANGE, SOME_RANGE], [Location.host()], stream=7)
-        with pytest.raises(ValueError, match="at least one target"):
-            prefetch_batch([], Location.host(), stream=7)
 
     def test_location_must_be_one(self) -> None:
         """CUDA 12's device numbers are no locations."""
@@ -296,14 +283,12 @@ class TestWithoutGpu:
             "from umem.cuda import Location, Range, bindings\n"
             "from umem.core.errors import CudaError\n"
             "bindings.driver_version = lambda: 13000\n"
-            "range_, places = Range(1 << 21, 4096), [Location.device(0), Location.host_numa(0)]\n"
+            "range_ = Range(1 << 21, 4096)\n"
             "calls = [\n"
             "    lambda: bindings.prefetch(range_, Location.host(), 7),\n"
             "    lambda: bindings.advise(range_, 'SetReadMostly', Location.host()),\n"
             "    lambda: bindings.advise(range_, 'UnsetAccessedBy', Location.device(0)),\n"
-            "    lambda: bindings.prefetch_batch([range_, range_], places, 7),\n"
             "    lambda: bindings.discard(range_, 7),\n"
-            "    lambda: bindings.discard_and_prefetch(range_, places[1], 7),\n"
             "]\n"
             "messages = []\n"
             "for call in calls:\n"
@@ -315,14 +300,9 @@ class TestWithoutGpu:
         )
         messages = json.loads(out)
         names = [message.split(" failed")[0].removesuffix("_v2") for message in messages]
-        batch = [
-            "cudaMemPrefetchBatchAsync",
-            "cudaMemDiscardBatchAsync",
-            "cudaMemDiscardAndPrefetchBatchAsync",
-        ]
         assert names[:3] == ["cudaMemPrefetchAsync", "cudaMemAdvise", "cudaMemAdvise"]
-        # cuda-python 12 has no batch calls, and says so before CUDA is asked.
-        assert names[3:] in ([], batch)
+        # cuda-python 12 cannot discard, and says so before CUDA is asked.
+        assert names[3:] in ([], ["cudaMemDiscardBatchAsync"])
         for message in messages:
             assert "4096 bytes at 0x200000" in message
             assert "cudaError" in message.split(":")[1]
