@@ -320,30 +320,11 @@ def is_capturing(stream: int) -> bool:
 
 
 def compile_kernels(source: str, name: str, device: int, kernels: Sequence[str]) -> list[Any]:
-    """Compile CUDA C++ for a device, and load it for the life of the process.
+    """Compile CUDA C++ for the current device, and load it for the life of the process.
 
-    Parameters
-    ----------
-    source
-        The program; its kernels are ``extern "C"``.
-    name
-        Its name, for errors.
-    device
-        Number of the current device.
-    kernels
-        Names of its kernels.
-
-    Returns
-    -------
-    list
-        For each kernel what :func:`launch` takes.
-
-    Raises
-    ------
-    NativeLibraryError
-        Without NVRTC.
-    CudaError
-        Where it does not compile, or not load.
+    The kernels of `source` are ``extern "C"``; `name` is the program's in errors. Returns for each
+    kernel what :func:`launch` takes. ``NativeLibraryError`` without NVRTC, ``CudaError`` where it
+    does not compile or load.
     """
     try:
         from cuda.bindings import nvrtc

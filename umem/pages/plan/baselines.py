@@ -50,16 +50,9 @@ def lookahead(problem: PlanningProblem, *, strict: bool) -> Schedule:
     """Prefetch what the next phases use, and evict least recently used tensors for it.
 
     What DeepUM does with kernels (Jung et al., ASPLOS 2023). Faults overtake prefetches that are
-    late.
-
-    Parameters
-    ----------
-    problem
-        The trace and how its tensors are held.
-    strict
-        Whether hints alone have to keep the budget. Then tensors that the window will use leave
-        too, where a phase's own tensors do not fit otherwise, and a window that is too wide is
-        halved. Otherwise the driver evicts what hints do not.
+    late. Where it is `strict`, hints alone keep the budget: tensors that the window will use leave
+    too, where a phase's own tensors do not fit otherwise, and a window that is too wide is halved.
+    Otherwise the driver evicts what hints do not.
     """
     window = min(_WINDOW, problem.trace.phase_count)
     while True:

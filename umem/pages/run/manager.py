@@ -66,16 +66,8 @@ class Manager(Listener):
     """Keeps a training within its device budget; made by :func:`umem.manage`.
 
     It is a state machine: :data:`umem.pages.run.states.TRANSITIONS` says which event leads from
-    which state to which, and a method of the manager does what begins with each state.
-
-    Parameters
-    ----------
-    model, optimizer
-        The model and its optimizer. Only weak references are kept.
-    machine
-        The device, its engine and the policy.
-    planner
-        Planner to use in place of the policy's.
+    which state to which, and a method of the manager does what begins with each state. Only weak
+    references to model and optimizer are kept.
     """
 
     def __init__(

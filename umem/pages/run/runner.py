@@ -74,15 +74,6 @@ class Runner:
 
     A runner changes no value. A step that diverges from its program runs on without it: pages that
     are missing on the device come by page fault.
-
-    Parameters
-    ----------
-    machine
-        Its engine takes the hints.
-    store
-        Copies activations to the host and back.
-    root
-        The model.
     """
 
     def __init__(self, machine: Machine, store: ActivationStore, root: Block) -> None:

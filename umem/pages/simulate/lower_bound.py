@@ -160,17 +160,8 @@ def _window_bytes(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Contents made between two moments that wait at the second; and waiting at the first and used.
 
-    Parameters
-    ----------
-    trace
-        The step.
-    at : int64[K]
-        Phases; the moments are just before these begin.
-
-    Returns
-    -------
-    float64[K, 2K], float64[K, 2K]
-        Bytes by the first moment and the second, which is of the next step from column K on.
+    The moments are just before the phases `at` begin, int64[K]. Bytes by the first moment and the
+    second, which is of the next step from column K on: float64[K, 2K] each.
     """
     count, phases = len(at), trace.phase_count
     gaps = find_gaps(trace)
