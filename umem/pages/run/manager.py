@@ -167,13 +167,6 @@ class Manager(Listener):
         most_bytes = int(live_bytes(trace, trace.tensor_bytes).max()) - capacity_bytes
         return max(most_bytes - sum(self.away_bytes().values()), 0)
 
-    def watch(self, look: Callable[[], None] | None) -> None:
-        """Call a function before and after the work at each phase's start; None ends it.
-
-        The function may read :meth:`away_bytes`; it must not change the training step.
-        """
-        self._runner.watch = look
-
     def wait_for_search(self, timeout_s: float) -> None:
         """Wait until a search for a plan, if one is under way, has ended; for benchmarks and tests.
 
