@@ -13,6 +13,7 @@ import torch
 
 from umem.capture.live.blocks import Block
 from umem.capture.live.memory_tracker import MemoryTracker, StepMemory
+from umem.capture.live.phase_tracker import StepListener
 from umem.capture.live.timing import Clock
 from umem.capture.live.trace_builder import JoinedPhases, join_phases
 from umem.runtime.model_parts import named_tensors, plain_tensors, tensors_in
@@ -124,7 +125,7 @@ class RecordedSteps:
         return len(self.pending) + len(self.totals)
 
 
-class StepCollector:
+class StepCollector(StepListener):
     """A step listener that tracks the memory of one step of each signature, and times others.
 
     `watch` has the signature of the step in progress; its step ends before this one's. `on_enough`
@@ -217,12 +218,6 @@ class StepCollector:
         if is_marked:
             self._marks.append(self._clock.mark())
         labels.append(label)
-
-    def block_begins(self, block: Block, is_recomputed: bool) -> None:
-        """Do nothing."""
-
-    def block_ends(self, block: Block) -> None:
-        """Do nothing."""
 
     def step_ends(self, is_broken: bool) -> None:
         """Keep a whole step that is like a tracked one."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 from umem.capture.live.blocks import NO_BLOCK, Block
 from umem.capture.live.memory_tracker import MemoryTracker
@@ -36,8 +36,8 @@ AFTER_BACKWARD = "after backward"
 """From the end of the backward pass to the next forward pass, or the optimizer."""
 
 
-class StepListener(Protocol):
-    """Receives the steps of a training and their phases while they run.
+class StepListener:
+    """Receives the steps of a training and their phases while they run. By default nothing is done.
 
     Phases are reported in the thread that runs them: the one that calls the model, or one of
     autograd's. Only one of these runs at a time. An exception of the listener goes to the guard,
@@ -49,6 +49,7 @@ class StepListener(Protocol):
 
         May return a tracker for the step's memory, which is slow.
         """
+        return None
 
     def phase_begins(self, label: str) -> None:
         """A phase begins, and the one before it ends. The GPU may be far behind."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from umem.capture.live import Block, SavedTensorHooks
+from umem.capture.live import Block, SavedTensorHooks, StepListener
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.offloading import ActivationStore
@@ -69,8 +69,8 @@ class _Call:
     """The call has installed the hooks for that."""
 
 
-class Runner:
-    """A :class:`umem.capture.live.StepListener` that carries out a program.
+class Runner(StepListener):
+    """Carries out a program.
 
     A runner changes no value. A step that diverges from its program runs on without it: pages that
     are missing on the device come by page fault.
