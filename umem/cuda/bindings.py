@@ -54,7 +54,7 @@ _CUDA_12_2 = 12020
 """First driver with locations (``cuMemPrefetchAsync_v2``), in CUDA's own version coding."""
 
 _CUDA_13 = 13000
-"""First driver with the batch calls, discard among them."""
+"""First driver with discard."""
 
 _HOST_DEVICE_NUMBER = -1  # cudaCpuDeviceId
 _INVALID_DEVICE_NUMBER = -2  # cudaInvalidDeviceId
