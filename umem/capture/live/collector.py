@@ -62,34 +62,26 @@ def call_shapes(args: Sequence[object], kwargs: Mapping[str, object]) -> CallSha
 
 
 class SignatureWatch:
-    """Signatures of the step in progress, and of the one before it."""
+    """The calls of the step in progress, and the signature of the one before it."""
 
     def __init__(self) -> None:
         self.calls: list[CallShapes] = []
-        self._last: StepSignature | None = None
+        self.last: StepSignature | None = None
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
         self._last_storages: list[weakref.ref[torch.UntypedStorage]] = []
 
-    @property
-    def signature(self) -> StepSignature | None:
-        """Of the calls so far in the step in progress; between two steps, of the last one."""
-        return StepSignature(tuple(self.calls)) if self.calls else self._last
-
-    def add(
-        self, args: Sequence[object], kwargs: Mapping[str, object], *, note_storages: bool
-    ) -> None:
+    def add(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """The model is called, in the step in progress."""
         self.calls.append(call_shapes(args, kwargs))
-        if note_storages:
-            self._storages += [
-                weakref.ref(part.untyped_storage())
-                for tensor in tensors_in((args, kwargs))
-                for part in plain_tensors(tensor)
-            ]
+        self._storages += [
+            weakref.ref(part.untyped_storage())
+            for tensor in tensors_in((args, kwargs))
+            for part in plain_tensors(tensor)
+        ]
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
-        self._last = StepSignature(tuple(self.calls))
+        self.last = StepSignature(tuple(self.calls))
         self.calls = []
         self._last_storages, self._storages = self._storages, []
 
@@ -128,7 +120,7 @@ class RecordedSteps:
 class StepCollector(StepListener):
     """A step listener that tracks the memory of one step of each signature, and times others.
 
-    `watch` has the signature of the step in progress; its step ends before this one's. `on_enough`
+    `watch` has the calls of the step in progress; its step ends before this one's. `on_enough`
     is called when the last step has been timed, though the device may not have finished it.
     """
 
@@ -221,7 +213,7 @@ class StepCollector(StepListener):
 
     def step_ends(self, is_broken: bool) -> None:
         """Keep a whole step that is like a tracked one."""
-        signature = self._watch.signature
+        signature = self._watch.last
         if is_broken or not self._is_usable or signature is None:
             return
         if self._tracker is not None:

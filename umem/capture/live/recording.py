@@ -230,8 +230,8 @@ class StepRecording(Listener):
 
     def pass_begins(self, now: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what the call is like."""
-        if now.has_gradients and not now.is_second:
-            self._watch.add(args, kwargs, note_storages=self._signature is None)
+        if now.has_gradients and not now.is_second and self._signature is None:
+            self._watch.add(args, kwargs)
 
     def _make_memory_tracker(self) -> MemoryTracker:
         assert self._parameters is not None
@@ -294,7 +294,7 @@ def record(
 
     The training calls nothing else: a step ends with ``optimizer.step()``. After `warmup` steps the
     memory of one step is tracked, then `steps` are timed. The rest of the block runs as without a
-    recording, except that the shapes of each batch are noted.
+    recording.
 
     Parameters
     ----------
