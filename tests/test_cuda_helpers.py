@@ -86,7 +86,6 @@ class TestLocation:
             (Location.device(1), "device 1"),
             (Location.host(), "host"),
             (Location.host_numa(2), "host NUMA node 2"),
-            (Location.host_numa_current(), "the calling thread's host NUMA node"),
         ],
     )
     def test_text(self, location: Location, text: str) -> None:

@@ -63,7 +63,6 @@ _LOCATION_TYPES = {
     "device": "cudaMemLocationTypeDevice",
     "host": "cudaMemLocationTypeHost",
     "host_numa": "cudaMemLocationTypeHostNuma",
-    "host_numa_current": "cudaMemLocationTypeHostNumaCurrent",
 }
 
 # CUmemLocationType and CUmem_range_attribute of cuda.h.
