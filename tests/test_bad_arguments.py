@@ -14,7 +14,6 @@ from command_line import Run, umem_command
 import umem
 from umem.capture.offline import script_trace
 from umem.core.errors import PolicyError
-from umem.pages.plan import load_schedule
 from umem.policy import resolve
 from umem.telemetry import read_recording
 from umem.trace import save_trace
@@ -47,7 +46,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (lambda: save_trace(3, "x"), "trace"),  # type: ignore[arg-type]
         (lambda: script_trace(3), "spec"),  # type: ignore[arg-type]
         (lambda: read_recording(3), "path"),  # type: ignore[arg-type]
-        (lambda: load_schedule(3, None, key=""), "path"),  # type: ignore[arg-type]
     ],
 )
 def test_an_argument_of_another_type(call: Any, argument: str) -> None:
@@ -55,35 +53,16 @@ def test_an_argument_of_another_type(call: Any, argument: str) -> None:
         call()
 
 
-@pytest.mark.parametrize(
-    ("words", "argument"), [({"planner": 3}, "planner"), ({"window": "3"}, "window")]
-)
-def test_a_planner_or_window_of_another_type(
-    words: dict[str, Any], argument: str, make_trace: Any, machine: Any
-) -> None:
+def test_a_planner_of_another_type(make_trace: Any, machine: Any) -> None:
     trace = make_trace({"w": (4096, "weights")}, [(1e-3, ["w"], [])])
     policy = resolve(umem.load_policy("managed"), machine)
-    with pytest.raises(TypeError, match=argument):
-        umem.plan(trace, machine, policy, **words)
+    with pytest.raises(TypeError, match="planner"):
+        umem.plan(trace, machine, policy, 3)  # type: ignore[arg-type]
 
 
 def test_a_fallback_that_is_neither_true_nor_false() -> None:
     with pytest.raises(TypeError, match=r"fallback.*str.*True or False"):
         umem.enable("sft", fallback="yes")  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_a_window_beyond_the_step_is_the_step(make_trace: Any, machine: Any) -> None:
-    """Planning takes time in proportion to the window."""
-    phases: list[Any] = [(1e-3, [name], []) for name in "abcab"]
-    trace = make_trace(dict.fromkeys("abc", (2**22, "weights")), phases)
-    policy = resolve(umem.load_policy("managed"), machine)
-    for planner in ("lookahead", "oracle"):
-        whole, beyond = (
-            umem.plan(trace, machine, policy, planner, window=window) for window in (5, 10**30)
-        )
-        for column in ("hint_phase", "hint_op", "hint_tensor"):
-            assert getattr(whole, column).tolist() == getattr(beyond, column).tolist()
 
 
 def test_steps_of_a_profile_that_are_no_number() -> None:

@@ -15,17 +15,14 @@ import pytest
 from archives import rewrite
 from nsys_exports import RUN, database
 from small_files import (
-    KEY,
     exchange,
     predicted,
     small_recording,
-    small_schedule,
     small_trace,
 )
 
-from umem.core.errors import HardwareError, PlanError, PolicyError, TraceError, UmemError
+from umem.core.errors import HardwareError, PolicyError, TraceError, UmemError
 from umem.hardware import load_hardware
-from umem.pages.plan.plan_files import PLAN_COLUMNS, PlanHeader, load_schedule, save_schedule
 from umem.policy import load_policy
 from umem.predict.prediction import report_row
 from umem.telemetry import read_nsys, read_recording, save_recording
@@ -105,12 +102,6 @@ READERS = {
         "t.npz", archive(lambda path: save_trace(small_trace(), path)), load_trace, TraceError
     ),
     "document": Reader("doc.json", document(exchange), load_trace, TraceError),
-    "plan": Reader(
-        "plan.npz",
-        archive(lambda path: save_schedule(small_schedule(), path, key=KEY)),
-        lambda path: load_schedule(path, small_trace(), key=KEY),
-        PlanError,
-    ),
     "recording": Reader(
         "run.npz",
         archive(lambda path: save_recording(small_recording(), path)),
@@ -388,26 +379,6 @@ DOCUMENTS: list[tuple[tuple[Any, ...], Any, str]] = [
 ]
 """Place in a document, what is put there, and what is said of it."""
 
-PLANS = [
-    ({"format": "umem-plan/99"}, r"format: umem-plan/99 is of a newer umem; .* upgrade"),
-    ({"format": "umem-plan/1"}, r"format: umem-plan/1 is of an older umem"),
-    ({"format": "umem-trace/3"}, "format: 'umem-trace/3' is not a plan"),
-    ({"wait": True}, "wait: unknown key, did you mean 'waits'"),
-    ({"key": KEY.upper()}, r"key: '0123.*0-9a-f\]\{64\}"),
-    ({"key": None}, "key: null: Input should be a valid string"),
-    ({"planner": "\x1b[2J"}, r"planner: .*\{1,64\}"),
-    ({"waits": None}, "waits: null: Input should be a valid boolean"),
-    ({"residency": [0, 0]}, "residency: 2 entries; it takes 3: plan again"),
-    ({"residency": [0, 0, 9]}, r"residency\[2\]: 9 is not from 0 to 4: plan again"),
-    ({"hint_phase": [0, 1, 1, 4]}, r"hint_phase\[3\]: 4 is not from 0 to 2: plan again"),
-    ({"hint_phase": [2, 1, 1, 0]}, r"hint_phase\[1\]: 1 follows 2; .*: plan again"),
-    ({"hint_op": [0, 1, 2, 9]}, r"hint_op\[3\]: 9 is not from 0 to 6: plan again"),
-    ({"hint_op": [0, 1, 2]}, "hint_op: 3 entries; it takes 4: plan again"),
-    ({"hint_tensor": [1, 0, 2, 3]}, r"hint_tensor\[3\]: 3 is not from 0 to 2: plan again"),
-    ({"hint_tensor": np.zeros(4)}, "hint_tensor: of float64; it takes int32"),
-    *((put((key,), GONE), f"{key}: missing") for key in (*PlanHeader.model_fields, *PLAN_COLUMNS)),
-]
-
 COPY = {
     "direction": "to_host",
     "cause": "copy",
@@ -554,8 +525,6 @@ def cases() -> Iterator[tuple[str, Any, str]]:
         yield "document", put(where, value) if where else value, f": {says}"
     for change, says in TRACES:
         yield "trace", change, f": .*{says}"
-    for change, says in PLANS:
-        yield "plan", change, f": .*{says}"
     for reader, several in (
         ("recording", RECORDINGS),
         ("predictions", PREDICTIONS),

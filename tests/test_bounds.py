@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_steps import BLOCK, problems, working_set
+from umem_bench.fluid_bound import fluid_bound_s
 
-from umem.core.errors import PlanError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
 from umem.pages.plan import PLANNERS, plan
-from umem.pages.simulate import fluid_bound_s, lower_bound_s, run
+from umem.pages.simulate import lower_bound_s, run
 from umem.pages.simulate.lower_bound import fastest_moves
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.trace import Trace
@@ -186,11 +185,3 @@ def test_more_checkpoints_see_more(plain: Hardware, updated_weights: Trace) -> N
     many = fluid_bound_s(updated_weights, plain, BUDGET, checkpoints=8)
     assert updated_weights.duration_s is not None
     assert updated_weights.duration_s.sum() * (1 - 1e-6) <= few < many
-
-
-def test_a_missing_solver_is_named(
-    machine: Hardware, updated_weights: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "highspy", None)
-    with pytest.raises(PlanError, match=r"pip install 'umem\[bounds\]'"):
-        fluid_bound_s(updated_weights, machine, BUDGET)

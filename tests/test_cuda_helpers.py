@@ -20,9 +20,7 @@ from umem.cuda import (
     Range,
     advise,
     discard,
-    discard_and_prefetch,
     prefetch,
-    prefetch_batch,
     unadvise,
 )
 from umem.cuda.targets import as_range, as_stream, whole_pages
@@ -78,10 +76,7 @@ def run_python(code: str) -> str:
 
 
 class TestLocation:
-    """Locations and their names."""
-
     def test_equality_is_by_kind_and_number(self) -> None:
-        """Batch calls group equal locations."""
         assert Location.device(0) == Location.device(0)
         assert len({Location.device(0), Location.host_numa(0), Location.host()}) == 3
 
@@ -91,153 +86,112 @@ class TestLocation:
             (Location.device(1), "device 1"),
             (Location.host(), "host"),
             (Location.host_numa(2), "host NUMA node 2"),
-            (Location.host_numa_current(), "the calling thread's host NUMA node"),
         ],
     )
     def test_text(self, location: Location, text: str) -> None:
-        """Error messages name locations in words."""
         assert str(location) == text
 
     def test_minus_one_is_not_the_host(self) -> None:
-        """CUDA 12 uses device -1 for the host; umem has a name for it."""
         with pytest.raises(ValueError, match=r"the host is Location\.host\(\)"):
             Location.device(-1)
 
     def test_host_has_no_number(self) -> None:
-        """A numbered host is a NUMA node."""
         with pytest.raises(ValueError, match="host_numa"):
             Location("host", 1)
 
     def test_unknown_kind(self) -> None:
-        """The valid kinds are listed."""
         with pytest.raises(ValueError, match="one of device, host"):
             Location("gpu")  # type: ignore[arg-type]
 
 
 class TestTargets:
-    """Ranges of tensors, arrays and pairs."""
-
     def test_pair(self) -> None:
-        """A pair is (address, bytes)."""
         assert as_range((4096, 100)) == Range(4096, 100)
 
     @pytest.mark.parametrize("pair", [(4096,), (4096, 1.5), (True, 4096), ("a", 1)])
     def test_other_tuples(self, pair: tuple[Any, ...]) -> None:
-        """Only two integers make a range."""
         with pytest.raises(TypeError, match="two integers"):
             as_range(pair)
 
     @pytest.mark.parametrize(("address", "size_bytes"), [(0, 10), (4096, 0), (4096, -1)])
     def test_null_and_empty_ranges(self, address: int, size_bytes: int) -> None:
-        """Neither can be an argument to CUDA."""
         with pytest.raises(ValueError, match=r"cannot start|is empty"):
             Range(address, size_bytes)
 
     def test_array(self) -> None:
-        """Bytes follow from shape and item size, with and without explicit strides."""
         assert as_range(Array((3, 4))) == Range(1 << 21, 48)
         assert as_range(Array((3, 4), strides=(16, 4))) == Range(1 << 21, 48)
         assert as_range(Array((), typestr="|u1")) == Range(1 << 21, 1)
         assert as_range(Array((1, 4), strides=(999, 4))) == Range(1 << 21, 16)
 
     def test_array_not_contiguous(self) -> None:
-        """The range of a transposed array holds other elements too."""
         with pytest.raises(ValueError, match="not C-contiguous"):
             as_range(Array((3, 4), strides=(4, 12)))
 
     def test_empty_array(self) -> None:
-        """CuPy gives address 0 for these."""
         with pytest.raises(ValueError, match="empty"):
             as_range(Array((0, 4), address=0))
 
     def test_cpu_tensor(self) -> None:
-        """The message names the remedy."""
         with pytest.raises(TypeError, match=r"on cpu.*tensor\.to\('cuda'\)"):
             as_range(torch.zeros(4))
 
     def test_sparse_tensor(self) -> None:
-        """A sparse tensor is several ranges."""
         with pytest.raises(TypeError, match=r"sparse_coo.*tensor\.values\(\)"):
             as_range(torch.eye(3).to_sparse())
 
     def test_cuda_tensor_that_is_a_strided_view(self) -> None:
-        """With a fake CUDA tensor: strides are checked before the address is read."""
         with FakeTensorMode():
             view = torch.empty(4, 8, device="cuda").t()
         with pytest.raises(ValueError, match="not contiguous"):
             as_range(view)
 
     def test_empty_cuda_tensor(self) -> None:
-        """The size is checked before the address is read."""
         with FakeTensorMode():
             tensor = torch.empty(0, 8, device="cuda")
         with pytest.raises(ValueError, match="empty"):
             as_range(tensor)
 
     def test_anything_else(self) -> None:
-        """The accepted kinds are listed."""
         with pytest.raises(TypeError, match="list names no device memory"):
             as_range([4096, 100])
 
 
 class TestStreams:
-    """Streams from several libraries."""
-
     def test_accepted(self) -> None:
-        """Integers, CUDA's protocol, torch's attribute."""
         assert as_stream(7) == 7
         assert as_stream(ProtocolStream()) == 0x5678
         assert as_stream(TorchLikeStream()) == 0x1234
 
     @pytest.mark.parametrize("stream", [None, True, "0"])
     def test_rejected(self, stream: object) -> None:
-        """There is no default stream."""
         with pytest.raises(TypeError, match="stream must be"):
             as_stream(stream)
 
     def test_required(self) -> None:
-        """There is no default for the argument."""
         with pytest.raises(TypeError, match="stream"):
             prefetch(SOME_RANGE, Location.host())  # type: ignore[call-arg]
 
     @pytest.mark.parametrize("stream", [0, 1])
-    def test_batch_calls_refuse_the_default_stream(self, stream: int) -> None:
-        """CUDA does not take the legacy stream in these calls, by either handle."""
+    def test_discard_refuses_the_default_stream(self, stream: int) -> None:
         with pytest.raises(ValueError, match="default stream"):
             discard(SOME_RANGE, stream=stream)
-        with pytest.raises(ValueError, match="default stream"):
-            discard_and_prefetch(SOME_RANGE, Location.host(), stream=stream)
-        with pytest.raises(ValueError, match="default stream"):
-            prefetch_batch([SOME_RANGE], Location.host(), stream=stream)
 
 
 class TestChecks:
-    """Arguments that are wrong on every machine."""
-
     def test_whole_pages_shrinks_inwards(self) -> None:
-        """A neighbour that shares a page must not lose its data."""
         assert whole_pages(Range(PAGE, 2 * PAGE)) == Range(PAGE, 2 * PAGE)
         assert whole_pages(Range(PAGE + 1, 3 * PAGE)) == Range(2 * PAGE, 2 * PAGE)
 
     def test_discard_of_less_than_a_page(self) -> None:
-        """It could only discard a neighbour's data."""
         with pytest.raises(ValueError, match="no whole page"):
             discard((PAGE + 8, PAGE), stream=7)
 
-    def test_batch_lengths(self) -> None:
-        """One location for all, or one each; at least one target."""
-        with pytest.raises(ValueError, match="2 targets and 1 locations"):
-            prefetch_batch([SOME_RANGE, SOME_RANGE], [Location.host()], stream=7)
-        with pytest.raises(ValueError, match="at least one target"):
-            prefetch_batch([], Location.host(), stream=7)
-
     def test_location_must_be_one(self) -> None:
-        """CUDA 12's device numbers are no locations."""
         with pytest.raises(TypeError, match=r"Location\.device\(0\)"):
             prefetch(SOME_RANGE, -1, stream=7)  # type: ignore[arg-type]
 
     def test_advice_and_its_location(self) -> None:
-        """Each advice has the location that it needs, and no other."""
         with pytest.raises(ValueError, match="takes no location"):
             advise(SOME_RANGE, Advice.READ_MOSTLY, Location.host())
         with pytest.raises(ValueError, match="needs a location"):
@@ -253,11 +207,8 @@ class TestChecks:
 
 
 class TestWithoutGpu:
-    """The real cuda-python on a machine without a GPU."""
-
     @pytest.mark.slow
     def test_the_error_says_what_is_missing(self) -> None:
-        """The message says that there is no driver or no visible GPU."""
         out = run_python(
             "from umem.cuda import Location, prefetch\n"
             "from umem.core.errors import UnsupportedError\n"
@@ -269,7 +220,6 @@ class TestWithoutGpu:
         assert "no NVIDIA driver" in out or "sees no GPU" in out
 
     def test_import_needs_neither_cuda_python_nor_torch(self) -> None:
-        """The first call raises the error, which names the remedy."""
         out = run_python(
             "import sys\n"
             "sys.modules['cuda'] = None\n"
@@ -296,14 +246,12 @@ class TestWithoutGpu:
             "from umem.cuda import Location, Range, bindings\n"
             "from umem.core.errors import CudaError\n"
             "bindings.driver_version = lambda: 13000\n"
-            "range_, places = Range(1 << 21, 4096), [Location.device(0), Location.host_numa(0)]\n"
+            "range_ = Range(1 << 21, 4096)\n"
             "calls = [\n"
             "    lambda: bindings.prefetch(range_, Location.host(), 7),\n"
             "    lambda: bindings.advise(range_, 'SetReadMostly', Location.host()),\n"
             "    lambda: bindings.advise(range_, 'UnsetAccessedBy', Location.device(0)),\n"
-            "    lambda: bindings.prefetch_batch([range_, range_], places, 7),\n"
             "    lambda: bindings.discard(range_, 7),\n"
-            "    lambda: bindings.discard_and_prefetch(range_, places[1], 7),\n"
             "]\n"
             "messages = []\n"
             "for call in calls:\n"
@@ -315,14 +263,9 @@ class TestWithoutGpu:
         )
         messages = json.loads(out)
         names = [message.split(" failed")[0].removesuffix("_v2") for message in messages]
-        batch = [
-            "cudaMemPrefetchBatchAsync",
-            "cudaMemDiscardBatchAsync",
-            "cudaMemDiscardAndPrefetchBatchAsync",
-        ]
         assert names[:3] == ["cudaMemPrefetchAsync", "cudaMemAdvise", "cudaMemAdvise"]
-        # cuda-python 12 has no batch calls, and says so before CUDA is asked.
-        assert names[3:] in ([], batch)
+        # cuda-python 12 cannot discard, and says so before CUDA is asked.
+        assert names[3:] in ([], ["cudaMemDiscardBatchAsync"])
         for message in messages:
             assert "4096 bytes at 0x200000" in message
             assert "cudaError" in message.split(":")[1]

@@ -265,7 +265,7 @@ def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, rem
             id="no concurrent access",
         ),
         pytest.param(
-            {"devices": (replace(H200, discard=False, prefetch_batch=False),)},
+            {"devices": (replace(H200, discard=False),)},
             "GPU 0 managed memory",
             id="no discard",
         ),
@@ -486,7 +486,7 @@ class TestFeatures:
     def test_discard_needs_cuda_13_on_both_sides(self) -> None:
         """Driver for the allocator, cuda-python for umem.cuda."""
         old_python = replace(H200, bindings_version=(12, 9))
-        old_driver = replace(H200, discard=False, prefetch_batch=False)
+        old_driver = replace(H200, discard=False)
         for device, verdict in (
             (H200, Verdict.YES),
             (old_python, Verdict.PARTLY),
@@ -496,8 +496,8 @@ class TestFeatures:
             assert feature(report, "discard").verdict is verdict
 
     def test_one_poor_device_of_two(self) -> None:
-        """The batch calls need every device."""
-        poor = replace(H200, device_index=1, discard=False, prefetch_batch=False)
+        """Discard needs every device."""
+        poor = replace(H200, device_index=1, discard=False)
         report = diagnose(replace(HEALTHY, devices=(H200, poor)))
         assert feature(report, "discard").verdict is Verdict.NO
         assert check(report, "GPU 1 managed memory").status is Status.WARN

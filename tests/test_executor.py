@@ -241,7 +241,9 @@ def test_activations_come_back_when_there_is_room(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_used_gradients_count_until_the_program_drops_them(planner: str) -> None:
+def test_used_gradients_count_until_the_program_drops_them(
+    planner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training()
     manager = training.manage(planner, 40 * MIB)
     training.steps(BEFORE_PLANNED)
@@ -250,16 +252,18 @@ def test_used_gradients_count_until_the_program_drops_them(planner: str) -> None
     assert not (program_of(manager).plan.candidate.schedule.hint_op == HintOp.DISCARD).any()
     there: list[int] = []
 
-    def look() -> None:
+    begin = Runner._begin
+
+    def look(runner: Runner, program: Program, work: PhaseWork) -> None:
+        begin(runner, program, work)
         phase = current_phase(manager)
         lives = (trace.first_phase <= phase) & (trace.last_phase >= phase)
         there.append(int(trace.tensor_bytes[lives].sum()) - sum(manager.away_bytes().values()))
 
-    manager.watch(look)
+    monkeypatch.setattr(Runner, "_begin", look)
     training.step()
-    manager.watch(None)
     assert trace.phase_names[-1] == "optimizer"
-    assert len(there) >= 2 * trace.phase_count > 8
+    assert len(there) >= trace.phase_count > 4
     # After the phase's hints: before them, memory that the phase frees is still there.
     assert there[-1] <= 40 * MIB
 

@@ -223,21 +223,20 @@ def waits_in(trace: Trace, tensor: int, phase: int) -> int | None:
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(problem=problems(8 * BLOCK), window=st.integers(1, 30))
+@given(problem=problems(8 * BLOCK))
 def test_a_window_looks_at_what_has_memory(
-    random_trace: MakeTrace, machine: Hardware, problem: Any, window: int
+    random_trace: MakeTrace, machine: Hardware, problem: Any
 ) -> None:
     """It knows when tensors are born and die; that contents are overwritten it does not know."""
     made_of, spare = problem
     trace = random_trace(*made_of)
     policy = policy_of(machine, working_set(trace) + spare)
-    for planner in ("lookahead", "oracle"):
-        schedule = plan(trace, machine, policy, planner, window=window)
-        assert not schedule.waits
-        for phase, op, tensor in hints_of(schedule):
-            assert op in (HintOp.PREFETCH, HintOp.EVICT)
-            if not trace.persistent[tensor]:
-                assert trace.first_phase[tensor] < phase <= trace.last_phase[tensor]
+    schedule = plan(trace, machine, policy, "lookahead")
+    assert not schedule.waits
+    for phase, op, tensor in hints_of(schedule):
+        assert op in (HintOp.PREFETCH, HintOp.EVICT)
+        if not trace.persistent[tensor]:
+            assert trace.first_phase[tensor] < phase <= trace.last_phase[tensor]
 
 
 @pytest.mark.slow
@@ -270,7 +269,7 @@ def test_planned_is_ahead_of_the_yardsticks(machine: Hardware, training: Trace) 
         ).step_s
         for planner in PLANNERS
     }
-    assert step_s["planned"] < step_s["oracle"] <= step_s["lookahead"] < step_s["fault"]
+    assert step_s["planned"] < step_s["lookahead"] < step_s["fault"]
 
 
 # ------------------------------------------------------------------------- reasons
@@ -567,8 +566,7 @@ def test_no_mechanism_for_all_classes_is_faster_than_the_choice(
     ("name", "message"),
     [
         ("plannd", "no planner is called 'plannd', did you mean 'planned'?"),
-        ("Oracle", "did you mean 'oracle'?"),
-        ("belady", r"no planner is called 'belady'\. Planners: fault, lookahead, planned, oracle"),
+        ("belady", r"no planner is called 'belady'\. Planners: fault, lookahead, planned"),
     ],
 )
 def test_an_unknown_planner_names_the_nearest(
@@ -587,12 +585,6 @@ def test_a_policy_that_was_not_resolved_is_refused(machine: Hardware, training: 
     ):
         with pytest.raises(PolicyError, match=r"pass umem\.policy\.resolve\(policy, hardware"):
             wants_numbers()
-
-
-@pytest.mark.parametrize("window", [0, -3])
-def test_a_window_is_at_least_one_phase(machine: Hardware, training: Trace, window: int) -> None:
-    with pytest.raises(PlanError, match=f"a window of {window} phases looks at nothing: give 1"):
-        plan(training, machine, policy_of(machine), "lookahead", window=window)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -684,7 +684,6 @@ def test_unknown_planners_are_refused() -> None:
             r"'plannd' is no planner, did you mean 'planned'\? Planners: planned, lookahead",
         ),
         ("", r"'' is no planner\. Planners: planned, lookahead, fault, none"),
-        ("oracle", r"'oracle' is no planner"),  # knows more than a run does
     ):
         pattern = f"environment variable UMEM_PLANNER: {says}.*; or unset it"
         with pytest.raises(PolicyError, match=pattern):

@@ -81,7 +81,7 @@ def test_a_fresh_run_holds_against_the_published_times(fresh: Run, name: str) ->
     for percent in TIGHT_PERCENT:
         own = plans(fresh, name, percent)
         if percent in tight:
-            for planner in ("fault", "lookahead", "oracle"):
+            for planner in ("fault", "lookahead"):
                 assert own["planned"]["step_s"] < own[planner]["step_s"], (planner, percent)
         else:
             assert own["planned"]["step_s"] == pytest.approx(trace["resident_s"])

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 import umem
-from umem import Hardware, Trace, load_policy
 from umem.cli import app, load_command
-from umem.policy import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -206,27 +201,3 @@ def test_texts_on_pages_are_the_committed_ones() -> None:
     assert shown
     for file, text in shown:
         assert text == f"```text\n{(ROOT / file).read_text(encoding='utf-8').strip()}\n```\n"
-
-
-def test_the_pages_way_of_sharing_plans_once(
-    machine: Hardware, make_trace: Callable[..., Trace], tmp_path: Path
-) -> None:
-    page = (ROOT / "docs" / "plans-at-scale.md").read_text(encoding="utf-8")
-    found = re.search(r"```python\n(from umem\.pages.*?)```", page, re.DOTALL)
-    assert found
-    names: dict[str, Any] = {}
-    exec(found.group(1), names)
-    sizes = {f"w{number}": (1 << 22, "optimizer_state") for number in range(5)}
-    trace = make_trace(sizes, [(1e-3, [name], [name]) for name in sizes])
-    policy = replace(resolve(load_policy("managed"), machine), device_budget_bytes=12 << 20)
-
-    made = names["shared_plan"](tmp_path / "here", trace, machine, policy)
-    (file,) = (tmp_path / "here").iterdir()
-    made_at_ns = file.stat().st_mtime_ns
-    renamed = replace(policy, name="another name")
-    read = names["shared_plan"](tmp_path / "here", trace, machine, renamed)
-    names["shared_plan"](tmp_path / "elsewhere", trace, machine, policy)
-
-    assert made.hint_count == read.hint_count > 0
-    assert [it.stat().st_mtime_ns for it in (tmp_path / "here").iterdir()] == [made_at_ns]
-    assert (tmp_path / "elsewhere" / file.name).read_bytes() == file.read_bytes()

@@ -19,7 +19,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.capture.live import Block, PhaseTracker, SavedTensor, SavedTensorHooks, find_blocks
+from umem.capture.live import (
+    Block,
+    PhaseTracker,
+    SavedTensor,
+    SavedTensorHooks,
+    StepListener,
+    find_blocks,
+)
 from umem.capture.live.memory_tracker import StepMemory
 from umem.capture.live.trace_builder import outside_bytes
 from umem.capture.storages import BEFORE, Storage
@@ -91,17 +98,13 @@ def recorded(
 # ---------------------------------------------------------------------------------- saved tensors
 
 
-class Packer:
+class Packer(StepListener):
     """Counts saved tensors with torch's own hooks, as the offload of activations does."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, int, int], torch.Tensor] = {}
         self._calls: Counter[str] = Counter()
         self._hooks: list[Any] = []
-
-    def step_begins(self) -> None: ...
-    def phase_begins(self, label: str) -> None: ...
-    def step_ends(self, is_broken: bool) -> None: ...
 
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
         if is_recomputed:

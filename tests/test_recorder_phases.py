@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.capture.live import Block, PhaseTracker, StepRecording, find_blocks
+from umem.capture.live import Block, PhaseTracker, StepListener, StepRecording, find_blocks
 from umem.capture.live.blocks import find_parameters
 from umem.capture.live.memory_tracker import MemoryTracker
 from umem.core.errors import TraceError
@@ -45,7 +45,7 @@ class Net(nn.Module):
         return hidden
 
 
-class Log:
+class Log(StepListener):
     """Writes down the reports."""
 
     def __init__(self) -> None:

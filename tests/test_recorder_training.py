@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fingerprints import trace_fingerprint
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,7 +25,7 @@ from umem.capture.live import StepRecording, WallClock
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
 from umem.runtime.torch_hooks.hidden import hidden_in
-from umem.trace import check_trace, trace_fingerprint
+from umem.trace import check_trace
 
 WIDTH = 16
 WATCHING = 3
@@ -513,33 +514,74 @@ def test_a_recording_is_used_once_and_inside_a_block() -> None:
         recording.__enter__()
 
 
-# ---------------------------------------------------------------------------------- signatures
+# ---------------------------------------------------------------------------------- times
 
 
-def test_a_step_of_other_shapes_does_not_match_before_it_runs() -> None:
+def test_the_phases_add_up_to_the_step() -> None:
+    class Work(WallClock):
+        """A clock that modules put forward by the work that they do."""
+
+        def __init__(self) -> None:
+            self.now = 0
+
+        def mark(self) -> int:
+            return self.now
+
+        def add(self, seconds: int) -> None:
+            self.now += seconds * 10**9
+
+    class Working(nn.Module):
+        def __init__(self, seconds: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.seconds = seconds
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            clock.add(self.seconds)
+            result: torch.Tensor = self.linear(hidden)
+            result.register_hook(lambda _: clock.add(2 * self.seconds))
+            return result
+
+    clock = Work()
+    model = nn.Sequential(*(Working(number + 1) for number in range(9)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with umem.record(model, optimizer, clock=clock) as recording:
+        for _ in range(12):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    trace = recording.trace
+    assert trace.duration_s is not None
+    assert trace.duration_s.sum() == pytest.approx(3 * sum(range(10)))
+    assert trace.metadata["median_step_s"] == pytest.approx(trace.duration_s.sum())
+    assert trace.duration_s[trace.phase_names.index("forward 4")] == pytest.approx(5)
+
+
+def test_the_step_is_measured_from_begin_to_end() -> None:
+    class Seconds(WallClock):
+        """Each mark is a second after the one before it."""
+
+        def __init__(self) -> None:
+            self.now = 0
+
+        def mark(self) -> int:
+            self.now += 1
+            return self.now
+
+        def seconds(self, first: int, second: int) -> float:
+            return second - first
+
     model, optimizer = make()
-    matches: list[bool] = []
-    recording = umem.record(model, optimizer)
+    with umem.record(model, optimizer, clock=Seconds()) as recording:
+        train(model, optimizer)
+    assert recording.done
+    found = recording._recorded
+    assert found is not None
+    assert found.totals == [float(len(found.joined.labels))] * 9
+    assert found.seconds == [[1.0] * 9 for _ in found.joined.labels]
 
-    def tell(*_: object) -> None:
-        matches.append(recording.matches)
 
-    handle = model.first.register_forward_pre_hook(tell)
-    with recording:
-        train(model, optimizer, 12)
-        assert recording.signature == recording.step_signature
-        assert str(recording.signature) == "0 4x16 float32"
-        matches.clear()
-        train(model, optimizer, 1, batch=5)
-        assert str(recording.step_signature) == "0 5x16 float32"
-        tell()
-        train(model, optimizer, 1)
-        tell()
-        model(torch.randn(4, WIDTH)).sum().backward()  # two calls in one step
-        train(model, optimizer, 1)
-        tell()
-    assert matches == [False, False, True, True, True, False, False]
-    handle.remove()
+# ---------------------------------------------------------------------------------- signatures
 
 
 def test_steps_of_two_lengths_have_two_signatures() -> None:
@@ -558,7 +600,6 @@ def test_a_run_without_equal_steps_is_not_recorded() -> None:
         for step in range(15):
             train(model, optimizer, 1, batch=step + 1)
         assert hook_count(model, optimizer) > WATCHING
-    assert not recording.matches
     with pytest.raises(TraceError, match="8 steps unlike each other were seen; pad batches"):
         _ = recording.trace
 

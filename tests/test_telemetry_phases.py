@@ -149,7 +149,6 @@ def test_a_watcher_that_fails_is_dropped_and_the_executor_runs_on(
 
     training.steps(9)
     assert manager.status().state is ManagerState.RUNNING
-    manager.watch(watcher("manager's"))
     with (
         caplog.at_level(logging.WARNING, logger="umem"),
         watched_phases(watcher("first")),
@@ -158,8 +157,7 @@ def test_a_watcher_that_fails_is_dropped_and_the_executor_runs_on(
         training.steps(3)
     assert manager.status().state is ManagerState.RUNNING
     assert training.losses == stock.losses
-    assert (called["first"], called["manager's"]) == (1, 1)
+    assert called["first"] == 1
     assert called["sound"] > 3
-    assert len(caplog.records) == 2
-    for name in ("first", "manager's"):
-        assert caplog.text.count(f"RuntimeError: {name} is broken") == 1
+    assert len(caplog.records) == 1
+    assert caplog.text.count("RuntimeError: first is broken") == 1

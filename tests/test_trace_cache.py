@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from command_line import Run, umem_command
+from fingerprints import trace_fingerprint
 
 from umem.capture.offline.trace_cache import cache_trace, cached_trace
 from umem.io.cache import keep_newest, private_folder
-from umem.trace import Trace, load_trace, trace_fingerprint
+from umem.trace import Trace, load_trace
 
 ARGUMENTS: dict[str, str | int] = {"model": "llama-tiny", "mode": "sft", "batch": 1}
 

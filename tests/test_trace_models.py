@@ -147,14 +147,6 @@ def test_accumulation_repeats_all_but_the_update(sft: Trace) -> None:
     )
 
 
-@pytest.mark.slow
-def test_eager_attention_keeps_the_scores(sft: Trace) -> None:
-    eager = tiny("sft", attention="eager")
-    assert any("softmax" in name and "self_attn" in name for name in eager.phase_names)
-    assert not any("scaled_dot_product" in name for name in eager.phase_names)
-    assert sum("scaled_dot_product" in name for name in sft.phase_names) == 2 * 4
-
-
 def test_the_fused_kernel_runs_as_causal_without_a_mask(sft: Trace) -> None:
     kernels = [p for p, name in enumerate(sft.phase_names) if name.endswith("attention_for_cpu")]
     for phase in kernels:
@@ -193,7 +185,6 @@ def test_names_and_metadata(lora: Trace) -> None:
         "accumulate": 1,
         "checkpoint": 0,
         "precision": "bf16-master",
-        "attention": "sdpa",
         "parameters": PARAMETERS,
         "trainable_parameters": ADAPTERS,
     }
@@ -213,7 +204,6 @@ def test_names_and_metadata(lora: Trace) -> None:
         ("llama-tiny", "sft", {"accumulate": -1}, r"accumulate is -1: give .* to 1024"),
         ("llama-tiny", "sft", {"batch": 1.5}, r"batch is 1\.5: give a whole number"),
         ("llama-tiny", "sft", {"batch": True}, r"batch is True: give a whole number"),
-        ("llama-tiny", "sft", {"attention": "flash"}, r"unknown attention 'flash'\. Known: sdpa"),
     ],
 )
 def test_bad_arguments_are_explained(

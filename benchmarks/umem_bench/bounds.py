@@ -73,8 +73,9 @@ def _recorded(models: tuple[str, ...], on_progress: Callable[[str], None]) -> It
 def _measure(trace: Trace, hardware: Hardware, percent: int) -> Measurement:
     from umem.hardware import with_durations
     from umem.pages.plan import plan
-    from umem.pages.simulate import fluid_bound_s, simulate
+    from umem.pages.simulate import simulate
     from umem.policy import resolve
+    from umem_bench.fluid_bound import fluid_bound_s
 
     budget_bytes = hardware.device_bytes * percent // 100
     rules = dataclasses.replace(

@@ -47,7 +47,6 @@ MAX_PLANNING_S = 3.0
 """Limit for planning and one simulation of full fine-tuning of Llama-2-7B, once compiled."""
 
 _COMPILE_LIMIT_S = 600.0
-_KEY = "0" * 64
 _Progress = Callable[[str], None]
 
 
@@ -92,7 +91,7 @@ def _workload(
 ) -> Iterator[Measurement]:
     """The recording, then every planner."""
     from umem.hardware import with_durations
-    from umem.pages.plan import PLANNERS, load_schedule, plan, save_schedule
+    from umem.pages.plan import PLANNERS, plan
     from umem.pages.simulate import simulate
     from umem.trace import save_trace
 
@@ -118,15 +117,12 @@ def _workload(
             rounds_s=(record_s,),
             figures=figures,
         )
-        path = Path(folder, "plan.npz")
         for planner in PLANNERS:
             make = partial(plan, trace, hardware, policy, planner)
             simulate(trace, make(), hardware, policy)  # compiles, or loads what is compiled
             schedule, plan_s = time_calls(make, rounds)
             again = partial(simulate, trace, schedule, hardware, policy)
             report, simulate_s = time_calls(again, rounds)
-            _, store_s = time_calls(partial(save_schedule, schedule, path, key=_KEY), rounds)
-            _, load_s = time_calls(partial(load_schedule, path, trace, key=_KEY), rounds)
             yield Measurement(
                 benchmark="plan",
                 case=trace.name,
@@ -134,9 +130,6 @@ def _workload(
                 rounds_s=plan_s,
                 figures={
                     "simulate_s": median(simulate_s) or 0.0,
-                    "store_s": median(store_s) or 0.0,
-                    "load_s": median(load_s) or 0.0,
-                    "plan_bytes": path.stat().st_size,
                     "hints": schedule.hint_count,
                     "step_s": report.step_s,
                     "lower_bound_s": report.lower_bound_s,
@@ -235,7 +228,7 @@ def tables(run: Run) -> Iterator[Table]:
     columns = ("workload", "planner", "planning", "a simulation", "hints", "predicted step")
     yield Table(
         "Plans, once compiled",
-        (*columns, "over the lower bound", "plan file", "writing it", "reading it"),
+        (*columns, "over the lower bound"),
         [
             (
                 it.case,
@@ -245,9 +238,6 @@ def tables(run: Run) -> Iterator[Table]:
                 f"{it.figures['hints']:,.0f}",
                 seconds(it.figures["step_s"]),
                 f"{it.figures['step_s'] / it.figures['lower_bound_s']:.3f}",
-                format_bytes(int(it.figures["plan_bytes"])),
-                seconds(it.figures["store_s"]),
-                seconds(it.figures["load_s"]),
             )
             for it in run.measurements("plan")
         ],

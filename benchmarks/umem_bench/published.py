@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {"hardware": "a100-g10", "policy": "managed-all"}
 BUDGETS_PERCENT = (100, 90, 75, 50, 25)
 """Shares of the device's memory to plan for."""
 
-PLANNERS = ("fault", "lookahead", "oracle", "planned")
+PLANNERS = ("fault", "lookahead", "planned")
 
 PUBLISHED = {
     "ideal": "all resident",

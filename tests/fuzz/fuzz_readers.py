@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fingerprints import trace_fingerprint
 from fuzz_inputs import archives, documents, exports, texts
 from hypothesis.strategies import SearchStrategy
 from nsys_exports import RUN, database
@@ -29,14 +30,13 @@ from umem.core.errors import UmemError
 from umem.core.report import Traffic
 from umem.fit import load_shape
 from umem.hardware import Hardware, load_hardware, with_durations
-from umem.pages.plan import load_schedule, plan, plan_key, save_schedule
-from umem.pages.simulate import simulate
+from umem.pages.plan import plan
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.predict.prediction import predict, report_row
 from umem.telemetry import read_recording, report_of, report_tables, save_recording
 from umem.telemetry.comparison import read_predictions
 from umem.telemetry.records import NamedRange, Residency, Shares
-from umem.trace import Trace, load_trace, save_trace, trace_fingerprint
+from umem.trace import Trace, load_trace, save_trace
 
 __all__ = ["READERS", "Reader", "Tally"]
 
@@ -148,11 +148,6 @@ def _trace() -> Trace:
     return load_trace(_seed("seed.json", _TRACE_DOCUMENT))
 
 
-@cache
-def _key() -> str:
-    return plan_key(_trace(), _machine(), _policy(), "planned")
-
-
 def _use_trace(path: Path) -> None:
     trace = load_trace(path)
     save_trace(trace, FOLDER / "again.npz")
@@ -167,18 +162,6 @@ def _use_trace(path: Path) -> None:
     for report in reports:
         json.dumps(report_row(report), allow_nan=False)
         assert report.step_s >= 0
-
-
-def _use_plan(path: Path) -> None:
-    schedule = load_schedule(path, _trace(), key=_key())
-    save_schedule(schedule, FOLDER / "again.npz", key=_key())
-    again = load_schedule(FOLDER / "again.npz", _trace(), key=_key())
-    assert np.array_equal(again.hint_tensor, schedule.hint_tensor)
-    try:
-        report = simulate(_trace(), schedule, _machine(), _policy())
-    except UmemError:
-        return
-    assert report.step_s >= 0
 
 
 def _use_recording(path: Path) -> None:
@@ -219,15 +202,6 @@ def _trace_seeds() -> list[bytes]:
     untimed = FOLDER / "untimed.npz"
     save_trace(with_durations(_trace(), _machine()), untimed)
     return [(FOLDER / "seed.npz").read_bytes(), untimed.read_bytes()]
-
-
-def _plan_seeds() -> list[bytes]:
-    seeds = []
-    for planner in ("planned", "lookahead"):
-        schedule = plan(_trace(), _machine(), _policy(), planner)
-        save_schedule(schedule, FOLDER / "seed-plan.npz", key=_key())
-        seeds.append((FOLDER / "seed-plan.npz").read_bytes())
-    return seeds
 
 
 def _profile_seeds() -> list[bytes]:
@@ -298,7 +272,6 @@ def _predictions() -> dict[str, Any]:
 READERS = (
     Reader("trace", ".npz", lambda: archives(_trace_seeds()), _use_trace),
     Reader("published trace", ".json", lambda: documents([_TRACE_DOCUMENT]), _use_trace),
-    Reader("plan", ".npz", lambda: archives(_plan_seeds()), _use_plan),
     Reader("profile", ".npz", lambda: archives(_profile_seeds()), _use_recording),
     Reader(
         "nsys export",

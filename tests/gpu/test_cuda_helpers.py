@@ -53,10 +53,10 @@ def stream() -> torch.cuda.Stream:
 
 @pytest.fixture
 def needs_discard() -> None:
-    """Skip where the driver or cuda-python has no batch calls."""
+    """Skip where the driver or cuda-python cannot discard."""
     capabilities = detect(0)
     if not capabilities.discard or capabilities.bindings_version[0] < 13:
-        pytest.skip("discard and batch prefetch need a driver and a cuda-python of CUDA 13")
+        pytest.skip("discard needs a driver and a cuda-python of CUDA 13")
 
 
 def as_tensor(range_: Range) -> torch.Tensor:
@@ -132,16 +132,6 @@ class TestPrefetch:
         thread.join()
         assert found == [DEVICE]
 
-    def test_batch(self, needs_discard: None, managed: Range, stream: torch.cuda.Stream) -> None:
-        """Each part to its own location, in groups and alone."""
-        places = [DEVICE, DEVICE, HOST, DEVICE]
-        size_bytes = MANAGED_BYTES // len(places)
-        parts = [part(managed, n * size_bytes, size_bytes) for n in range(len(places))]
-        ucuda.prefetch_batch(parts, places, stream=stream)
-        assert [ucuda.last_prefetch_location(piece) for piece in parts] == places
-        ucuda.prefetch_batch(parts, HOST, stream=stream)
-        assert ucuda.last_prefetch_location(managed) == HOST
-
 
 class TestAdvice:
     """Advice, read back and removed."""
@@ -201,24 +191,6 @@ class TestDiscard:
         assert host_bytes(part(managed, 0, mmap.PAGESIZE)) == b"\x03" * mmap.PAGESIZE
         last = part(managed, MANAGED_BYTES - mmap.PAGESIZE, mmap.PAGESIZE)
         assert host_bytes(last) == b"\x03" * mmap.PAGESIZE
-
-    def test_discard_and_prefetch(self, managed: Range, stream: torch.cuda.Stream) -> None:
-        """The whole target moves, shared pages with their data."""
-        tensor = as_tensor(managed)
-        tensor.fill_(4)
-        torch.cuda.synchronize()
-        edge = mmap.PAGESIZE // 2
-        target = part(managed, edge, MANAGED_BYTES - 2 * edge)
-        ucuda.discard_and_prefetch(target, HOST, stream=stream)
-        # A separate call moves the pages at the ends, and CUDA does not record their location.
-        inner = part(managed, mmap.PAGESIZE, MANAGED_BYTES - 2 * mmap.PAGESIZE)
-        assert ucuda.last_prefetch_location(inner) == HOST
-        assert host_bytes(part(managed, 0, mmap.PAGESIZE)) == b"\x04" * mmap.PAGESIZE
-        ucuda.discard_and_prefetch(managed, DEVICE, stream=stream)
-        assert ucuda.last_prefetch_location(managed) == DEVICE
-        stream.synchronize()
-        tensor.fill_(5)
-        assert host_bytes(managed) == b"\x05" * MANAGED_BYTES
 
 
 class TestRefusals:

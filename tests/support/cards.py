@@ -20,7 +20,6 @@ H200 = Capabilities(
     pageable_memory_access=False,
     pageable_uses_host_page_tables=False,
     direct_managed_access_from_host=False,
-    prefetch_batch=True,
     discard=True,
     driver_version=(13, 0),
     driver_release="580.159",

@@ -10,21 +10,17 @@ from recordings import records_of
 
 from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse, MigrationReport, Traffic
-from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.telemetry import Recording
 from umem.telemetry.records import Residency, Shares
 from umem.trace import Trace
 
 __all__ = [
-    "KEY",
     "exchange",
     "predicted",
     "small_recording",
-    "small_schedule",
     "small_trace",
 ]
 
-KEY = "0123456789abcdef" * 4
 MIB = 1 << 20
 WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE
 
@@ -76,21 +72,6 @@ def exchange(**changes: Any) -> dict[str, Any]:
         ],
     }
     return document | changes
-
-
-def small_schedule(**changes: Any) -> Schedule:
-    schedule = Schedule(
-        planner="planned",
-        residency=np.array(
-            [ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE, ResidencyMode.SYSTEM], np.uint8
-        ),
-        hint_phase=np.array([0, 1, 1, 2], np.int32),
-        hint_op=np.array(
-            [HintOp.PREFETCH, HintOp.EVICT, HintOp.DISCARD, HintOp.COPY_OUT], np.uint8
-        ),
-        hint_tensor=np.array([1, 0, 2, 0], np.int32),
-    )
-    return dataclasses.replace(schedule, **changes)
 
 
 def small_recording() -> Recording:

@@ -42,7 +42,6 @@ __all__ = [
     "Script",
     "Seq",
     "TraceFile",
-    "Window",
     "Workload",
     "WorkloadOptions",
     "budget_bytes",
@@ -127,9 +126,6 @@ Budget = Annotated[
     typer.Option(
         metavar="SIZE", help="Device memory to use, such as 64GiB or 80% (default: the policy's)."
     ),
-]
-Window = Annotated[
-    int, typer.Option(min=1, help="Phases that the planners lookahead and oracle look ahead.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Plot = Annotated[

@@ -1,4 +1,4 @@
-"""`umem plan`: plan a training step, print the plan's hints, and save or store the plan."""
+"""`umem plan`: plan a training step, and print the plan's hints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import IntEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -41,81 +40,42 @@ def plan(
     given: options.WorkloadOptions,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
     policy: options.PolicyName = options.DEFAULT_POLICY,
-    planner: Annotated[str, typer.Option(help="fault, lookahead, planned or oracle.")] = "planned",
+    planner: Annotated[str, typer.Option(help="fault, lookahead or planned.")] = "planned",
     budget: options.Budget = None,
-    window: options.Window = 8,
-    target: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", readable=False, metavar="FILE", help="Write the plan."),
-    ] = None,
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            readable=False,
-            metavar="FOLDER",
-            help="Keep the plan in this folder, under a key made of all its inputs; reuse it if it "
-            "is there.",
-        ),
-    ] = None,
     explain: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="Say why tensors of this name, or of this class, leave the device or stay, or who "
             "leaves for a phase of this name; * stands for any text. Says also what the step waits "
-            "for, what it would cost to keep these tensors on the device, and what 1 GiB more of "
-            "budget would gain.",
+            "for, and what 1 GiB more of budget would gain.",
         ),
     ] = None,
-    bound: Annotated[
-        bool,
-        typer.Option(
-            "--bound",
-            help="Predict the step and hold it against two lower bounds: the quick one, and a "
-            "nearer one by linear programming, which takes seconds and needs highspy.",
-        ),
-    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Plan a training step: which hints are issued when, and where each tensor lives."""
-    if target is not None and store is not None:
-        raise UmemError("--output and --store: give one of them")
     options.known_name("--planner", planner, planning.PLANNERS)
     if explain is not None and planner != "planned":
         raise UmemError("--explain: only the planner planned has reasons for each decision")
     (workload,) = options.find_workloads(options.TRAINING_MODES, given)
     machine = load_hardware(hardware)
     resolved = options.find_policy(policy, machine, budget)
-    if target is not None:
-        output.check_can_write("--output", target)
-    if store is not None:
-        output.check_can_write("--store", store, folder=True)
 
     with output.progress() as say:
         timed = with_durations(workload(say), machine)
-        key = planning.plan_key(timed, machine, resolved, planner, window=window)
-        made = schedule = None
-        if store is not None and explain is None:  # a stored plan has no reasons
-            schedule = planning.stored_plan(store, key, timed)
-        reused = schedule is not None
+        made = None
         began_s = time.perf_counter()
-        if schedule is None:
-            say(f"Planning {timed.name} with {planner}")
-            with output.interruptible():
-                if planner == "planned":
-                    made = planning.explained_plan(timed, machine, resolved, progress=say)
-                    schedule = made.schedule
-                else:
-                    schedule = planning.plan(timed, machine, resolved, planner, window=window)
+        say(f"Planning {timed.name} with {planner}")
+        with output.interruptible():
+            if planner == "planned":
+                made = planning.explained_plan(timed, machine, resolved, progress=say)
+                schedule = made.schedule
+            else:
+                schedule = planning.plan(timed, machine, resolved, planner)
         planning_s = time.perf_counter() - began_s
-        bounds = _bounds(timed, schedule, machine, resolved, say) if bound else None
         limits = None
         if explain is not None:
-            limits = _limits(timed, schedule, machine, resolved, explain, say)
-        if target is not None:
-            planning.save_schedule(schedule, target, key=key)
-        elif store is not None and not reused:
-            planning.store_plan(store, key, schedule)
+            limits = _limits(timed, schedule, machine, resolved, say)
 
     data: dict[str, Any] = {
         "workload": timed.name,
@@ -123,15 +83,10 @@ def plan(
         "policy": resolved.name,
         "device_budget_bytes": resolved.device_budget_bytes or machine.device_bytes,
         "planner": schedule.planner,
-        "key": key,
-        "file": None if target is None else str(target),
-        "store": None if store is None else str(store),
-        "reused": reused,
-        "planning_s": None if reused else planning_s,
+        "planning_s": planning_s,
         "hints": _totals(HintOp, schedule.hint_op, timed, schedule.hint_tensor),
         "residency": _totals(ResidencyMode, schedule.residency, timed, slice(None)),
         "reasons": None,
-        "bounds": bounds,
         "limits": limits,
     }
     if made is not None:
@@ -152,37 +107,14 @@ def plan(
             _print_limits(console, data["limits"])
 
 
-def _bounds(
-    trace: Trace,
-    schedule: Schedule,
-    hardware: Hardware,
-    policy: ResolvedPolicy,
-    say: output.Progress,
-) -> dict[str, float]:
-    """The predicted step and the bounds below it, seconds."""
-    from umem.pages.simulate import fluid_bound_s, simulate
-
-    say(f"Simulating {trace.name}")
-    predicted = simulate(trace, schedule, hardware, policy)
-    say(f"Looking for the fluid bound of {trace.name}")
-    capacity_bytes = policy.device_budget_bytes or hardware.device_bytes
-    return {
-        "step_s": predicted.step_s,
-        "ideal_s": predicted.ideal_s,
-        "quick_s": predicted.lower_bound_s,
-        "fluid_s": fluid_bound_s(trace, hardware, capacity_bytes),
-    }
-
-
 def _limits(
     trace: Trace,
     schedule: Schedule,
     hardware: Hardware,
     policy: ResolvedPolicy,
-    name: str,
     say: output.Progress,
 ) -> dict[str, Any]:
-    """What holds the step up, the step with these tensors kept, and the step with more budget."""
+    """What holds the step up, and the step with more budget."""
     from umem.pages.simulate import simulate
 
     predicted = simulate(trace, schedule, hardware, policy)
@@ -190,14 +122,11 @@ def _limits(
     more = replace(policy, device_budget_bytes=budget_bytes)
     say(f"Planning {trace.name} with {format_bytes(_MORE_BYTES)} more")
     richer = simulate(trace, planning.plan(trace, hardware, more), hardware, more)
-    say(f"Planning {trace.name} with {name} kept on the device")
-    kept = planning.step_if_kept(trace, hardware, policy, name)
     return {
         "step_s": predicted.step_s,
         "ideal_s": predicted.ideal_s,
         "stall_s": dict(predicted.stall_s),
         "step_with_1_gib_more_s": richer.step_s,
-        "kept": None if kept is None else asdict(kept),
     }
 
 
@@ -210,16 +139,6 @@ def _print_limits(console: Console, limits: Mapping[str, Any]) -> None:
         f"{output.stall_words(limits['stall_s'])}\n"
         f"with 1 GiB more of budget: {output.format_seconds(richer_s)}, {gain} less"
     )
-    kept = limits["kept"]
-    if kept is None:
-        return
-    what = f"kept on the device ({kept['tensors']:,}, {format_bytes(kept['size_bytes'])})"
-    if kept["step_s"] is None:
-        console.print(f"{what}: not possible: {plain(kept['refusal'])}")
-    else:
-        more_s = kept["step_s"] - step_s
-        change = f"{output.format_seconds(abs(more_s))} {'more' if more_s > 0 else 'less'}"
-        console.print(f"{what}: {output.format_seconds(kept['step_s'])}, {change}")
 
 
 def _print_decisions(
@@ -265,22 +184,11 @@ def _totals(
 
 
 def _print(console: Console, data: dict[str, Any]) -> None:
-    how = "taken from the store"
-    if not data["reused"]:
-        how = f"made in {output.format_seconds(data['planning_s'])}"
     console.print(
         f"[bold]{plain(data['workload'])}[/bold] on {plain(data['hardware'])}, "
         f"policy {plain(data['policy'])}, {format_bytes(data['device_budget_bytes'])} of device "
-        f"memory\nplanner {data['planner']}, {how}"
+        f"memory\nplanner {data['planner']}, made in {output.format_seconds(data['planning_s'])}"
     )
-    if data["bounds"] is not None:
-        times = {name: output.format_seconds(it) for name, it in data["bounds"].items()}
-        step_s, quick_s, fluid_s = (data["bounds"][it] for it in ("step_s", "quick_s", "fluid_s"))
-        console.print(
-            f"predicted step {times['step_s']}, all resident {times['ideal_s']}\n"
-            f"regret {step_s / quick_s:.3f} over the quick bound of {times['quick_s']}, "
-            f"{step_s / fluid_s:.3f} over the fluid bound of {times['fluid_s']}"
-        )
     tables = (("hint", "hints", data["hints"]), ("residency", "tensors", data["residency"]))
     for heading, counted, rows in tables:
         console.print()
@@ -293,8 +201,3 @@ def _print(console: Console, data: dict[str, Any]) -> None:
                 words = name.replace("_", " ")
                 table.add_row(words, member, f"{row['count']:,}", format_bytes(row["bytes"]))
         output.print_table(console, table)
-    if data["file"] is not None:
-        typer.echo(f"\nwrote {data['file']}")
-    elif data["store"] is not None:
-        how = "found" if data["reused"] else "stored"
-        typer.echo(f"\n{how} in {data['store']} as {data['key']}")

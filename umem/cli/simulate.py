@@ -49,7 +49,7 @@ def simulate(
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
     policy: options.PolicyName = options.DEFAULT_POLICY,
     planner: Annotated[
-        str, typer.Option(help="fault, lookahead, planned or oracle; several with commas between.")
+        str, typer.Option(help="fault, lookahead or planned; several with commas between.")
     ] = "fault,planned",
     budget: options.Budget = None,
     addresses: Annotated[
@@ -59,7 +59,6 @@ def simulate(
             "own address, which fault never frees, as some published baselines assume."
         ),
     ] = "reused",
-    window: options.Window = 8,
     runnable: Annotated[
         bool,
         typer.Option(
@@ -121,7 +120,6 @@ def simulate(
                     resolved,
                     planners,
                     addresses="own" if addresses == "own" else "reused",
-                    window=window,
                     runnable=runnable,
                     timeline=plot is not None,
                     progress=say,

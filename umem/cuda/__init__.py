@@ -13,12 +13,10 @@ from umem.cuda.operations import (
     accessed_by,
     advise,
     discard,
-    discard_and_prefetch,
     is_read_mostly,
     last_prefetch_location,
     preferred_location,
     prefetch,
-    prefetch_batch,
     unadvise,
 )
 from umem.cuda.targets import Location, Range
@@ -30,11 +28,9 @@ __all__ = [
     "accessed_by",
     "advise",
     "discard",
-    "discard_and_prefetch",
     "is_read_mostly",
     "last_prefetch_location",
     "preferred_location",
     "prefetch",
-    "prefetch_batch",
     "unadvise",
 ]

@@ -16,7 +16,6 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import groupby
 from typing import Any, Literal
 
 from umem.core.errors import CudaError, NativeLibraryError, UnsupportedError
@@ -36,7 +35,6 @@ __all__ = [
     "device_pci_address",
     "device_total_bytes",
     "discard",
-    "discard_and_prefetch",
     "driver_release",
     "driver_version",
     "free",
@@ -48,7 +46,6 @@ __all__ = [
     "nvml_nvlink_c2c",
     "nvml_pcie_link",
     "prefetch",
-    "prefetch_batch",
     "range_location",
     "relaxed_capture",
 ]
@@ -57,7 +54,7 @@ _CUDA_12_2 = 12020
 """First driver with locations (``cuMemPrefetchAsync_v2``), in CUDA's own version coding."""
 
 _CUDA_13 = 13000
-"""First driver with the batch calls, discard among them."""
+"""First driver with discard."""
 
 _HOST_DEVICE_NUMBER = -1  # cudaCpuDeviceId
 _INVALID_DEVICE_NUMBER = -2  # cudaInvalidDeviceId
@@ -66,7 +63,6 @@ _LOCATION_TYPES = {
     "device": "cudaMemLocationTypeDevice",
     "host": "cudaMemLocationTypeHost",
     "host_numa": "cudaMemLocationTypeHostNuma",
-    "host_numa_current": "cudaMemLocationTypeHostNumaCurrent",
 }
 
 # CUmemLocationType and CUmem_range_attribute of cuda.h.
@@ -323,30 +319,11 @@ def is_capturing(stream: int) -> bool:
 
 
 def compile_kernels(source: str, name: str, device: int, kernels: Sequence[str]) -> list[Any]:
-    """Compile CUDA C++ for a device, and load it for the life of the process.
+    """Compile CUDA C++ for the current device, and load it for the life of the process.
 
-    Parameters
-    ----------
-    source
-        The program; its kernels are ``extern "C"``.
-    name
-        Its name, for errors.
-    device
-        Number of the current device.
-    kernels
-        Names of its kernels.
-
-    Returns
-    -------
-    list
-        For each kernel what :func:`launch` takes.
-
-    Raises
-    ------
-    NativeLibraryError
-        Without NVRTC.
-    CudaError
-        Where it does not compile, or not load.
+    The kernels of `source` are ``extern "C"``; `name` is the program's in errors. Returns for each
+    kernel what :func:`launch` takes. ``NativeLibraryError`` without NVRTC, ``CudaError`` where it
+    does not compile or load.
     """
     try:
         from cuda.bindings import nvrtc
@@ -407,25 +384,18 @@ def advise(range_: Range, advice: str, location: Location) -> None:
     _call(name, range_.address, range_.size_bytes, value, where, subject=subject)
 
 
-def prefetch_batch(ranges: Sequence[Range], locations: Sequence[Location], stream: int) -> None:
-    """Queue several migrations, the n-th range to the n-th location, in one call."""
-    _require_batch("cudaMemPrefetchBatchAsync", "call prefetch once per target")
-    _call_batch("cudaMemPrefetchBatchAsync", ranges, locations, stream)
-
-
 def discard(range_: Range, stream: int) -> None:
     """Queue the discarding of a range's contents."""
-    name = "cudaMemDiscardBatchAsync"
-    _require_batch(name, "leave the discard out: it saves a migration, no more")
+    name, instead = "cudaMemDiscardBatchAsync", "leave the discard out: it saves a migration"
+    if driver_version() < _CUDA_13:
+        raise UnsupportedError(f"{name} needs a driver for CUDA 13 (580 or newer); {instead}")
+    if not hasattr(_runtime(), name):
+        raise UnsupportedError(
+            f"{name} needs cuda-python 13, and this one is for CUDA "
+            f"{bindings_version() // 1000}; {instead}"
+        )
     place = [range_.address], [range_.size_bytes], 1
     _call(name, *place, 0, stream, subject=str(range_))
-
-
-def discard_and_prefetch(range_: Range, location: Location, stream: int) -> None:
-    """Queue discard and migration of one range: the destination's pages hold nothing."""
-    name = "cudaMemDiscardAndPrefetchBatchAsync"
-    _require_batch(name, "call prefetch alone: it moves the old contents too")
-    _call_batch(name, [range_], [location], stream)
 
 
 def is_read_mostly(range_: Range) -> bool:
@@ -469,35 +439,6 @@ def _device_number(location: Location) -> int:
 
 def _numbered(number: int) -> Location:
     return Location.host() if number == _HOST_DEVICE_NUMBER else Location.device(number)
-
-
-def _require_batch(name: str, instead: str) -> None:
-    if driver_version() < _CUDA_13:
-        raise UnsupportedError(f"{name} needs a driver for CUDA 13 (580 or newer); {instead}")
-    if not hasattr(_runtime(), name):
-        raise UnsupportedError(
-            f"{name} needs cuda-python 13, and this one is for CUDA "
-            f"{bindings_version() // 1000}; {instead}"
-        )
-
-
-def _call_batch(
-    name: str, ranges: Sequence[Range], locations: Sequence[Location], stream: int
-) -> None:
-    # The call wants each location once per run of ranges, with the index where the run starts.
-    runs = [next(group) for _, group in groupby(enumerate(locations), key=lambda item: item[1])]
-    _call(
-        name,
-        [range_.address for range_ in ranges],
-        [range_.size_bytes for range_ in ranges],
-        len(ranges),
-        [_location(location) for _, location in runs],
-        [start for start, _ in runs],
-        len(runs),
-        0,
-        stream,
-        subject=f"{len(ranges)} ranges, the first {ranges[0]} to {locations[0]}",
-    )
 
 
 def _range_attribute(attribute: int, range_: Range, count: int) -> list[int]:

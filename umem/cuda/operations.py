@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -14,12 +13,10 @@ __all__ = [
     "accessed_by",
     "advise",
     "discard",
-    "discard_and_prefetch",
     "is_read_mostly",
     "last_prefetch_location",
     "preferred_location",
     "prefetch",
-    "prefetch_batch",
     "unadvise",
 ]
 
@@ -72,33 +69,6 @@ def prefetch(target: Any, location: Location, *, stream: Any) -> None:
     _bindings.prefetch(_managed(target, location), location, handle)
 
 
-def prefetch_batch(
-    targets: Sequence[Any], locations: Location | Sequence[Location], *, stream: Any
-) -> None:
-    """Migrate several targets in one call, in no set order among themselves.
-
-    There is at least one target, and one location for all of them or one for each; not the default
-    stream, which CUDA does not allow here. Other parameters and errors are those of
-    :func:`prefetch`; ``UnsupportedError`` also if the driver or cuda-python is older than CUDA 13.
-
-    Examples
-    --------
-    >>> prefetch_batch([q, k, v], Location.device(0), stream=torch.cuda.Stream())
-    """
-    handle = _own_stream(stream)
-    ranges = [as_range(target) for target in targets]
-    if not ranges:
-        raise ValueError("prefetch_batch needs at least one target")
-    places = [locations] * len(ranges) if isinstance(locations, Location) else list(locations)
-    if len(places) != len(ranges):
-        raise ValueError(
-            f"{len(ranges)} targets and {len(places)} locations; pass one location for all, or "
-            "one for each target"
-        )
-    ranges = [_managed(range_, place) for range_, place in zip(ranges, places, strict=True)]
-    _bindings.prefetch_batch(ranges, places, handle)
-
-
 def advise(target: Any, advice: Advice, location: Location | None = None) -> None:
     """Give the driver standing advice on `target`; nothing moves.
 
@@ -131,28 +101,18 @@ def discard(target: Any, *, stream: Any) -> None:
 
     Only whole pages inside the target are discarded, so a neighbour that shares the first or last
     page keeps its data; a target without a whole page is a ``ValueError``. Until a page is written
-    or prefetched again, reading it gives an indeterminate value.
-
-    Parameters and errors are those of :func:`prefetch_batch`.
+    or prefetched again, reading it gives an indeterminate value. CUDA does not take the default
+    stream here. Other parameters and errors are those of :func:`prefetch`; ``UnsupportedError``
+    also if the driver or cuda-python is older than CUDA 13.
     """
-    handle = _own_stream(stream)
+    handle = as_stream(stream)
+    if handle in _LEGACY_STREAMS:
+        raise ValueError(
+            "CUDA discards on no default stream; pass a stream of your own, such as "
+            "torch.cuda.Stream()"
+        )
     pages = _managed(whole_pages(as_range(target)), None)
     _bindings.discard(pages, handle)
-
-
-def discard_and_prefetch(target: Any, location: Location, *, stream: Any) -> None:
-    """Put pages for `target` at `location` without moving their dead contents.
-
-    Only whole pages are discarded, as by :func:`discard`; a shared first or last page moves with
-    its contents. Parameters and errors are those of :func:`discard` and :func:`prefetch`.
-    """
-    handle = _own_stream(stream)
-    range_ = as_range(target)
-    pages = whole_pages(range_)
-    _managed(range_, location)
-    _bindings.discard_and_prefetch(pages, location, handle)
-    if pages != range_:
-        _bindings.prefetch(range_, location, handle)
 
 
 def is_read_mostly(target: Any) -> bool:
@@ -186,16 +146,6 @@ def last_prefetch_location(target: Any) -> Location | None:
 def accessed_by(target: Any) -> tuple[Location, ...]:
     """Return the processors that every page has accessed-by advice for; errors as `prefetch`."""
     return _bindings.accessed_by(_managed(target, None))
-
-
-def _own_stream(stream: Any) -> int:
-    handle = as_stream(stream)
-    if handle in _LEGACY_STREAMS:
-        raise ValueError(
-            "CUDA's batch calls do not take the default stream; pass a stream of your own, such "
-            "as torch.cuda.Stream()"
-        )
-    return handle
 
 
 def _advice_location(

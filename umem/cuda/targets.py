@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 __all__ = ["Location", "Range", "as_range", "as_stream", "whole_pages"]
 
-LocationKind = Literal["device", "host", "host_numa", "host_numa_current"]
+LocationKind = Literal["device", "host", "host_numa"]
 
 
 @dataclass(frozen=True)
 class Location:
     """A place for pages, as in CUDA's ``cudaMemLocation``.
 
-    Build one with :meth:`device`, :meth:`host`, :meth:`host_numa` or :meth:`host_numa_current`. A
-    negative number, or a number where the kind has none, is a ``ValueError``.
+    Build one with :meth:`device`, :meth:`host` or :meth:`host_numa`. A negative number, or one for
+    the host, is a ``ValueError``.
 
     Examples
     --------
@@ -29,7 +29,7 @@ class Location:
 
     kind: LocationKind
     number: int = 0
-    """The device's ordinal or the host's NUMA node; 0 for the other kinds."""
+    """The device's ordinal or the host's NUMA node; 0 for the host as a whole."""
 
     def __post_init__(self) -> None:
         if self.kind in ("device", "host_numa"):
@@ -38,16 +38,14 @@ class Location:
                     f"a {self.kind} location needs a number of 0 or more, not {self.number}; "
                     "the host is Location.host()"
                 )
-        elif self.kind in ("host", "host_numa_current"):
-            if self.number != 0:
-                raise ValueError(
-                    f"a {self.kind} location has no number, got {self.number}; "
-                    "for one node of the host use Location.host_numa(node)"
-                )
-        else:
+        elif self.kind != "host":
             raise ValueError(
-                f"unknown kind of location {self.kind!r}; one of device, host, host_numa, "
-                "host_numa_current"
+                f"unknown kind of location {self.kind!r}; one of device, host, host_numa"
+            )
+        elif self.number != 0:
+            raise ValueError(
+                f"a host location has no number, got {self.number}; "
+                "for one node of the host use Location.host_numa(node)"
             )
 
     @classmethod
@@ -65,17 +63,10 @@ class Location:
         """Return the host memory of one NUMA node."""
         return cls("host_numa", node)
 
-    @classmethod
-    def host_numa_current(cls) -> Location:
-        """Return the host NUMA node nearest to the calling thread's CPU."""
-        return cls("host_numa_current")
-
     def __str__(self) -> str:
         if self.kind == "device":
             return f"device {self.number}"
-        if self.kind == "host_numa":
-            return f"host NUMA node {self.number}"
-        return "host" if self.kind == "host" else "the calling thread's host NUMA node"
+        return f"host NUMA node {self.number}" if self.kind == "host_numa" else "host"
 
 
 @dataclass(frozen=True)

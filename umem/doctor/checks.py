@@ -319,11 +319,11 @@ def _device(device: Capabilities) -> Iterator[Check]:
             "use sft, lora or inference, which need none; for the policy managed, bare-metal Linux "
             "or a passed-through GPU of compute capability 6.0 or newer",
         )
-    elif not (device.prefetch_batch and device.discard):
-        why = "no batch prefetch and no discard: dead contents are moved too"
+    elif not device.discard:
+        why = "no discard: dead contents are moved too"
         yield _warn(name, "concurrent access", why, "update the driver to 580 or newer (CUDA 13)")
     else:
-        yield _ok(name, "concurrent access, batch prefetch, discard")
+        yield _ok(name, "concurrent access, discard")
     reached = "reached by migration (HMM)" if device.pageable_memory_access else "not reached"
     if device.ats:
         reached = "reached through the CPU's page tables (ATS)"

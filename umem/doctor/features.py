@@ -88,7 +88,7 @@ _FAILS = {
 _OUT_OF_MEMORY = "except torch.OutOfMemoryError"
 _ADDRESSES = "addresses kept from step to step: data_ptr(), tables of pointers"
 _HINTS = "umem.cuda: prefetch, advise"
-_DISCARD = "discard and batch prefetch"
+_DISCARD = "discard"
 _SYSTEM = "system memory (ATS or HMM): kind system"
 _NUMBA = "numba arrays in the same memory: share: [numba]"
 _CUPY = "CuPy arrays in the same memory: share: [cupy]"
@@ -169,14 +169,14 @@ def _hints(devices: tuple[Capabilities, ...]) -> Feature:
 
 
 def _discard(devices: tuple[Capabilities, ...]) -> Feature:
-    if not all(device.discard and device.prefetch_batch for device in devices):
-        why = "they came with CUDA 13, and need concurrent managed access on every GPU"
+    if not all(device.discard for device in devices):
+        why = "it came with CUDA 13, and needs concurrent managed access on every GPU"
         return Feature(_DISCARD, Verdict.NO, why, "update the driver to 580 or newer")
     if devices[0].bindings_version[0] < 13:
-        why = "the driver has them; umem.cuda reaches them through cuda-python 13 only"
+        why = "the driver has it; umem.cuda reaches it through cuda-python 13 only"
         remedy = f"with a CUDA 13 torch: {install_command('cuda13')}"
         return Feature(_DISCARD, Verdict.PARTLY, why, remedy)
-    return Feature(_DISCARD, Verdict.YES, "driver and cuda-python have them")
+    return Feature(_DISCARD, Verdict.YES, "driver and cuda-python have it")
 
 
 def _system(devices: tuple[Capabilities, ...]) -> Feature:

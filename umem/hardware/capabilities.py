@@ -17,7 +17,7 @@ _CUDA_12_2 = (12, 2)
 """First driver with NUMA attributes; older ones refuse the query."""
 
 _CUDA_13 = (13, 0)
-"""First driver with batch prefetch and discard."""
+"""First driver with discard."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,6 @@ class Capabilities:
     """It does so through the CPU's own page tables (ATS)."""
     direct_managed_access_from_host: bool
     """The CPU accesses managed memory on the device without migrating it."""
-    prefetch_batch: bool
-    """The driver has the batch prefetch call."""
     discard: bool
     """The driver has the discard call."""
     driver_version: tuple[int, int]
@@ -131,7 +129,7 @@ def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
     total_bytes = driver.device_total_bytes(device)
     pci_address = driver.device_pci_address(device)
     concurrent = attribute("CONCURRENT_MANAGED_ACCESS") != 0
-    batches = concurrent and version >= _CUDA_13
+    discards = concurrent and version >= _CUDA_13
     host_node = device_node = -1
     if version >= _CUDA_12_2:
         host_node = attribute("HOST_NUMA_ID")
@@ -150,8 +148,7 @@ def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
         pageable_uses_host_page_tables=attribute("PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")
         != 0,
         direct_managed_access_from_host=attribute("DIRECT_MANAGED_MEM_ACCESS_FROM_HOST") != 0,
-        prefetch_batch=batches,
-        discard=batches,
+        discard=discards,
         driver_version=version,
         driver_release=driver.driver_release(),
         bindings_version=_version(driver.bindings_version()),

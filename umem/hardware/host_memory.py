@@ -92,17 +92,9 @@ _V1 = _Interface(
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory | None:
-    """Read how much host memory this process may use.
+    """Read how much host memory this process may use; None where the kernel does not report it.
 
-    Parameters
-    ----------
-    root
-        The directory in which ``proc`` and ``sys`` lie.
-
-    Returns
-    -------
-    HostMemory or None
-        None where the kernel does not report it, as on macOS.
+    `root` is the directory in which ``proc`` and ``sys`` lie.
     """
     meminfo = _figures(root / "proc/meminfo")
     if "MemTotal:" not in meminfo or "MemAvailable:" not in meminfo:

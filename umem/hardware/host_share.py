@@ -67,21 +67,11 @@ def local_ranks(variables: Mapping[str, str] = os.environ) -> tuple[int, str]:
 def host_share(
     variables: Mapping[str, str] = os.environ, root: Path = Path("/"), processes: int = 1
 ) -> HostShare | None:
-    """Read this process's share of host memory, as it is now.
+    """Read this process's share of host memory, as it is now; None where it is not reported.
 
-    Parameters
-    ----------
-    variables
-        The environment, in which launchers count ranks.
-    root
-        The directory in which ``proc`` and ``sys`` lie.
-    processes
-        Those that are seen, this one included. They count where no variable does.
-
-    Returns
-    -------
-    HostShare or None
-        None where the kernel does not report memory, as on macOS.
+    Launchers count ranks in the environment. `processes` are those that are seen, this one
+    included, and count where no variable does. `root` is as for
+    :func:`umem.hardware.host_memory.host_memory`.
     """
     memory = host_memory(root)
     return None if memory is None else share_of(memory, variables, processes)

@@ -142,7 +142,7 @@ class Checker:
 
 
 def _check_format(said: object, noun: str, readable: Sequence[str], check: Checker) -> None:
-    """Refuse a format, such as ``umem-plan/3``, that is none of the readable ones of a family."""
+    """Refuse a format, such as ``umem-trace/3``, that is none of the readable ones of a family."""
     if said in readable:
         return
     known = " and ".join(readable)

@@ -25,7 +25,6 @@ def predict(
     planners: Sequence[str],
     *,
     addresses: Addresses = "reused",
-    window: int = 8,
     runnable: bool = False,
     timeline: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -45,13 +44,11 @@ def predict(
     addresses : {"reused", "own"}
         As in :func:`umem.pages.simulate.simulate`, for the planner ``fault``. The others know
         what is dead and free it.
-    window : int
-        Phases that the planner ``lookahead`` sees.
     runnable : bool
         Whether to predict the plans that :func:`umem.manage` would run, which are those that a
         running training can carry out (:func:`umem.pages.plan.plan_search.search_plan`). The
-        executor predicts the same figures from the same trace, budget and machine. `addresses` and
-        `window` are then as the executor has them.
+        executor predicts the same figures from the same trace, budget and machine. `addresses` are
+        then as the executor has them.
     timeline : bool
         Whether the reports have one, for pictures.
     progress : callable, optional
@@ -91,7 +88,7 @@ def predict(
             found = search_plan(timed, hardware, policy, planner)
             reports.append(found.predicted if timeline else replace(found.predicted, timeline=None))
             continue
-        schedule = plan(timed, hardware, policy, planner, window=window)
+        schedule = plan(timed, hardware, policy, planner)
         say(f"Simulating {trace.name} with {planner}")
         reports.append(
             simulate(

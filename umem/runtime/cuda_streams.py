@@ -20,13 +20,7 @@ _handles: set[int] = set()
 
 
 class CurrentStream:
-    """The current stream of a device in the calling thread.
-
-    Parameters
-    ----------
-    device
-        The device.
-    """
+    """The current stream of a device in the calling thread."""
 
     def __init__(self, device: torch.device) -> None:
         from umem.torch_compat import current_raw_stream  # not in a torch without CUDA

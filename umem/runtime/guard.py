@@ -53,10 +53,8 @@ def has_guard() -> bool:
 class Guard(object if _native is None else _native.Guard):  # type: ignore[misc]
     """Guards tensors that are updated, or copied, together.
 
-    Parameters
-    ----------
-    settle
-        Called before each use, in the thread that uses a tensor. It may :meth:`release` them.
+    `settle` is called before each use, in the thread that uses a tensor. It may :meth:`release`
+    them.
     """
 
     functions: ClassVar[tuple[str, ...]] = ()
@@ -90,14 +88,9 @@ class Guard(object if _native is None else _native.Guard):  # type: ignore[misc]
     ) -> None:
         """Guard tensors, but those that another guard has, and keep them alive.
 
-        Parameters
-        ----------
-        tensors
-            The tensors.
-        events
-            Handles of CUDA events, each with its device's number. To wait for them is enough for a
-            thread that does not hold the interpreter's lock, which must not ask for it; `was_used`
-            tells of that. None where it is not.
+        `events` are handles of CUDA events, each with its device's number. To wait for them is
+        enough for a thread that does not hold the interpreter's lock, which must not ask for it;
+        `was_used` tells of that. None where it is not.
         """
         some = list(tensors)
         if some:

@@ -156,12 +156,7 @@ def note_export(tensors: Any) -> None:
     To be called for ``__cuda_array_interface__`` and DLPack, whose user keeps the tensor and not
     its storage, so that the storage's use count tells nothing, and for a capture into a CUDA graph.
     The memory is held for as long as it exists. Call it after the wait for the tensors' updates and
-    copies, which may give them other memory.
-
-    Parameters
-    ----------
-    tensors
-        As for :func:`hold`.
+    copies, which may give them other memory. `tensors` are as for :func:`hold`.
     """
     storages = _own_storages(_tensors_of(tensors))
     with _lock:
@@ -193,13 +188,8 @@ def are_kept(storages: Collection[torch.UntypedStorage]) -> bool:
     """Whether a program keeps an object of any of these storages.
 
     There is one such object for each storage, which the storage's use count does not tell from an
-    object that nothing refers to any more.
-
-    Parameters
-    ----------
-    storages
-        In a list that has the only references of the caller, from ``Tensor.untyped_storage``. Each
-        belongs to a tensor that is alive.
+    object that nothing refers to any more. The list has the only references of the caller, from
+    ``Tensor.untyped_storage``, and each storage belongs to a tensor that is alive.
     """
     return not _references().issuperset(map(sys.getrefcount, storages))
 

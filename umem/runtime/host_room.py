@@ -23,16 +23,8 @@ _processes = 1
 def divide_host(allocator: Allocator, pinned_share: float, processes: int) -> None:
     """Move the cap on page-locked memory to this process's part of what the host has left.
 
-    The first process alone keeps the cap that it began with.
-
-    Parameters
-    ----------
-    allocator
-        The process's allocator.
-    pinned_share
-        What page-locked memory may take of the process's share.
-    processes
-        Number of processes that are under umem, this one included.
+    `pinned_share` is what such memory may take of the process's share, and `processes` how many are
+    under umem, this one included. The first process alone keeps the cap that it began with.
     """
     global _processes
     is_alone = _processes == processes == 1

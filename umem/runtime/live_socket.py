@@ -59,17 +59,11 @@ class BusyError(UmemError):
 
 
 def serve(figures: Figures, on_arrival: Callable[[int], None] = lambda _: None) -> None:
-    """Answer `umem top` from now on, until the process ends.
+    """Answer `umem top` with what `figures` returns, from now on, until the process ends.
 
-    Where no socket can be made, the process goes on without, and the log says why.
-
-    Parameters
-    ----------
-    figures
-        Returns what to answer.
-    on_arrival
-        Called with the number of this user's processes that serve on this host, this one included:
-        now, and in another thread when one begins or ends.
+    `on_arrival` is called with the number of this user's processes that serve on this host, this
+    one included: now, and in another thread when one begins or ends. Where no socket can be made,
+    the process goes on without, and the log says why.
     """
     global _serves
     if _serves:

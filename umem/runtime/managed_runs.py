@@ -22,22 +22,12 @@ _MOST_RUNS = 64
 
 @dataclass
 class ManagedRun:
-    """A training's steps, or the calls of a model that is not trained.
-
-    Parameters
-    ----------
-    model
-        Name of the model's class.
-    unit
-        What is counted.
-    late
-        Returns how often something was used before its copy or its pages were there; None if that
-        is unknown now.
-    """
+    """A training's steps, or the calls of a model that is not trained."""
 
     model: str
     unit: Literal["step", "call"]
     late: Callable[[], int | None] = field(default=lambda: None, repr=False)
+    """Returns how often something was used before it was there; None if that is unknown now."""
     count: int = 0
     """Steps or calls so far."""
     planned: int = 0

@@ -16,13 +16,6 @@ class PeakReader:
 
     The allocator has one peak for a device, which a look resets. What one reader finds counts for
     all others too: two trainings on one device would hide their peaks from each other.
-
-    Parameters
-    ----------
-    allocator
-        The native allocator.
-    device
-        Number of the device.
     """
 
     def __init__(self, allocator: Allocator, device: int) -> None:

@@ -90,16 +90,11 @@ def native_config(
     pinned_limit_bytes: int = 0,
     managed_bytes_of_device: Sequence[int] = (),
 ) -> _native.Config:
-    """The native allocator's configuration.
+    """The native allocator's configuration, by a resolved policy.
 
-    Parameters
-    ----------
-    resolved
-        A policy from :func:`umem.policy.resolve`.
-    pinned_limit_bytes
-        Most page-locked memory of all GPUs together; 0 for no limit.
-    managed_bytes_of_device
-        By GPU, what its first allocation adds to the policy's cap on managed memory.
+    `pinned_limit_bytes` is the most page-locked memory of all GPUs together, 0 for no limit;
+    `managed_bytes_of_device` has what the first allocation on each GPU adds to the policy's cap on
+    managed memory.
     """
     library, refused = native(), without()
     return library.Config(

@@ -27,7 +27,7 @@ from umem.telemetry.figures import (
 )
 from umem.telemetry.file import load_recording, read_recording, save_recording
 from umem.telemetry.nsys import read_nsys
-from umem.telemetry.phases import PhaseRanges, call_watcher, nvtx_phases
+from umem.telemetry.phases import PhaseRanges, nvtx_phases
 from umem.telemetry.profiler import Profile, profile
 from umem.telemetry.records import Recording, RecordKind
 from umem.telemetry.reports import measured_row, report_of, step_reports, tensor_traffic
@@ -39,7 +39,6 @@ __all__ = [
     "Profile",
     "RecordKind",
     "Recording",
-    "call_watcher",
     "figures_of_recording",
     "knows_release",
     "link_figure",

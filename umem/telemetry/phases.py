@@ -19,7 +19,6 @@ __all__ = [
     "STEP_PREFIX",
     "Marks",
     "PhaseRanges",
-    "call_watcher",
     "nvtx_phases",
     "watched_phases",
 ]
@@ -61,7 +60,7 @@ class PhaseRanges:
     def begin(self, label: str) -> None:
         """Begin a phase, which ends the one before it in this thread."""
         for watch in _watchers:
-            if not call_watcher(watch):
+            if not _call_watcher(watch):
                 _remove_watcher(watch)
         self.end()
         if _switches or self._always:
@@ -116,7 +115,7 @@ def watched_phases(watch: Callable[[], None]) -> Iterator[None]:
         _remove_watcher(watch)
 
 
-def call_watcher(watch: Callable[[], None]) -> bool:
+def _call_watcher(watch: Callable[[], None]) -> bool:
     """Call a function that observes a step, and log what it raises.
 
     The caller is in the middle of a training step, which an observer's error must not end. After

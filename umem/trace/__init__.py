@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from umem.trace.check import MAX_TENSORS, check_trace
-from umem.trace.file import TRACE_FORMAT, load_trace, save_trace, trace_fingerprint
+from umem.trace.file import TRACE_FORMAT, load_trace, save_trace
 from umem.trace.model import (
     OPTIMIZER,
     Access,
@@ -45,7 +45,6 @@ __all__ = [
     "ranges",
     "require_durations",
     "save_trace",
-    "trace_fingerprint",
     "with_accesses",
     "written_tensors",
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,6 @@ __all__ = [
     "TraceHeader",
     "load_trace",
     "save_trace",
-    "trace_fingerprint",
 ]
 
 EXCHANGE_FORMAT = "umem-trace/1"
@@ -241,21 +238,3 @@ def _accesses(document: Exchange, check: Checker) -> list[dict[int, int]]:
                 uses[number] = uses.get(number, 0) | int(mode)
         accesses.append(uses)
     return accesses
-
-
-def trace_fingerprint(trace: Trace) -> str:
-    """Content address of the step: equal for traces that a planner cannot tell apart.
-
-    Every column of numbers counts, bit for bit. Its name, source and metadata, and the names of
-    tensors and phases, do not. 64 hexadecimal digits of SHA-256, the same in every process and on
-    every machine.
-    """
-    digest = hashlib.sha256()
-    for field in dataclasses.fields(trace):
-        column = getattr(trace, field.name)
-        if isinstance(column, np.ndarray):
-            # Little-endian everywhere. The length keeps neighbouring columns apart.
-            column = column.astype(column.dtype.newbyteorder("<"))
-            digest.update(f"{field.name} {column.dtype.str} {len(column)}\n".encode())
-            digest.update(column.tobytes())
-    return digest.hexdigest()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, cycle, islice, pairwise
+from itertools import compress, pairwise
 from operator import not_
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 
 from umem.capture.live.blocks import Block
 from umem.capture.live.memory_tracker import MemoryTracker, StepMemory
-from umem.capture.live.timing import Clock, Window, find_windows
+from umem.capture.live.phase_tracker import StepListener
+from umem.capture.live.timing import Clock
 from umem.capture.live.trace_builder import JoinedPhases, join_phases
 from umem.runtime.model_parts import named_tensors, plain_tensors, tensors_in
 from umem.torch_compat import storage_key
@@ -61,40 +62,26 @@ def call_shapes(args: Sequence[object], kwargs: Mapping[str, object]) -> CallSha
 
 
 class SignatureWatch:
-    """Signatures of the step in progress, and of the one before it."""
+    """The calls of the step in progress, and the signature of the one before it."""
 
     def __init__(self) -> None:
         self.calls: list[CallShapes] = []
-        self._last: StepSignature | None = None
+        self.last: StepSignature | None = None
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
         self._last_storages: list[weakref.ref[torch.UntypedStorage]] = []
 
-    @property
-    def signature(self) -> StepSignature | None:
-        """Of the calls so far in the step in progress; between two steps, of the last one."""
-        return StepSignature(tuple(self.calls)) if self.calls else self._last
-
-    def agrees(self, expected: StepSignature) -> bool:
-        """Whether the step in progress can still turn out to have this signature."""
-        if not self.calls:
-            return self._last == expected
-        return expected.calls[: len(self.calls)] == tuple(self.calls)
-
-    def add(
-        self, args: Sequence[object], kwargs: Mapping[str, object], *, note_storages: bool
-    ) -> None:
+    def add(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """The model is called, in the step in progress."""
         self.calls.append(call_shapes(args, kwargs))
-        if note_storages:
-            self._storages += [
-                weakref.ref(part.untyped_storage())
-                for tensor in tensors_in((args, kwargs))
-                for part in plain_tensors(tensor)
-            ]
+        self._storages += [
+            weakref.ref(part.untyped_storage())
+            for tensor in tensors_in((args, kwargs))
+            for part in plain_tensors(tensor)
+        ]
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
-        self._last = StepSignature(tuple(self.calls))
+        self.last = StepSignature(tuple(self.calls))
         self.calls = []
         self._last_storages, self._storages = self._storages, []
 
@@ -114,14 +101,12 @@ class RecordedSteps:
 
     memory: StepMemory
     joined: JoinedPhases
-    whole: Window
-    """All of a step."""
-    windows: tuple[Window, ...]
-    """Measured in turn."""
+    begins: tuple[bool, ...]
+    """For each tracked phase whether a phase of the trace begins with it."""
     seconds: list[list[float]]
-    """Of each phase of the trace, its durations in the steps that have timed it."""
-    pending: list[tuple[Window, list[Any]]] = field(default_factory=list)
-    """Marks that the device may not have reached: the begins of the window's phases, and the end of
+    """Of each phase of the trace, its durations in the timed steps."""
+    pending: list[list[Any]] = field(default_factory=list)
+    """Marks that the device may not have reached: the begins of the trace's phases, and the end of
     the step."""
     totals: list[float] = field(default_factory=list)
     """Seconds from begin to end of each timed step."""
@@ -131,19 +116,11 @@ class RecordedSteps:
         """Timed steps, though the device may not have finished them."""
         return len(self.pending) + len(self.totals)
 
-    @property
-    def next_window(self) -> Window:
-        """The window that the next step measures."""
-        return self.windows[self.timed_count % len(self.windows)]
 
-
-class StepCollector:
+class StepCollector(StepListener):
     """A step listener that tracks the memory of one step of each signature, and times others.
 
-    Timed steps measure the step's windows in turn. Where a step's phases are not those of its
-    window, the following steps measure the whole step.
-
-    `watch` has the signature of the step in progress; its step ends before this one's. `on_enough`
+    `watch` has the calls of the step in progress; its step ends before this one's. `on_enough`
     is called when the last step has been timed, though the device may not have finished it.
     """
 
@@ -153,7 +130,6 @@ class StepCollector:
         clock: Clock,
         steps: int,
         root: Block,
-        blocks: Iterable[Block],
         *,
         known: Collection[CallShapes],
         make_tracker: Callable[[], MemoryTracker],
@@ -164,11 +140,6 @@ class StepCollector:
         self._clock = clock
         self._steps = steps
         self._gaps = (root.forward, root.backward)
-        self._block_names = {
-            label: block.name
-            for block in blocks
-            for label in (block.forward, block.backward, block.recompute)
-        }
         self._known = known
         self._make_tracker = make_tracker
         self._on_enough = on_enough
@@ -177,7 +148,7 @@ class StepCollector:
         self._unlike: set[tuple[CallShapes, ...]] = set()
         # Of the step in progress:
         self._tracker: MemoryTracker | None = None
-        self._window: Window | None = None  # None to mark all phases
+        self._begins: tuple[bool, ...] | None = None  # None to mark all phases
         self._labels: list[str] = []
         self._marks: list[Any] = []
         self._is_usable = False
@@ -200,20 +171,18 @@ class StepCollector:
         clock = self._clock
         if not (wait or clock.is_usable()):
             return
-        while found.pending and (wait or clock.is_past(found.pending[0][1][-1])):
-            window, marks = found.pending.pop(0)
-            numbers = [*window.marked, len(found.seconds)]
-            for (first, begin), (following, end) in pairwise(zip(numbers, marks, strict=True)):
-                if following == first + 1:  # no phases outside of the window lie between them
-                    found.seconds[first].append(clock.seconds(begin, end))
+        while found.pending and (wait or clock.is_past(found.pending[0][-1])):
+            marks = found.pending.pop(0)
+            for durations, (begin, end) in zip(found.seconds, pairwise(marks), strict=True):
+                durations.append(clock.seconds(begin, end))
             found.totals.append(clock.seconds(marks[0], marks[-1]))
             clock.release(marks)
 
-    def step_begins(self) -> MemoryTracker | Window | None:
+    def step_begins(self) -> MemoryTracker | None:
         """Decide whether to track the step's memory or to time it."""
         self._clock.release(self._marks)  # of a step that was given up
         self._labels, self._marks = [], []
-        self._tracker = self._window = None
+        self._tracker = self._begins = None
         first = tuple(self._watch.calls[:1])
         self._is_usable = self._clock.is_usable() and not any(map(self._known.__contains__, first))
         if not self._is_usable:
@@ -226,31 +195,25 @@ class StepCollector:
         elif not alike:
             self._is_usable = False
         elif len(alike) == 1:
-            self._window = alike[0].next_window
-        return self._tracker or self._window
+            self._begins = alike[0].begins
+        return self._tracker
 
     def phase_begins(self, label: str) -> None:
         """Mark the time, unless no phase of the trace begins here."""
         if not self._is_usable:
             return
-        labels, window = self._labels, self._window
-        if window is not None:
-            begins, number = window.begins, len(labels)
-            if number < len(begins) and begins[number] is not None:
-                self._marks.append(self._clock.mark())
-        elif self._tracker is None:
+        labels, begins = self._labels, self._begins
+        if begins is None:
+            is_marked = self._tracker is None
+        else:
+            is_marked = len(labels) < len(begins) and begins[len(labels)]
+        if is_marked:
             self._marks.append(self._clock.mark())
         labels.append(label)
 
-    def block_begins(self, block: Block, is_recomputed: bool) -> None:
-        """Do nothing."""
-
-    def block_ends(self, block: Block) -> None:
-        """Do nothing."""
-
     def step_ends(self, is_broken: bool) -> None:
         """Keep a whole step that is like a tracked one."""
-        signature = self._watch.signature
+        signature = self._watch.last
         if is_broken or not self._is_usable or signature is None:
             return
         if self._tracker is not None:
@@ -258,37 +221,21 @@ class StepCollector:
             return
         self._marks.append(self._clock.mark())
         found = self._found.get(signature)
-        if found is None:
+        if found is None or found.memory.labels != tuple(self._labels):
             self._unlike.add(signature.calls[:1])
             return
-        window = self._window or found.whole
-        if window.labels != tuple(self._labels):
-            if window.skipped:
-                # The step may be like the tracked one all the same, as a whole step will show.
-                found.windows = (found.whole,)
-            else:
-                self._unlike.add(signature.calls[:1])
-            return
         marks, self._marks = self._marks, []
-        if self._window is None:
-            is_wanted = [*(number is not None for number in window.begins), True]
+        if self._begins is None:
+            is_wanted = [*found.begins, True]
             self._clock.release(compress(marks, map(not_, is_wanted)))
             marks = list(compress(marks, is_wanted))
-        found.pending.append((window, marks))
+        found.pending.append(marks)
         if found.timed_count >= self._steps:
             self._on_enough(signature)
 
     def _keep_memory(self, signature: StepSignature, memory: StepMemory) -> None:
         joined = join_phases(memory, self._gaps)
-        begins = joined.begins
-        windows = find_windows(memory.labels, begins, self._block_names, self._gaps, self._steps)
-        self._found[signature] = RecordedSteps(
-            memory,
-            joined,
-            Window(frozenset(), memory.labels, begins),
-            windows,
-            seconds=[[] for _ in joined.labels],
-        )
+        seconds: list[list[float]] = [[] for _ in joined.labels]
+        self._found[signature] = RecordedSteps(memory, joined, joined.begins, seconds)
         self._unlike.discard(signature.calls[:1])
-        timed = islice(cycle(windows), self._steps)
-        self._clock.reserve(sum(len(window.marked) + 1 for window in timed))
+        self._clock.reserve(self._steps * (len(seconds) + 1))

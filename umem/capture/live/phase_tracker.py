@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 from umem.capture.live.blocks import NO_BLOCK, Block
 from umem.capture.live.memory_tracker import MemoryTracker
-from umem.capture.live.timing import Window
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import hook_backward
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
@@ -38,20 +36,20 @@ AFTER_BACKWARD = "after backward"
 """From the end of the backward pass to the next forward pass, or the optimizer."""
 
 
-class StepListener(Protocol):
-    """Receives the steps of a training and their phases while they run.
+class StepListener:
+    """Receives the steps of a training and their phases while they run. By default nothing is done.
 
     Phases are reported in the thread that runs them: the one that calls the model, or one of
     autograd's. Only one of these runs at a time. An exception of the listener goes to the guard,
     never to the training.
     """
 
-    def step_begins(self) -> MemoryTracker | Window | None:
+    def step_begins(self) -> MemoryTracker | None:
         """The model is called for the first time in a step.
 
-        Returns a tracker for the step's memory, which is slow; the only part of the step to report;
-        or None to have all phases reported.
+        May return a tracker for the step's memory, which is slow.
         """
+        return None
 
     def phase_begins(self, label: str) -> None:
         """A phase begins, and the one before it ends. The GPU may be far behind."""
@@ -83,8 +81,6 @@ class _Step:
 
     number: int
     memory: MemoryTracker | None
-    skipped: frozenset[str]
-    """Names of the blocks that are not tracked."""
     label: str = ""
     hooked: dict[tuple[int, int], str] = field(default_factory=dict)
     """Label of the phase that begins when the backward pass reaches an autograd node, by the node's
@@ -92,8 +88,6 @@ class _Step:
     left_at: int = -1
     """Number of the next autograd node when a block returned last. If a block is called with the
     same number, the model has done nothing of its own in between."""
-    skipped_nodes: list[int] = field(default_factory=list)
-    """Numbers of the next autograd node at both ends of each skipped block's forward pass."""
     is_broken: bool = False
 
 
@@ -198,10 +192,6 @@ class PhaseTracker(Listener):
     ) -> None:
         in_backward = now.is_second
         step = self._step
-        if step is not None and block.name in step.skipped:
-            if not in_backward:
-                step.skipped_nodes.append(next_sequence_number())
-            return
         if block is self._root and self._running:
             self._end_interrupted()
         if block is self._root and not in_backward:
@@ -245,14 +235,11 @@ class PhaseTracker(Listener):
         return now.is_second or now.has_gradients  # otherwise an evaluation
 
     def _begin_step(self) -> _Step:
-        wanted = self._listener.step_begins()
-        memory = None
-        if isinstance(wanted, MemoryTracker):
-            memory = wanted
+        memory = self._listener.step_begins()
+        if memory is not None:
             memory.start(self._blocks, is_running=lambda: bool(self._running))
-        skipped = wanted.skipped if isinstance(wanted, Window) else frozenset[str]()
         self._step_count += 1
-        return _Step(self._step_count, memory, skipped - {self._root.name})
+        return _Step(self._step_count, memory)
 
     def _end_interrupted(self) -> None:
         """End the calls that an interrupt has left behind."""
@@ -265,12 +252,6 @@ class PhaseTracker(Listener):
 
     def _leave(self, block: Block, now: Pass, output: Any, *, failed: bool) -> None:
         step = self._step
-        if step is not None and block.name in step.skipped:
-            if not now.is_second:
-                step.is_broken |= failed
-                step.left_at = next_sequence_number()
-                step.skipped_nodes.append(step.left_at)
-            return
         call = self._running.pop() if self._running else None
         if call is None:
             return
@@ -299,19 +280,14 @@ class PhaseTracker(Listener):
     def _hook_nodes(self, step: _Step, value: object, first_node: int | None, label: str) -> None:
         """Begin a phase when the backward pass reaches the nodes that have made these tensors.
 
-        Only nodes from `first_node` on: earlier ones belong to the block before. Where that is
-        None, all nodes but those of skipped blocks.
+        Only nodes from `first_node` on, if that is given: earlier ones belong to the block before.
         """
         for tensor in tensors_in(value):
             node = tensor.grad_fn
             if node is None:
                 continue
             number = sequence_number(node)
-            if first_node is not None:
-                is_others = number < first_node
-            else:
-                is_others = bisect_right(step.skipped_nodes, number) % 2 == 1
-            if is_others:
+            if first_node is not None and number < first_node:
                 continue
             key = (get_ident(), number)  # each thread numbers its nodes
             # A node has a gradient for each of its results, which only the memory tracker needs.

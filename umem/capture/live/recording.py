@@ -138,23 +138,6 @@ class StepRecording(Listener):
         """Signature of the recorded step; None until all steps of it have run."""
         return self._signature
 
-    @property
-    def step_signature(self) -> StepSignature | None:
-        """Signature of the step in progress, as far as it has run; between steps, of the last one.
-
-        It is kept up to date until the ``with`` block ends.
-        """
-        return self._watch.signature
-
-    @property
-    def matches(self) -> bool:
-        """Whether the step in progress can be the recorded one, by its batches' shapes so far.
-
-        False from the first call of the model with other shapes, before that call does anything, so
-        that a plan for the recorded step can be put aside in time.
-        """
-        return self._signature is not None and self._watch.agrees(self._signature)
-
     def _find(self, *, wait: bool) -> RecordedSteps | None:
         if self._recorded is None and self._collector is not None:
             self._recorded = self._collector.complete(wait=wait)
@@ -215,7 +198,6 @@ class StepRecording(Listener):
             self._clock or clock_for(self._device),
             self._steps,
             self._root,
-            self._blocks,
             known=self._known,
             make_tracker=self._make_memory_tracker,
             on_enough=self._on_enough,
@@ -248,8 +230,8 @@ class StepRecording(Listener):
 
     def pass_begins(self, now: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what the call is like."""
-        if now.has_gradients and not now.is_second:
-            self._watch.add(args, kwargs, note_storages=self._signature is None)
+        if now.has_gradients and not now.is_second and self._signature is None:
+            self._watch.add(args, kwargs)
 
     def _make_memory_tracker(self) -> MemoryTracker:
         assert self._parameters is not None
@@ -312,8 +294,7 @@ def record(
 
     The training calls nothing else: a step ends with ``optimizer.step()``. After `warmup` steps the
     memory of one step is tracked, then `steps` are timed. The rest of the block runs as without a
-    recording, except that the shapes of each batch are noted. Where `steps` are 6 or more, each of
-    them times only some of the model's blocks, in turn.
+    recording.
 
     Parameters
     ----------
@@ -322,8 +303,7 @@ def record(
     optimizer
         Its steps end the training steps.
     steps
-        Number of timed steps; durations are their medians. Each phase is timed in 3 of them or
-        more, if there are so many.
+        Number of timed steps; durations are their medians.
     warmup
         Number of steps before: 1 or more, as the first one makes the optimizer's state.
     blocks

@@ -39,11 +39,9 @@ class JoinedPhases:
     labels: tuple[str, ...]
 
     @property
-    def begins(self) -> tuple[int | None, ...]:
-        """For each tracked phase the number of the joined phase that begins with it, or None."""
-        is_first = np.diff(self.numbers, prepend=-1) > 0
-        numbers = zip(self.numbers.tolist(), is_first.tolist(), strict=True)
-        return tuple(number if begins else None for number, begins in numbers)
+    def begins(self) -> tuple[bool, ...]:
+        """For each tracked phase whether a joined phase begins with it."""
+        return tuple((np.diff(self.numbers, prepend=-1) > 0).tolist())
 
 
 def join_phases(memory: StepMemory, gaps: Collection[str]) -> JoinedPhases:

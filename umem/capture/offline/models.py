@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from umem.core.errors import TraceError, UmemError
 from umem.core.install import install_command
@@ -29,9 +29,6 @@ __all__ = [
     "llama_of_size",
     "model_trace",
 ]
-
-Attention = Literal["sdpa", "eager"]
-"""One fused kernel, or an operator for each step of the formula."""
 
 PRECISIONS = ("bf16-master", "bf16", "fp32-autocast")
 """Of weights and optimizer: bfloat16 weights and an AdamW with float32 state and weights; all in
@@ -138,7 +135,6 @@ def model_trace(
     accumulate: int = 1,
     checkpoint: bool = False,
     precision: str = "bf16-master",
-    attention: Attention = "sdpa",
     progress: Progress | None = None,
 ) -> Trace:
     """Record one step of fine-tuning a known model with :func:`record_step`.
@@ -168,8 +164,6 @@ def model_trace(
     precision
         ``bf16-master`` as above; ``bf16`` for fused AdamW with state in bfloat16 too;
         ``fp32-autocast`` for weights, gradients and state in float32, with autocast to bfloat16.
-    attention
-        Implementation of attention.
     progress
         As for :func:`record_step`.
 
@@ -193,7 +187,6 @@ def model_trace(
     shape = _find_shape(model)
     _check_choice("mode", mode, MODES)
     _check_choice("precision", precision, PRECISIONS)
-    _check_choice("attention", attention, get_args(Attention))
     for name, value, most in (
         ("batch", batch, _MAX_BATCH),
         ("seq", seq, _MAX_SEQ),
@@ -224,7 +217,7 @@ def model_trace(
 
     def make_step() -> Step:
         dtype = torch.float32 if precision == "fp32-autocast" else torch.bfloat16
-        network = _build(transformers, shape, dtype, seq, attention)
+        network = _build(transformers, shape, dtype, seq)
         counts["parameters"] = sum(part.numel() for part in network.parameters())
         network = _adapt(network, peft, checkpoint)
         trained = [part for part in network.parameters() if part.requires_grad]
@@ -261,7 +254,6 @@ def model_trace(
         "accumulate": accumulate,
         "checkpoint": int(checkpoint),
         "precision": precision,
-        "attention": attention,
         **counts,
     }
     return replace(trace, metadata=metadata)
@@ -301,7 +293,7 @@ def _require_version(model: str, library: Any) -> None:
         )
 
 
-def _build(transformers: Any, shape: RecordedShape, dtype: Any, seq: int, attention: str) -> Any:
+def _build(transformers: Any, shape: RecordedShape, dtype: Any, seq: int) -> Any:
     config = transformers.AutoConfig.for_model(
         shape.family,
         vocab_size=shape.vocabulary,
@@ -316,15 +308,13 @@ def _build(transformers: Any, shape: RecordedShape, dtype: Any, seq: int, attent
         use_cache=False,
         **shape.experts,
     )
-    if attention == "sdpa":
-        # transformers drops a mask of ones, so that the kernel runs as causal, but to see that it
-        # reads the mask, and it keeps one without data. An implementation that has no function for
-        # masks gets none.
-        transformers.AttentionInterface.register(_FUSED_ATTENTION, _fused_attention)
-        attention = _FUSED_ATTENTION
+    # transformers drops a mask of ones, so that the kernel runs as causal, but to see that it reads
+    # the mask, and it keeps one without data. An implementation without a function for masks gets
+    # none.
+    transformers.AttentionInterface.register(_FUSED_ATTENTION, _fused_attention)
     options = {"experts_implementation": "grouped_mm"} if shape.experts else {}
     network = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=attention, **options
+        config, dtype=dtype, attn_implementation=_FUSED_ATTENTION, **options
     )
     return network.train()
 

@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING
 from umem.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from umem.pages.plan.plan_files import (
-        load_schedule,
-        plan_key,
-        save_schedule,
-        store_plan,
-        stored_plan,
-    )
     from umem.pages.plan.planners import (
         PLANNERS,
-        KeptStep,
         explained_plan,
         page_out,
         plan,
-        step_if_kept,
     )
     from umem.pages.plan.problem import explain
     from umem.pages.plan.selection import WHY, Reason
@@ -28,26 +19,18 @@ if TYPE_CHECKING:
 __all__ = [
     "PLANNERS",
     "WHY",
-    "KeptStep",
     "Reason",
     "explain",
     "explained_plan",
-    "load_schedule",
     "page_out",
     "plan",
-    "plan_key",
-    "save_schedule",
-    "step_if_kept",
-    "store_plan",
-    "stored_plan",
 ]
 
 __getattr__ = lazy_names(  # planners load numba, which takes long
     __name__,
     {
-        "planners": "PLANNERS KeptStep explained_plan page_out plan step_if_kept",
+        "planners": "PLANNERS explained_plan page_out plan",
         "problem": "explain",
         "selection": "WHY Reason",
-        "plan_files": "load_schedule plan_key save_schedule store_plan stored_plan",
     },
 )

@@ -1,25 +1,26 @@
-"""Baselines: demand paging, and prefetch for a window ahead with two rules for eviction."""
+"""Demand paging, and prefetch for a window of phases ahead."""
 
 from __future__ import annotations
 
 import heapq
+from functools import partial
 
 import numpy as np
 
-from umem.core.compiled import compiled
+from umem.core.compiled import compiled, compiled_in_place
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.pages.plan.problem import PlanningProblem, make_schedule
 
-_NEVER = 2**40
-"""A phase that no trace reaches."""
+__all__ = ["fault", "lookahead", "paging"]
+
+_WINDOW = 8
+"""Phases that :func:`lookahead` looks ahead."""
 
 _PREFETCH, _EVICT = int(HintOp.PREFETCH), int(HintOp.EVICT)
 
 _STRICT_SETTLING = 8
 """Steps until residency repeats from step to step, or nearly so. Where the driver evicts besides,
 one is enough."""
-
-__all__ = ["fault", "lookahead", "oracle", "paging"]
 
 
 def fault(problem: PlanningProblem) -> Schedule:
@@ -33,7 +34,7 @@ def paging(problem: PlanningProblem) -> Schedule:
     The driver evicts when the device is full. A budget below that has to be kept by hints: the
     tensors used longest ago leave when a phase's own tensors do not fit. Nothing is prefetched.
     """
-    every = _windowed(problem, 0, "fault", by_next_use=False, strict=True)
+    every = _windowed(problem, 0, "fault", strict=True)
     leaves = np.isin(every.hint_op, (HintOp.EVICT, HintOp.COPY_OUT))
     return Schedule(
         planner="fault",
@@ -45,37 +46,20 @@ def paging(problem: PlanningProblem) -> Schedule:
     )
 
 
-def lookahead(problem: PlanningProblem, window: int, *, strict: bool) -> Schedule:
+def lookahead(problem: PlanningProblem, *, strict: bool) -> Schedule:
     """Prefetch what the next phases use, and evict least recently used tensors for it.
 
     What DeepUM does with kernels (Jung et al., ASPLOS 2023). Faults overtake prefetches that are
-    late.
-
-    Parameters
-    ----------
-    problem
-        The trace and how its tensors are held.
-    window
-        Phases ahead.
-    strict
-        Whether hints alone have to keep the budget. Then tensors that the window will use leave
-        too, where a phase's own tensors do not fit otherwise, and a window that is too wide is
-        halved. Otherwise the driver evicts what hints do not.
+    late. Where it is `strict`, hints alone keep the budget: tensors that the window will use leave
+    too, where a phase's own tensors do not fit otherwise, and a window that is too wide is halved.
+    Otherwise the driver evicts what hints do not.
     """
+    window = min(_WINDOW, problem.trace.phase_count)
     while True:
-        schedule = _windowed(problem, window, "lookahead", by_next_use=False, strict=strict)
+        schedule = _windowed(problem, window, "lookahead", strict=strict)
         if not strict or window == 1 or _peak_bytes(problem, schedule) <= problem.capacity_bytes:
             return schedule
         window //= 2  # a window that is too wide for the budget may never settle
-
-
-def oracle(problem: PlanningProblem, window: int) -> Schedule:
-    """The same with Belady's rule for eviction: the tensor needed last leaves first.
-
-    The difference to :func:`lookahead` is the worth of choosing victims well, and the difference to
-    a plan of the whole step that of timing.
-    """
-    return _windowed(problem, window, "oracle", by_next_use=True, strict=False)
 
 
 def _peak_bytes(problem: PlanningProblem, schedule: Schedule) -> int:
@@ -104,31 +88,23 @@ def _peak_bytes(problem: PlanningProblem, schedule: Schedule) -> int:
     return peak
 
 
-def _windowed(
-    problem: PlanningProblem, window: int, name: str, *, by_next_use: bool, strict: bool
-) -> Schedule:
-    """Prefetch for a window of phases, with one of two rules for eviction."""
-    trace, gaps = problem.trace, problem.gaps
+def _windowed(problem: PlanningProblem, window: int, name: str, *, strict: bool) -> Schedule:
+    """Prefetch for a window of phases, and evict what was used longest ago."""
+    trace = problem.trace
     moves = np.isin(problem.rules.residency, (ResidencyMode.MIGRATE, ResidencyMode.DUPLICATE))
     off_device = np.isin(problem.rules.residency, (ResidencyMode.MAP, ResidencyMode.SYSTEM))
     tensors = np.zeros(trace.tensor_count, _TENSOR)
     tensors["bytes"] = np.where(off_device, 0, trace.tensor_bytes)
     tensors["movable"] = moves & problem.rules.movable
-    tensors["rank"] = tensors["used_at"] = -1
-    # Dead contents are never needed, nor are those of a tensor that is about to die.
-    next_use = np.where(gaps.is_dead, _NEVER, gaps.next_use)
-    # NO_GAP is an index of the last element.
-    access_next = np.append(next_use, _NEVER)[gaps.after_access]
+    tensors["used_at"] = -1
     phase, op, tensor = _window_hints(
         trace.access_start,
         trace.access_tensor,
-        access_next,
         tensors,
         trace.persistent,
         trace.last_phase,
         problem.capacity_bytes,
         window,
-        by_next_use,
         strict,
     )
     copied = problem.rules.copied[tensor]
@@ -141,7 +117,6 @@ def _windowed(
 _TENSOR = np.dtype(
     [
         ("bytes", "i8"),
-        ("rank", "i8"),  # the lowest leaves first
         ("wanted", "i8"),  # phases of the window that use the tensor
         ("used_at", "i8"),  # phase of the last use, over all steps
         ("movable", "?"),
@@ -154,23 +129,18 @@ _TENSOR = np.dtype(
 
 @compiled
 def _window_hints(
-    access_start,
-    access_tensor,
-    access_next,
-    tensors,
-    persistent,
-    last_phase,
-    capacity,
-    window,
-    by_next_use,
-    strict,
+    access_start, access_tensor, tensors, persistent, last_phase, capacity, window, strict
 ):
-    """Hints (phase, op, tensor) of a step, when those before it have settled what is resident."""
+    """Hints (phase, op, tensor) of a step, when those before it have settled what is resident.
+
+    `idle` is a heap of (phase of the last use, tensor); `spared` has those that the window wants,
+    found while looking for room.
+    """
     phases = len(access_start) - 1
     used = np.zeros(1, np.int64)  # bytes
-    idle = [(np.int64(0), np.int64(0))]  # heap of (rank, tensor)
+    idle = [(np.int64(0), np.int64(0))]
     idle.pop()
-    spared = idle.copy()  # tensors that the window wants, found while looking for room
+    spared = idle.copy()
     hints = [(np.int64(0), np.int64(0), np.int64(0))]
     hints.pop()
     _place_persistent(tensors, persistent, used, idle, capacity)
@@ -179,47 +149,26 @@ def _window_hints(
         if not persistent[tensor] and last_phase[tensor] >= 0:
             deaths[last_phase[tensor]].append(np.int64(tensor))
     for ahead in range(window):
-        for access in range(access_start[ahead % phases], access_start[ahead % phases + 1]):
-            tensors[access_tensor[access]].wanted += 1
+        _want(access_start, access_tensor, tensors, ahead % phases)
     settling = (_STRICT_SETTLING if strict else 1) * phases
     for now in range(settling + phases):
         phase = now % phases
         if now == settling:
             hints.clear()
-        entering = (now + window) % phases
-        for access in range(access_start[entering], access_start[entering + 1]):
-            tensors[access_tensor[access]].wanted += 1
+        _want(access_start, access_tensor, tensors, (now + window) % phases)
         for access in range(access_start[phase], access_start[phase + 1]):
             tensors[access_tensor[access]].used_at = now
-        spared.clear()
-        for ahead in range(window + 1):
-            later = (now + ahead) % phases
-            fits = True
-            for access in range(access_start[later], access_start[later + 1]):
-                tensor = access_tensor[access]
-                if not tensors[tensor].resident and (ahead == 0 or tensors[tensor].away):
-                    fits = _make_room(
-                        tensors, used, idle, spared, hints, capacity, now, phase, tensor,
-                        strict and ahead == 0,
-                    )  # fmt: skip
-                    if ahead > 0 and not fits:
-                        break
-                    tensors[tensor].resident = True
-                    used[0] += tensors[tensor].bytes
-                    if tensors[tensor].away and tensors[tensor].movable:
-                        hints.append((np.int64(phase), np.int64(_PREFETCH), np.int64(tensor)))
-                    tensors[tensor].away = False
-            if ahead > 0 and not fits:
-                break
+        _bring_window(
+            access_start, access_tensor, tensors, used, idle, spared, hints, capacity, now, window,
+            strict,
+        )  # fmt: skip
         if strict:
             for entry in spared:
                 heapq.heappush(idle, entry)
         for access in range(access_start[phase], access_start[phase + 1]):
             tensor = access_tensor[access]
-            rank = phase - now - access_next[access] if by_next_use else now
             tensors[tensor].wanted -= 1
-            tensors[tensor].rank = rank
-            heapq.heappush(idle, (np.int64(rank), np.int64(tensor)))
+            heapq.heappush(idle, (np.int64(now), np.int64(tensor)))
         for tensor in deaths[phase]:
             if tensors[tensor].resident:
                 used[0] -= tensors[tensor].bytes
@@ -229,6 +178,39 @@ def _window_hints(
     for i in range(len(hints)):
         rows[0, i], rows[1, i], rows[2, i] = hints[i]
     return rows[0], rows[1], rows[2]
+
+
+@compiled_in_place
+def _want(access_start, access_tensor, tensors, phase):
+    """A phase enters the window."""
+    for access in range(access_start[phase], access_start[phase + 1]):
+        tensors[access_tensor[access]].wanted += 1
+
+
+@partial(compiled, forceinline=True)
+def _bring_window(
+    access_start, access_tensor, tensors, used, idle, spared, hints, capacity, now, window, strict
+):
+    """Bring in what a phase uses, and then what those after it use, as far as there is room."""
+    phases = len(access_start) - 1
+    spared.clear()
+    for ahead in range(window + 1):
+        later = (now + ahead) % phases
+        for access in range(access_start[later], access_start[later + 1]):
+            tensor = access_tensor[access]
+            if tensors[tensor].resident or (ahead > 0 and not tensors[tensor].away):
+                continue
+            fits = _make_room(
+                tensors, used, idle, spared, hints, capacity, now, now % phases, tensor,
+                strict and ahead == 0,
+            )  # fmt: skip
+            if ahead > 0 and not fits:
+                return
+            tensors[tensor].resident = True
+            used[0] += tensors[tensor].bytes
+            if tensors[tensor].away and tensors[tensor].movable:
+                hints.append((np.int64(now % phases), np.int64(_PREFETCH), np.int64(tensor)))
+            tensors[tensor].away = False
 
 
 @compiled
@@ -263,11 +245,11 @@ def _make_room(tensors, used, idle, spared, hints, capacity, now, phase, tensor,
 def _next_victim(tensors, idle, spared, now, takes_wanted):
     """The tensor that leaves next, one that the window wants only if it must; -1 for none."""
     while len(idle) > 0:
-        rank, victim = heapq.heappop(idle)
-        if tensors[victim].resident and tensors[victim].rank == rank:
+        used_at, victim = heapq.heappop(idle)
+        if tensors[victim].resident and tensors[victim].used_at == used_at:
             if tensors[victim].wanted == 0 and tensors[victim].movable:
                 return victim
-            spared.append((rank, victim))  # comes back to the heap with its next use
+            spared.append((used_at, victim))  # comes back to the heap with its next use
     while takes_wanted and len(spared) > 0:
         _, victim = spared.pop()  # used last, so needed last
         if tensors[victim].movable and tensors[victim].used_at < now:

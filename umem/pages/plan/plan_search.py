@@ -31,10 +31,6 @@ RUNNABLE_PLANNERS = ("planned", "lookahead", "fault")
 
 _BY_POLICY = -1
 
-_MAPPED_SHARES = (0.0, 1.0)
-"""Shares of the optimizer's state that are tried in place on the host, beside what does not fit.
-State in place makes the optimizer's step longer; state that migrates needs the link around it."""
-
 
 @dataclass(frozen=True, eq=False)
 class PlanCandidate:
@@ -127,11 +123,6 @@ def search_plan(
     return best
 
 
-def _large_state(trace: Trace) -> npt.NDArray[np.bool_]:
-    """The optimizer's state in tensors that have pages of their own, bool[T]."""
-    return _of_class(trace, TensorClass.OPTIMIZER_STATE) & (trace.tensor_bytes >= LARGE_BYTES)
-
-
 def _mapped_choices(
     trace: Trace, hardware: Hardware, policy: ResolvedPolicy, planner: str
 ) -> Iterator[npt.NDArray[np.bool_]]:
@@ -140,26 +131,16 @@ def _mapped_choices(
     if rule.kind != "managed" or rule.placement == "host" or rule.mechanism not in ("auto", "map"):
         yield np.zeros(trace.tensor_count, np.bool_)
         return
-    large = _large_state(trace)
+    # Others have no pages of their own.
+    large = _of_class(trace, TensorClass.OPTIMIZER_STATE) & (trace.tensor_bytes >= LARGE_BYTES)
     if rule.mechanism == "map":
         yield large
         return
     overflow = _overflow(trace, large, policy.device_budget_bytes or hardware.device_bytes)
-    shares = _MAPPED_SHARES if planner == "planned" else (0.0,)
-    tried: set[int] = set()
-    for share in shares:
-        mapped = overflow | _first_bytes(trace, large, share)
-        if int(mapped.sum()) not in tried:
-            tried.add(int(mapped.sum()))
-            yield mapped
-
-
-def _first_bytes(
-    trace: Trace, tensors: npt.NDArray[np.bool_], share: float
-) -> npt.NDArray[np.bool_]:
-    """The first of these tensors, up to a share of their bytes."""
-    size = np.where(tensors, trace.tensor_bytes, 0)
-    return tensors & (np.cumsum(size) - size < share * size.sum())
+    yield overflow
+    # In place it makes the optimizer's step longer; where it migrates it needs the link around it.
+    if planner == "planned" and not overflow[large].all():
+        yield overflow | large
 
 
 def _overflow(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,13 +17,12 @@ from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.io.problems import did_you_mean
-from umem.pages.plan.baselines import fault, lookahead, oracle, paging
+from umem.pages.plan.baselines import fault, lookahead, paging
 from umem.pages.plan.problem import (
     Manner,
     Plan,
     PlanningProblem,
     decide_alike,
-    named_tensors,
     plan_step,
 )
 from umem.pages.plan.residency_modes import MECHANISMS, apply_policy, open_classes
@@ -34,16 +33,14 @@ from umem.trace import Trace, find_gaps, live_bytes, ranges, require_durations
 
 __all__ = [
     "PLANNERS",
-    "KeptStep",
     "explained_plan",
     "ideal_clock",
     "page_out",
     "plan",
     "pose_problem",
-    "step_if_kept",
 ]
 
-PLANNERS = ("fault", "lookahead", "planned", "oracle")
+PLANNERS = ("fault", "lookahead", "planned")
 """Demand paging; a window ahead; umem's own; a window ahead with Belady's eviction."""
 
 _GOOD_ENOUGH = 1.002
@@ -75,7 +72,6 @@ def plan(
     policy: ResolvedPolicy,
     planner: str = "planned",
     *,
-    window: int = 8,
     fixed: npt.NDArray[np.int8] | None = None,
     may_fault: bool = True,
     may_write_back: bool = True,
@@ -92,12 +88,9 @@ def plan(
     policy
         How each class may be held, and the device budget, from :func:`umem.policy.resolve`.
     planner
-        One of :data:`PLANNERS`: ``fault`` pages on demand, ``lookahead`` prefetches for a window of
-        phases and evicts what was used longest ago (DeepUM), ``oracle`` does the same but evicts
-        what is needed last (Belady), ``planned`` looks for the fastest schedule of the whole step
-        and takes demand paging where that is none slower.
-    window
-        Phases that ``lookahead`` and ``oracle`` look ahead; all of the step at most.
+        One of :data:`PLANNERS`: ``fault`` pages on demand, ``lookahead`` prefetches for the next
+        phases and evicts what was used longest ago (DeepUM), ``planned`` looks for the fastest
+        schedule of the whole step and takes demand paging where that is none slower.
     fixed
         int8[T]: :class:`ResidencyMode` of tensors that are held so whatever the policy says of
         their class; -1 for the others.
@@ -117,9 +110,8 @@ def plan(
     Raises
     ------
     PlanError
-        For an unknown planner, a window below 1, a policy that asks for what the machine lacks, or
-        a phase whose working set does not fit the budget, or more off the device than the host
-        holds.
+        For an unknown planner, a policy that asks for what the machine lacks, a phase whose working
+        set does not fit the budget, or more off the device than the host holds.
     PolicyError
         For a policy that was not resolved for a device.
     TraceError
@@ -129,13 +121,9 @@ def plan(
     check_argument("hardware", hardware, Hardware, "give one from umem.load_hardware()")
     check_resolved(policy)
     check_argument("planner", planner, str, f"give one of {', '.join(PLANNERS)}")
-    check_argument("window", window, int, "give a whole number of phases, such as 8")
     if planner not in PLANNERS:
         hint = did_you_mean(planner, PLANNERS) or "."
         raise PlanError(f"no planner is called {planner!r}{hint} Planners: {', '.join(PLANNERS)}")
-    if window < 1:
-        raise PlanError(f"a window of {window} phases looks at nothing: give 1 or more")
-    window = min(window, trace.phase_count)
     if planner == "planned":
         return explained_plan(
             trace,
@@ -149,9 +137,7 @@ def plan(
     problem = pose_problem(trace, hardware, policy, {}, fixed)
     if planner == "fault":
         return fault(problem)
-    if planner == "lookahead":
-        return lookahead(problem, window, strict=not may_fault)
-    return oracle(problem, window)
+    return lookahead(problem, strict=not may_fault)
 
 
 def explained_plan(
@@ -173,61 +159,6 @@ def explained_plan(
     return _planned(
         problem, policy, fixed, may_fault=may_fault, progress=progress or (lambda words: None)
     )
-
-
-@dataclass(frozen=True)
-class KeptStep:
-    """A step in which tensors stay on the device whatever it costs."""
-
-    tensors: int
-    size_bytes: int
-    step_s: float | None
-    """Predicted; None where they cannot stay."""
-    refusal: str | None
-    """Why they cannot."""
-
-
-def step_if_kept(
-    trace: Trace,
-    hardware: Hardware,
-    policy: ResolvedPolicy,
-    pattern: str,
-    *,
-    progress: Callable[[str], None] | None = None,
-) -> KeptStep | None:
-    """Plan again with tensors kept on the device, and predict the step.
-
-    The difference to the step of the plan without this is what it costs to keep them.
-
-    Parameters
-    ----------
-    trace, hardware, policy, progress
-        As for :func:`plan`.
-    pattern
-        The name of tensors or of a class, as for :func:`umem.pages.plan.explain`.
-
-    Returns
-    -------
-    KeptStep
-        None if no tensor and no class is called so.
-
-    Raises
-    ------
-    PlanError, PolicyError, TraceError
-        As :func:`plan`, for what has nothing to do with these tensors.
-    """
-    kept = named_tensors(trace, pattern)
-    if not kept.any():
-        return None
-    count, size_bytes = int(kept.sum()), int(trace.tensor_bytes[kept].sum())
-    fixed = np.where(kept, ResidencyMode.KEEP, -1).astype(np.int8)
-    pose_problem(trace, hardware, policy, {})  # whose errors are not about these tensors
-    try:
-        schedule = plan(trace, hardware, policy, fixed=fixed, progress=progress)
-        step_s = run(trace, schedule, hardware, policy).slower_s
-    except PlanError as error:
-        return KeptStep(count, size_bytes, None, str(error))
-    return KeptStep(count, size_bytes, step_s, None)
 
 
 def page_out(

@@ -158,19 +158,7 @@ def _matching(pattern: str, names: Sequence[str]) -> npt.NDArray[np.bool_]:
 
 
 def plan_step(problem: PlanningProblem, clock: PhaseClock, *, name: str, manner: Manner) -> Plan:
-    """Plan one step: choose intervals, time the transfers, put the hints in order.
-
-    Parameters
-    ----------
-    problem
-        The trace and how its tensors are held.
-    clock
-        When phases begin.
-    name
-        Of the planner.
-    manner
-        How to plan.
-    """
+    """Plan one step: choose intervals, time the transfers, put the hints in order."""
     gaps = problem.gaps
     use = _link_use(problem, manner)
     found = reserve(

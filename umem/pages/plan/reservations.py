@@ -95,21 +95,9 @@ def reserve(
 ) -> Reservations:
     """Choose intervals to spend on the host, and give each transfer time on the link.
 
-    Parameters
-    ----------
-    trace, gaps, clock, capacity_bytes
-        The step, its idle intervals, when its phases begin, and the budget.
-    use
-        What each interval takes of the link.
-    allowed : bool[G]
-        Intervals that may be chosen.
-    first : bool[G]
-        To be chosen before others.
-    on_device : bool[T]
-        Tensors that take device memory when they are used.
-    out_weight
-        How much a second of the direction to the host counts beside one of that to the device,
-        where intervals are compared.
+    `allowed` intervals may be chosen, those of `first` before others, bool[G] each; tensors
+    `on_device` take device memory when they are used, bool[T]. `out_weight` is how much a second of
+    the direction to the host counts beside one of that to the device, where intervals are compared.
     """
     size = trace.tensor_bytes[gaps.tensor]
     intervals = np.zeros(len(size), _INTERVAL)

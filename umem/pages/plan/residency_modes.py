@@ -67,25 +67,13 @@ def apply_policy(
     *,
     keeps_copies: bool = False,
 ) -> TensorRules:
-    """Apply a policy's rules to a trace.
+    """Apply a policy's rules to a trace; ``PlanError`` if it asks for what the machine lacks.
 
-    Parameters
-    ----------
-    trace, hardware, policy
-        The workload, the machine and the policy.
-    mechanisms
-        One of :data:`MECHANISMS` for classes of :func:`open_classes`; ``migrate`` for others.
-    fixed
-        int8[T]: :class:`ResidencyMode` of tensors that are held so whatever the policy says;
-        -1 for the others.
-    keeps_copies
-        Whether pages of classes whose mechanism is open keep a copy on the host, also those of
-        tensors that are written, until they are. Otherwise those of unwritten ones do.
-
-    Raises
-    ------
-    PlanError
-        If the policy asks for what the machine lacks.
+    `mechanisms` has one of :data:`MECHANISMS` for classes of :func:`open_classes`, ``migrate`` for
+    others. `fixed`, int8[T], is the :class:`ResidencyMode` of tensors that are held so whatever the
+    policy says, -1 for the others. With `keeps_copies`, pages of classes whose mechanism is open
+    keep a copy on the host, also those of tensors that are written, until they are. Otherwise those
+    of unwritten ones do.
     """
     written = written_tensors(trace)
     columns = TensorRules(

@@ -23,18 +23,8 @@ def phases_at(
 ) -> npt.NDArray[np.int64]:
     """Last phase that has begun at each time, or with `up` the first that begins then or later.
 
-    Parameters
-    ----------
-    time_s : float64[P]
-        Start of each phase.
-    step_s : float
-    at_s : float64[N]
-    up : bool
-
-    Returns
-    -------
-    int64[N]
-        P or more for times in the next step, negative for the step before.
+    `time_s` has the start of each phase, float64[P]. The result, int64[N], is P or more for times
+    in the next step, and negative for the step before.
     """
     steps = np.floor(at_s / step_s)
     within = at_s - steps * step_s
@@ -49,16 +39,8 @@ def phases_at(
 def latest_starts(needed_s, transfer_s, step_s):
     """Latest start of each transfer to the device such that all are in time, one after another.
 
-    Parameters
-    ----------
-    needed_s, transfer_s : float64[N]
-        When each is needed, and how long it takes.
-    step_s : float
-
-    Returns
-    -------
-    float64[N]
-        Before 0 for a start in the step before.
+    Of each, when it is needed and how long it takes: float64[N], as the result, which is before 0
+    for a start in the step before.
     """
     within = needed_s % step_s
     order = np.argsort(within)[::-1]
@@ -77,15 +59,8 @@ def latest_starts(needed_s, transfer_s, step_s):
 def leave_times(ready_s, needed_s, transfer_s, step_s):
     """Start and end of each transfer to the host: as early as may be, the most urgent first.
 
-    Parameters
-    ----------
-    ready_s, needed_s, transfer_s : float64[N]
-        When the tensor is idle, when its memory is needed, and how long the transfer takes.
-    step_s : float
-
-    Returns
-    -------
-    float64[N], float64[N]
+    Of each, when the tensor is idle, when its memory is needed, and how long the transfer takes:
+    float64[N], as both results.
     """
     count = len(ready_s)
     order = np.argsort(ready_s)
@@ -122,21 +97,9 @@ def leave_times(ready_s, needed_s, transfer_s, step_s):
 def earliest_issue(order, away_from, back_at, size_bytes, resident_bytes, capacity_bytes):
     """Bring each return forward to the first phase from which there is room until it is due.
 
-    Parameters
-    ----------
-    order : int64[N]
-        Returns by the time that they are needed.
-    away_from, back_at : int64[N]
-        Phases between which the tensor is away; its room from `back_at` on is counted already.
-    size_bytes : int64[N]
-    resident_bytes : int64[P]
-        Resident in each phase.
-    capacity_bytes : int
-
-    Returns
-    -------
-    int64[N]
-        Phase at which the return may begin.
+    `order` has the returns by the time that they are needed. A tensor is away from one phase to
+    another, int64[N] each; its room from `back_at` on is counted in `resident_bytes`, int64[P],
+    already. Returns the phase at which each may begin, int64[N].
     """
     phases = len(resident_bytes)
     width = 1

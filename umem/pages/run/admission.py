@@ -42,28 +42,19 @@ def used_tensors(trace: Trace, phase: int) -> list[int]:
 
 @dataclass(frozen=True)
 class AdmissionPlan:
-    """For each phase, the waits, prefetches and copies that keep the budget.
-
-    Parameters
-    ----------
-    waits
-        The eviction that must be finished before the phase allocates, or None.
-    coming
-        The prefetches to submit at the start of the phase.
-    after
-        For each prefetch, the eviction that must be finished before it begins, or None.
-    fetches
-        The activations to copy back at the start of the phase, by number in the trace.
-    away_at_start
-        Tensors that live from step to step and are off the device when a step begins, without those
-        that are mapped.
-    """
+    """For each phase, the waits, prefetches and copies that keep the budget."""
 
     waits: tuple[Eviction | None, ...]
+    """The eviction that must be finished before the phase allocates."""
     coming: tuple[tuple[HintRow, ...], ...]
+    """The prefetches to submit at the start of the phase."""
     after: tuple[tuple[Eviction | None, ...], ...]
+    """For each prefetch, the eviction that must be finished before it begins."""
     fetches: tuple[tuple[int, ...], ...]
+    """The activations to copy back at the start of the phase, by number in the trace."""
     away_at_start: frozenset[int]
+    """Tensors that live from step to step and are off the device when a step begins, without those
+    that are mapped."""
 
     def submitted(self) -> set[tuple[int, int]]:
         """Phase and tensor of each prefetch and copy."""
@@ -100,18 +91,8 @@ def plan_admission(
     Prefetches may pass each other by in turns, an early one taking the room of another which is
     then late, and the reverse in the next step. These are submitted where they are used.
 
-    Parameters
-    ----------
-    candidate
-        The plan.
-    budget_bytes
-        Bytes that may be resident.
-    leaving, coming
-        Evictions and prefetches of each phase in the plan.
-    released
-        Activations whose device memory is freed at the start of a phase.
-    fetched
-        Activations that the plan copies back at the start of each phase.
+    `leaving`, `coming` and `fetched` are what the plan says of each phase; `released` has the
+    activations whose device memory is freed at the start of a phase.
     """
     walk = _ResidencyWalk(candidate, budget_bytes)
     before: AdmissionPlan | None = None

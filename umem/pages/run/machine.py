@@ -34,38 +34,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Machine:
-    """One device and what moves its memory.
-
-    Parameters
-    ----------
-    device
-        Where the model trains.
-    engine
-        Moves pages.
-    hardware
-        The figures that plans are made with.
-    policy
-        Budget, rules and planner.
-    allocator
-        The native allocator, which keeps the budget while no plan runs. None for none.
-    mover
-        Copies activations; None for that of the device.
-    stream
-        Returns the handle of the current stream of the calling thread.
-    is_capturing
-        Returns whether a CUDA graph of that stream is being captured.
-    background
-        Starts the search for plans beside the training.
-    """
+    """One device and what moves its memory."""
 
     device: torch.device
     engine: HintEngine
     hardware: Hardware
     policy: ResolvedPolicy
     allocator: Allocator | None
+    """The native allocator, which keeps the budget while no plan runs."""
     mover: Mover | None
+    """Copies activations; None for that of the device."""
     stream: Callable[[], int]
+    """Returns the handle of the current stream of the calling thread."""
     is_capturing: Callable[[], bool]
+    """Whether a CUDA graph of that stream is being captured."""
     background: Background = run_in_thread
 
     @property
@@ -91,18 +73,9 @@ def within_host(
 ) -> Hardware:
     """The hardware with the host memory that a plan may use, so that no plan takes more.
 
-    Ranks of a host divide what is available. The bounds of all of them together are that, and what
-    each holds already: no byte is given twice.
-
-    Parameters
-    ----------
-    hardware
-        With all that the host has.
-    held_bytes
-        What the plan's tensors may use beside the memory that is available: `held_host_bytes`.
-    host_bytes
-        Returns this process's share of the host memory that is available, in bytes; None where it
-        is unknown.
+    Ranks of a host divide what is available: `host_bytes` returns this process's share, None where
+    it is unknown. The bounds of all of them together are that, and what each holds already
+    (`held_bytes`, by :func:`held_host_bytes`): no byte is given twice.
     """
     own_bytes = host_bytes()
     if own_bytes is None:
@@ -125,20 +98,6 @@ def held_host_bytes(
       memory is taken.
     * A closed pool's buffer is held by the graph of a step that began under a closed manager. The
       graph is gone before a new manager has a plan. Buffers of open pools serve other trainings.
-
-    Parameters
-    ----------
-    allocator
-        The native allocator.
-    device
-        Number of the device that the training runs on.
-    model, optimizer
-        The training.
-
-    Returns
-    -------
-    int
-        Bytes.
     """
     tensors = [*optimizer_parameters(optimizer), *model.parameters(), *buffers_of(model)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]

@@ -66,16 +66,8 @@ class Manager(Listener):
     """Keeps a training within its device budget; made by :func:`umem.manage`.
 
     It is a state machine: :data:`umem.pages.run.states.TRANSITIONS` says which event leads from
-    which state to which, and a method of the manager does what begins with each state.
-
-    Parameters
-    ----------
-    model, optimizer
-        The model and its optimizer. Only weak references are kept.
-    machine
-        The device, its engine and the policy.
-    planner
-        Planner to use in place of the policy's.
+    which state to which, and a method of the manager does what begins with each state. Only weak
+    references to model and optimizer are kept.
     """
 
     def __init__(
@@ -174,13 +166,6 @@ class Manager(Listener):
         capacity_bytes = budget_bytes or self._machine.hardware.device_bytes
         most_bytes = int(live_bytes(trace, trace.tensor_bytes).max()) - capacity_bytes
         return max(most_bytes - sum(self.away_bytes().values()), 0)
-
-    def watch(self, look: Callable[[], None] | None) -> None:
-        """Call a function before and after the work at each phase's start; None ends it.
-
-        The function may read :meth:`away_bytes`; it must not change the training step.
-        """
-        self._runner.watch = look
 
     def wait_for_search(self, timeout_s: float) -> None:
         """Wait until a search for a plan, if one is under way, has ended; for benchmarks and tests.

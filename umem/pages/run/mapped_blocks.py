@@ -26,15 +26,8 @@ class MappedBlocks:
     """The blocks that a manager maps on the host, so that the device uses them in place.
 
     The allocator's budget follows them (:class:`AllocatorBudget`). Advice stays with memory. So it
-    is withdrawn when a block is no longer wanted, and when the optimizer is collected, because its
-    memory will be reused.
-
-    Parameters
-    ----------
-    machine
-        Its engine issues the advice.
-    optimizer
-        Owner of the state in the blocks. Only a weak reference is kept.
+    is withdrawn when a block is no longer wanted, and when the optimizer, the owner of the state in
+    the blocks, is collected: its memory will be reused.
     """
 
     def __init__(self, machine: Machine, optimizer: Optimizer) -> None:
@@ -65,14 +58,8 @@ class MappedBlocks:
     ) -> None:
         """Map exactly these blocks. Blocks that are mapped already are left alone.
 
-        Parameters
-        ----------
-        blocks
-            To be mapped from now on.
-        stay
-            Addresses of memory that is not brought to the device when it is no longer mapped.
-        plan_runs
-            Whether a plan keeps the budget from now on, and the allocator none.
+        `stay` has addresses of memory that is not brought to the device when it is no longer
+        mapped. With `plan_runs` a plan keeps the budget from now on, and the allocator none.
         """
         known, wanted = set(self._held), set(blocks)
         _bring_back(self._machine, [it for it in self._held if it not in wanted], stay)
@@ -127,12 +114,7 @@ def _bring_back(
 def bring_back_spilled(machine: Machine, stay: Collection[int] = ()) -> None:
     """Bring what the allocator has mapped for the budget to the device, where a plan wants it.
 
-    Parameters
-    ----------
-    machine
-        The device, its allocator and its engine.
-    stay
-        Addresses of memory that is not brought to the device now. It may move from now on, too.
+    Memory at the addresses in `stay` is not brought now. It may move from now on, too.
     """
     allocator, index = machine.allocator, machine.index
     if allocator is None or not allocator.kind_stats(index)["managed"]["spilled_bytes"]:
@@ -158,11 +140,6 @@ class AllocatorBudget:
     plus the bytes that managers have mapped on the host. While a plan runs, pages leave and come in
     every phase: the plan keeps the budget then, and the allocator has no bound. Without a budget in
     the policy this class does nothing.
-
-    Parameters
-    ----------
-    machine
-        The device, its allocator and the policy.
     """
 
     def __init__(self, machine: Machine) -> None:

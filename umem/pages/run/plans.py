@@ -99,16 +99,8 @@ class _Found:
 class Plans:
     """Searches plans for recorded steps, and binds them to the tensors' addresses.
 
-    Parameters
-    ----------
-    model, optimizer
-        The model and its optimizer. Only weak references are kept.
-    machine
-        The device, its engine and the policy.
-    planner
-        Planner by name.
-    forward_labels
-        Label of the forward phase of each block.
+    Only weak references to model and optimizer are kept. `forward_labels` has the label of the
+    forward phase of each block.
     """
 
     def __init__(

@@ -22,22 +22,13 @@ _CLASSES = tuple(TensorClass)
 
 @dataclass(frozen=True, eq=False)
 class Hints:
-    """Page hints that are submitted together.
-
-    Parameters
-    ----------
-    batch
-        The engine's batch.
-    lookups
-        Hints whose addresses change in each step: (number in the batch, function that looks the
-        address up).
-    tensors
-        Tensor of each hint, by number in the trace.
-    """
+    """Page hints that are submitted together."""
 
     batch: HintBatch
     lookups: tuple[tuple[int, Callable[[], int]], ...]
+    """Hints whose addresses change in each step: number in the batch, and what looks it up."""
     tensors: tuple[int, ...] = ()
+    """Of each hint, by number in the trace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,30 +42,16 @@ class PhaseWork:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One plan in executable form.
-
-    Parameters
-    ----------
-    plan
-        The plan of the step.
-    work
-        The work of each phase of the trace.
-    addresses
-        Where the tensors are.
-    present
-        Addresses of this step's paged activations, by number in the trace.
-    mapped
-        Blocks that are mapped on the host.
-    away_at_start
-        Blocks that live from step to step and are off the device when a step begins.
-    """
+    """One plan in executable form."""
 
     plan: StepPlan
     work: tuple[PhaseWork, ...]
     addresses: TensorAddresses
     present: dict[int, int]
+    """Addresses of this step's paged activations, by number in the trace."""
     mapped: tuple[MappedBlock, ...]
     away_at_start: tuple[MappedBlock, ...]
+    """Blocks that live from step to step and are off the device when a step begins."""
 
     def away_after(self, other: Program, away: Iterable[int]) -> frozenset[int]:
         """Tensors that are off the device when this program replaces another one."""
@@ -102,17 +79,7 @@ class Program:
 
 
 def bind_program(plan: StepPlan, addresses: TensorAddresses, machine: Machine) -> Program:
-    """Give a plan the addresses of its tensors.
-
-    Parameters
-    ----------
-    plan
-        The plan of the step.
-    addresses
-        Addresses of its tensors.
-    machine
-        Its engine takes the batches.
-    """
+    """Give a plan the addresses of its tensors; the machine's engine takes the batches."""
     trace, mapped = plan.candidate.trace, plan.candidate.mapped
     present: dict[int, int] = {}
 

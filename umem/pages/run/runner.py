@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from umem.capture.live import Block, SavedTensorHooks
+from umem.capture.live import Block, SavedTensorHooks, StepListener
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.offloading import ActivationStore
@@ -20,7 +20,7 @@ from umem.pages.run.program import Hints, PhaseWork, Program
 from umem.pages.run.step_plan import MODEL, GroupKey, PhasePlan
 from umem.pages.run.tensor_addresses import storage_address, whole_blocks
 from umem.runtime.hints import HintOutcome
-from umem.telemetry import PhaseRanges, call_watcher
+from umem.telemetry import PhaseRanges
 
 __all__ = ["MAX_WAIT_S", "Runner"]
 
@@ -69,27 +69,16 @@ class _Call:
     """The call has installed the hooks for that."""
 
 
-class Runner:
-    """A :class:`umem.capture.live.StepListener` that carries out a program.
+class Runner(StepListener):
+    """Carries out a program.
 
     A runner changes no value. A step that diverges from its program runs on without it: pages that
     are missing on the device come by page fault.
-
-    Parameters
-    ----------
-    machine
-        Its engine takes the hints.
-    store
-        Copies activations to the host and back.
-    root
-        The model.
     """
 
     def __init__(self, machine: Machine, store: ActivationStore, root: Block) -> None:
         self._root = root
         self.counts = RunnerCounts()
-        self.watch: Callable[[], None] | None = None
-        """Called before and after the work at the start of a phase."""
         self._machine = machine
         self._ranges = PhaseRanges()
         self._store = store
@@ -181,16 +170,7 @@ class Runner:
         if phase > self._phase:
             # The first of several joined phases starts them all.
             self._phase = phase
-            self._begin_watched(program, program.work[phase])
-
-    def _begin_watched(self, program: Program, work: PhaseWork) -> None:
-        self._call_watcher()
-        self._begin(program, work)
-        self._call_watcher()
-
-    def _call_watcher(self) -> None:
-        if self.watch is not None and not call_watcher(self.watch):
-            self.watch = None
+            self._begin(program, program.work[phase])
 
     def _begin(self, program: Program, work: PhaseWork) -> None:
         plan = work.plan

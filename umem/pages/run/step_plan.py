@@ -32,72 +32,43 @@ _PAGE_OPS = (HintOp.PREFETCH, HintOp.EVICT)
 
 @dataclass(eq=False)
 class PhasePlan:
-    """The work at the start of a phase, in this order.
-
-    Parameters
-    ----------
-    releases
-        Activations whose device memory is freed: (group, ordinals).
-    sends
-        Activations saved outside of blocks that are copied away: (group, ordinals). Those of a
-        block leave after its forward pass.
-    leaving
-        Evictions.
-    room
-        The eviction that must be finished before the phase allocates, or None.
-    coming
-        Prefetches.
-    after
-        For each prefetch, the eviction that it waits for, or None.
-    needs
-        The prefetches that this phase is the first to use: (phase of submission, number).
-    waits
-        Whether they must finish before the phase runs; otherwise missing pages come by fault.
-    fetches
-        Activations to bring back: (group, ordinals).
-    arrives
-        Tensors whose pages are on the device from this phase on.
-    """
+    """The work at the start of a phase, in this order."""
 
     releases: list[GroupPart] = field(default_factory=list)
+    """Activations whose device memory is freed."""
     sends: list[GroupPart] = field(default_factory=list)
+    """Activations saved outside of blocks that are copied away. Those of a block leave after its
+    forward pass."""
     leaving: tuple[HintRow, ...] = ()
     room: Eviction | None = None
+    """The eviction that must be finished before the phase allocates."""
     coming: tuple[HintRow, ...] = ()
     after: tuple[Eviction | None, ...] = ()
+    """For each prefetch, the eviction that it waits for."""
     needs: tuple[tuple[int, int], ...] = ()
+    """The prefetches that this phase is the first to use: (phase of submission, number)."""
     waits: bool = False
+    """Whether they must finish before the phase runs; otherwise missing pages come by fault."""
     fetches: list[GroupPart] = field(default_factory=list)
+    """Activations to bring back."""
     arrives: frozenset[int] = frozenset()
+    """Tensors whose pages are on the device from this phase on."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """A plan by phases; it holds for any addresses.
-
-    Parameters
-    ----------
-    candidate
-        The plan that the search has found.
-    followed
-        The phases that the phase tracker reports, each with the phase of the trace it belongs to.
-    phases
-        The work of each phase of the trace.
-    copied
-        Activations that are copied to the host: ordinals by group.
-    paged
-        Activations that move as pages: numbers in the trace by ordinal, by group.
-    away_at_start
-        Tensors that live from step to step and are off the device when a step begins, by number in
-        the trace. Those that are mapped are not among them.
-    """
+    """A plan by phases; it holds for any addresses."""
 
     candidate: PlanCandidate
     followed: tuple[TrackedPhase, ...]
+    """What the phase tracker reports of a step like the recorded one."""
     phases: tuple[PhasePlan, ...]
     copied: Mapping[GroupKey, frozenset[int]]
+    """Activations that are copied to the host: ordinals by group."""
     paged: Mapping[GroupKey, Mapping[int, int]]
+    """Activations that move as pages: numbers in the trace by ordinal, by group."""
     away_at_start: frozenset[int]
+    """As in :class:`AdmissionPlan`."""
 
 
 def plan_step(
@@ -108,22 +79,10 @@ def plan_step(
     hardware: Hardware,
     budget_bytes: int,
 ) -> StepPlan:
-    """Turn a schedule into the work of each phase.
+    """Turn a schedule into the work of each phase, so that no more than the budget is resident.
 
-    Parameters
-    ----------
-    candidate
-        The plan.
-    saved
-        What autograd saves, by group.
-    followed
-        What the phase tracker reports of a step like the recorded one.
-    forward_labels
-        Label of the forward phase of each block.
-    hardware
-        Its copy bandwidth says when copies are over.
-    budget_bytes
-        Bytes that may be resident.
+    `saved` is what autograd saves, `followed` what the phase tracker reports, `forward_labels` the
+    label of the forward phase of each block; the hardware's bandwidth says when copies are over.
     """
     trace, schedule = candidate.trace, candidate.schedule
     groups: dict[int, list[SavedTensor]] = defaultdict(list)

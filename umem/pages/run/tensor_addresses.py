@@ -33,22 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class TensorAddresses:
-    """Addresses of the tensors that hints can name, by number in the trace.
-
-    Parameters
-    ----------
-    fixed
-        Weights and optimizer state: address.
-    gradients
-        Gradients, which are allocated anew in each step: function that returns the present
-        address, 0 for none.
-    owners
-        Of the fixed ones that are large enough to move: the tensor, and where its data begins.
-    """
+    """Addresses of the tensors that hints can name, by number in the trace."""
 
     fixed: Mapping[int, int]
+    """Of weights and optimizer state."""
     gradients: Mapping[int, Callable[[], int]]
+    """Gradients are allocated anew in each step: what returns the present address, 0 for none."""
     owners: Sequence[tuple[weakref.ref[torch.Tensor], int]]
+    """Of the fixed ones that are large enough to move: the tensor, and where its data begins."""
 
     def are_current(self) -> bool:
         """Whether the tensors are still where they were found."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from umem.pages.simulate.fluid_bound import fluid_bound_s
 from umem.pages.simulate.lower_bound import lower_bound_s, unavoidable_bytes
 from umem.pages.simulate.run import Addresses, Run, report, run, simulate
 
 __all__ = [
     "Addresses",
     "Run",
-    "fluid_bound_s",
     "lower_bound_s",
     "report",
     "run",

@@ -526,14 +526,10 @@ def _faulting_pages(m, size):
 
 
 @compiled_in_place
-def _fault_in(sim, first, last):
-    """Bring in what the phase's accesses find on the host, and give new blocks their memory."""
-    m = sim.machine[0]
+def _bytes_to_make(sim, first, last):
+    """Bytes of the blocks that the phase's accesses find without contents."""
     blocks = sim.blocks
     tensors = sim.tensors
-    count = 0
-    pages = 0
-    arrivals_bytes = 0.0
     new_bytes = 0
     for access in range(first, last):
         tensor = sim.access_tensor[access]
@@ -542,6 +538,53 @@ def _fault_in(sim, first, last):
         for block in range(tensors[tensor].first, tensors[tensor].end):
             if blocks[block].state == NONE:
                 new_bytes += blocks[block].bytes
+    return new_bytes
+
+
+@compiled_in_place
+def _faults(sim, tensor, block, new_faults):
+    """Whether a block faults; one without contents gets its memory where that takes no fault."""
+    m = sim.machine[0]
+    blocks = sim.blocks
+    tensors = sim.tensors
+    is_system = tensors[tensor].residency == SYSTEM
+    if blocks[block].state != NONE:
+        return blocks[block].state == HOST and not is_system
+    size = blocks[block].bytes
+    if is_system and m.used_bytes + size > m.capacity_bytes:
+        blocks[block].state = HOST
+        return False
+    m.born_bytes += size
+    if not new_faults:
+        _allocate(m, blocks, tensors, block)
+        _make_resident(m, blocks, tensors, block, False)
+    return new_faults
+
+
+@compiled_in_place
+def _count_arrival(sim, tensor, size, faulting):
+    """Count a block that comes by faults, and the rest of it by speculation."""
+    m = sim.machine[0]
+    m.in_bytes += size
+    asked = min(size, faulting * m.page_bytes)
+    seconds = asked / m.to_device_bytes_per_s
+    _count_traffic(sim, TO_DEVICE, FAULT, tensor, asked, seconds, faulting)
+    rest = size - asked
+    if rest > 0:
+        seconds = rest / m.to_device_bytes_per_s
+        _count_traffic(sim, TO_DEVICE, SPECULATION, tensor, rest, seconds, 1)
+
+
+@compiled_in_place
+def _fault_in(sim, first, last):
+    """Bring in what the phase's accesses find on the host, and give new blocks their memory."""
+    m = sim.machine[0]
+    blocks = sim.blocks
+    tensors = sim.tensors
+    count = 0
+    pages = 0
+    arrivals_bytes = 0.0
+    new_bytes = _bytes_to_make(sim, first, last)
     # Where there is no room, first touches fault as well: the driver has to evict for them.
     _wait_for_room(sim, new_bytes)
     new_faults = m.used_bytes + new_bytes > m.capacity_bytes
@@ -550,20 +593,9 @@ def _fault_in(sim, first, last):
         if tensors[tensor].residency == MAP or _is_whole(tensors, tensor):
             continue
         for block in range(tensors[tensor].first, tensors[tensor].end):
-            state = blocks[block].state
-            size = blocks[block].bytes
-            if state == NONE:
-                m.born_bytes += size
-                if tensors[tensor].residency == SYSTEM and m.used_bytes + size > m.capacity_bytes:
-                    m.born_bytes -= size
-                    blocks[block].state = HOST
-                    continue
-                if not new_faults:
-                    _allocate(m, blocks, tensors, block)
-                    _make_resident(m, blocks, tensors, block, False)
-                    continue
-            elif state != HOST or tensors[tensor].residency == SYSTEM:
+            if not _faults(sim, tensor, block, new_faults):
                 continue
+            size = blocks[block].bytes
             faulting = _faulting_pages(m, size)
             if pages + faulting > m.faults_per_batch and count > 0:
                 if not _serve_faults(sim, count, pages, arrivals_bytes):
@@ -572,19 +604,10 @@ def _fault_in(sim, first, last):
             sim.batch[count] = block
             count += 1
             pages += faulting
-            if state == HOST:
+            if blocks[block].state == HOST:
                 arrivals_bytes += size
-                m.in_bytes += size
-                asked = min(size, faulting * m.page_bytes)
-                seconds = asked / m.to_device_bytes_per_s
-                _count_traffic(sim, TO_DEVICE, FAULT, tensor, asked, seconds, faulting)
-                rest = size - asked
-                if rest > 0:
-                    seconds = rest / m.to_device_bytes_per_s
-                    _count_traffic(sim, TO_DEVICE, SPECULATION, tensor, rest, seconds, 1)
-    if count > 0:
-        return _serve_faults(sim, count, pages, arrivals_bytes)
-    return True
+                _count_arrival(sim, tensor, size, faulting)
+    return count == 0 or _serve_faults(sim, count, pages, arrivals_bytes)
 
 
 # --- the step ---

@@ -1,4 +1,4 @@
-"""Quick lower bounds: compute, the traffic that no placement avoids, and when it has to happen."""
+"""A lower bound: compute, the traffic that no placement avoids, and when it has to happen."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ def lower_bound_s(trace: Trace, hardware: Hardware, capacity_bytes: int) -> floa
 
     The most of: compute; unavoidable traffic over the link's bandwidth; compute, and what that
     traffic slows it beside; and compute, and the time by which stretches of the step are too short
-    for what has to cross the link in them. :func:`umem.pages.simulate.fluid_bound_s` is nearer, and
-    takes longer.
+    for what has to cross the link in them.
 
     Parameters
     ----------
@@ -161,17 +160,8 @@ def _window_bytes(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Contents made between two moments that wait at the second; and waiting at the first and used.
 
-    Parameters
-    ----------
-    trace
-        The step.
-    at : int64[K]
-        Phases; the moments are just before these begin.
-
-    Returns
-    -------
-    float64[K, 2K], float64[K, 2K]
-        Bytes by the first moment and the second, which is of the next step from column K on.
+    The moments are just before the phases `at` begin, int64[K]. Bytes by the first moment and the
+    second, which is of the next step from column K on: float64[K, 2K] each.
     """
     count, phases = len(at), trace.phase_count
     gaps = find_gaps(trace)

@@ -55,14 +55,8 @@ _watched: weakref.WeakSet[type[torch.autograd.Function]] = weakref.WeakSet()
 def let_go_of_lent(outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
     """Have functions find views of lent memory when they need them, in place of keeping them.
 
-    From then on their classes do so by themselves, for the rest of the process.
-
-    Parameters
-    ----------
-    outputs
-        Nodes of a graph, as :func:`umem.runtime.torch_hooks.backward.nodes_of` returns them.
-    inputs
-        Nodes of the same graph to stop at.
+    From then on their classes do so by themselves, for the rest of the process. `outputs` are nodes
+    of a graph (:func:`umem.runtime.torch_hooks.backward.nodes_of`), `inputs` those to stop at.
     """
     seen = set(map(id, inputs))
     waiting = list(outputs)

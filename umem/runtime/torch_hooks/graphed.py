@@ -30,15 +30,11 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def watch_graphing(before: Callable[[Sequence[nn.Module]], None]) -> Callable[[], None]:
-    """Call a function before torch captures modules; returns what ends that.
+    """Call a function with the modules before torch captures them; returns what ends that.
 
     torch runs the modules a few times, and captures one run. Hooks of umem are left out of these:
-    what they would move, or wait for, must not become a part of the graph.
-
-    Parameters
-    ----------
-    before
-        Called with the modules. They count as graphed then, whatever becomes of the capture.
+    what they would move, or wait for, must not become a part of the graph. The modules count as
+    graphed then, whatever becomes of the capture.
     """
     theirs = torch.cuda.make_graphed_callables
 

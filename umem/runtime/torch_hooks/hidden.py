@@ -144,18 +144,8 @@ class _ListedHooks(_Hooks):
 def hide(handle: RemovableHandle, place: Place = "in order") -> Undo:
     """Let nothing but torch's call of a hook find the hook, which was just registered.
 
-    Parameters
-    ----------
-    handle
-        What registering the hook has returned.
-    place
-        When it is called: first of all, where it was registered, or behind all hooks of the
-        program, also those that the program adds later.
-
-    Returns
-    -------
-    Callable[[], None]
-        Removes the hook.
+    It is called first of all, where it was registered, or behind all hooks of the program, also
+    those that the program adds later. The result removes the hook.
     """
     # Hooks on a call have dictionaries beside theirs, which say how they are called.
     kind = _CallHooks if handle.extra_dict_ref else _ListedHooks

@@ -50,12 +50,8 @@ def wait_at_attributes(
 ) -> None:
     """Call functions with tensors past torch's operators; None for no functions any more.
 
-    Parameters
-    ----------
-    wait
-        Called with each tensor whose memory is taken.
-    let_go
-        Called with each tensor whose contents are swapped: it has no guard any more.
+    `wait` is called with each tensor whose memory is taken, `let_go` with each whose contents are
+    swapped: it has no guard any more.
     """
     global _wait, _let_go
     _wait, _let_go = wait, let_go
@@ -68,12 +64,8 @@ def watch_lent(
 ) -> None:
     """Call functions for tensors that may be on lent memory; None for no functions any more.
 
-    Parameters
-    ----------
-    give_own
-        Called with each tensor whose storage is taken.
-    note_alias
-        Called with what ``.data`` returns, which counts its changes by itself.
+    `give_own` is called with each tensor whose storage is taken, `note_alias` with what ``.data``
+    returns, which counts its changes by itself.
     """
     global _give_own, _note_alias
     _give_own, _note_alias = give_own, note_alias

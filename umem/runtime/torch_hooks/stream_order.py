@@ -27,16 +27,9 @@ __all__ = ["StreamOrder", "cuda_stream_order"]
 class StreamOrder:
     """Wraps the methods of stream classes and event classes that order work.
 
-    Parameters
-    ----------
-    stream_class, event_class
-        ``torch.cuda.Stream`` and ``torch.cuda.Event``.
-    any_stream_class, any_event_class
-        ``torch.Stream`` and ``torch.Event``, whose objects may be of the same device.
-    current_stream
-        Returns the stream on which an event without one is recorded.
-    is_capturing
-        Whether a stream, by its handle, is captured into a graph.
+    These are ``torch.cuda.Stream`` and ``torch.cuda.Event``; objects of ``torch.Stream`` and
+    ``torch.Event`` may be of the same device. `current_stream` returns the stream on which an event
+    without one is recorded, `is_capturing` whether a stream, by its handle, is captured.
     """
 
     def __init__(

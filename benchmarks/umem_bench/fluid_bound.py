@@ -7,14 +7,12 @@ gives a solution, so that the optimum is a lower bound for every schedule.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+import highspy
 import numpy as np
 import numpy.typing as npt
 
@@ -65,7 +63,7 @@ def fluid_bound_s(
     Raises
     ------
     PlanError
-        If highspy, the solver, is missing, or finds no solution.
+        If the solver finds no solution.
     TraceError
         If the trace has no durations.
     """
@@ -216,12 +214,6 @@ class _Program:
 
     def minimum(self, name: str) -> float:
         """Least cost."""
-        try:
-            import highspy
-        except ImportError as error:
-            raise PlanError(
-                "the fluid bound needs the solver HiGHS: pip install 'umem[bounds]'"
-            ) from error
         count = len(self.cost)
         by_column = np.argsort(self.columns, kind="stable")
         program = highspy.HighsLp()
@@ -234,8 +226,7 @@ class _Program:
         program.a_matrix_.start_ = np.searchsorted(columns, np.arange(count + 1))
         program.a_matrix_.index_ = np.array(self.rows)[by_column]
         program.a_matrix_.value_ = np.array(self.values)[by_column]
-        with _silence():
-            solver = highspy.Highs()
+        solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         # Interior points: these programs are large, sparse and degenerate.
         solver.setOptionValue("solver", "ipm")
@@ -249,21 +240,6 @@ class _Program:
                 "ask for another number of checkpoints"
             )
         return float(solver.getInfo().objective_function_value)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Drop what C code prints to standard output: HiGHS 1.16 prints its name when it is made."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
 
 
 class _Link:
