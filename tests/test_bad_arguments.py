@@ -16,7 +16,7 @@ from umem.capture.offline import script_trace
 from umem.core.errors import PolicyError
 from umem.pages.plan import load_schedule
 from umem.policy import resolve
-from umem.telemetry import read_recording
+from umem.telemetry import load_recording
 from umem.trace import save_trace
 
 
@@ -46,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (lambda: resolve("sft", None), "policy"),  # type: ignore[arg-type]
         (lambda: save_trace(3, "x"), "trace"),  # type: ignore[arg-type]
         (lambda: script_trace(3), "spec"),  # type: ignore[arg-type]
-        (lambda: read_recording(3), "path"),  # type: ignore[arg-type]
+        (lambda: load_recording(3), "path"),  # type: ignore[arg-type]
         (lambda: load_schedule(3, None, key=""), "path"),  # type: ignore[arg-type]
     ],
 )

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from archives import rewrite
-from nsys_exports import RUN, database
 from small_files import (
     KEY,
     exchange,
@@ -28,7 +25,7 @@ from umem.hardware import load_hardware
 from umem.pages.plan.plan_files import PLAN_COLUMNS, PlanHeader, load_schedule, save_schedule
 from umem.policy import load_policy
 from umem.predict.prediction import report_row
-from umem.telemetry import read_nsys, read_recording, save_recording
+from umem.telemetry import load_recording, save_recording
 from umem.telemetry.comparison import read_predictions
 from umem.trace.check import DTYPES
 from umem.trace.file import TraceHeader, load_trace, save_trace
@@ -91,13 +88,6 @@ def text(path: Path, content: str) -> None:
     path.write_text(content, encoding="utf-8")
 
 
-def export(path: Path, statement: str) -> None:
-    """An export with one table, changed by a statement of SQL."""
-    database(path, {"CUPTI_ACTIVITY_KIND_MEMCPY": RUN["CUPTI_ACTIVITY_KIND_MEMCPY"]})
-    with closing(sqlite3.connect(path)) as made, made:
-        made.execute(statement)
-
-
 READERS = {
     "policy": Reader("mine.yaml", text, load_policy, PolicyError),
     "hardware": Reader("mine.yaml", text, load_hardware, HardwareError),
@@ -114,7 +104,7 @@ READERS = {
     "recording": Reader(
         "run.npz",
         archive(lambda path: save_recording(small_recording(), path)),
-        read_recording,
+        load_recording,
         UmemError,
     ),
     "predictions": Reader(
@@ -123,7 +113,6 @@ READERS = {
         read_predictions,
         UmemError,
     ),
-    "export": Reader("run.sqlite", export, read_nsys, UmemError),
 }
 
 POLICIES = [
@@ -425,7 +414,7 @@ RECORDINGS = [
     ({"extra": 1}, "extra: unknown key"),
     (
         {"source": "guess"},
-        "source: 'guess': Input should be 'driver', 'driver_only', 'cupti', 'nsys', 'hints' or",
+        "source: 'guess': Input should be 'driver', 'driver_only', 'cupti', 'hints' or",
     ),
     ({"kind": [0, 7]}, "kind[1]: 7 is not from 0 to 6"),
     ({"kind": [0]}, "start_ns: 2 entries; it takes 1"),
@@ -520,21 +509,6 @@ PREDICTIONS = [
     ),
 ]
 
-EXPORTS = [
-    ("DROP TABLE CUPTI_ACTIVITY_KIND_MEMCPY", "holds nothing of CUDA"),
-    (
-        "ALTER TABLE CUPTI_ACTIVITY_KIND_MEMCPY RENAME bytes TO octets",
-        "table CUPTI_ACTIVITY_KIND_MEMCPY: no column bytes: export it again",
-    ),
-    (
-        "UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET bytes = 'many' WHERE copyKind = 12",
-        "table CUPTI_ACTIVITY_KIND_MEMCPY: row 3 has a value that is not a whole number",
-    ),
-    ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET bytes = -1", "bytes is not from 0"),
-    ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET migrationCause = 1.5", "row 1 has a value"),
-    ("UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET start = -5", "a time is not from 0"),
-]
-
 
 def cases() -> Iterator[tuple[str, Any, str]]:
     """Reader, what is wrong, and a pattern of the error behind the file's path."""
@@ -559,7 +533,6 @@ def cases() -> Iterator[tuple[str, Any, str]]:
     for reader, several in (
         ("recording", RECORDINGS),
         ("predictions", PREDICTIONS),
-        ("export", EXPORTS),
     ):
         for change, says in several:
             yield reader, change, ": .*" + re.escape(says)

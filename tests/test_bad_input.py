@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ import umem
 from umem.cli import INTERRUPTED_STATUS, output
 from umem.core.errors import PolicyError
 from umem.core.install import _origin, install_command
-from umem.telemetry import read_nsys
 
 # A root user enters every folder, unless these are taken away.
 WITHOUT_PRIVILEGES = (
@@ -412,50 +409,6 @@ def test_many_problems(run: Run, tmp_path: Path) -> None:
     status, _, errors = run("hardware", "show", profile)
     assert (status, len(errors.splitlines())) == (2, 11)
     assert "1,002 more problems" in errors.splitlines()[-1]
-
-
-def nsys_export(path: Path, strings: list[tuple[int, str]], ranges: int) -> Path:
-    with closing(sqlite3.connect(path)) as database, database:
-        database.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER)")
-        database.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
-        database.executemany("INSERT INTO StringIds VALUES (?, ?)", strings)
-        database.execute(
-            "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, "
-            "textId INTEGER)"
-        )
-        database.executemany(
-            "INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, NULL, 7)",
-            ((10 * number, 10 * number + 5) for number in range(ranges)),
-        )
-    return path
-
-
-@pytest.mark.slow
-def test_an_nsys_export_whose_rows_share_a_long_string(tmp_path: Path) -> None:
-    """It is cut: 2 GB otherwise."""
-    path = nsys_export(tmp_path / "run.sqlite", [(7, "umem phase " + "x" * 65_000)], 15_000)
-    phases = read_nsys(path).phases
-    assert len(phases) == 15_000
-    assert len(phases[0].name) < 2_000
-
-
-@pytest.mark.slow
-def test_an_nsys_export_with_many_strings_of_one_id(tmp_path: Path) -> None:
-    """Time is in proportion to the rows of both tables together, and not to their product.
-
-    That is 400 million, which would take longer than any test may.
-    """
-    strings = [(7, f"umem phase {number}") for number in range(20_000)]
-    path = nsys_export(tmp_path / "run.sqlite", strings, 20_000)
-    assert len(read_nsys(path).phases) == 20_000
-
-
-def test_an_nsys_export_that_is_a_named_pipe(run: Run, tmp_path: Path) -> None:
-    """It is not waited for."""
-    os.mkfifo(tmp_path / "run.sqlite")
-    status, _, errors = run("report", tmp_path / "run.sqlite")
-    assert status == 2
-    assert "not a regular file" in errors
 
 
 # ----------------------------------------------------------------------------------- network

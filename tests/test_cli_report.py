@@ -5,10 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sqlite3
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,7 +22,7 @@ from recordings import Row, make_recording, records_of
 
 from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse
-from umem.telemetry import Recording, measured_row, read_recording, save_recording
+from umem.telemetry import Recording, load_recording, measured_row, save_recording
 from umem.telemetry.export import lanes
 from umem.telemetry.figures import link_bytes
 from umem.telemetry.records import NamedRange, Residency
@@ -91,7 +89,7 @@ def test_json_rows(run: Run, tmp_path: Path) -> None:
     paths = [saved(tmp_path / f"{name}.npz", workload=name) for name in ("one", "two")]
     code, out, _ = run(*paths, "--json")
     assert code == 0
-    assert json.loads(out) == {"results": [measured_row(read_recording(path)) for path in paths]}
+    assert json.loads(out) == {"results": [measured_row(load_recording(path)) for path in paths]}
 
 
 def test_a_run_without_records(run: Run, tmp_path: Path) -> None:
@@ -110,20 +108,6 @@ def test_a_run_without_records(run: Run, tmp_path: Path) -> None:
     assert "share" not in out
     assert "faults" not in page.read_text()
     assert not pictures.exists()
-
-
-def test_an_export_of_nsight_systems(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "run.sqlite"
-    with closing(sqlite3.connect(path)) as made, made:
-        made.execute(
-            "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INT, end INT, bytes INT, copyKind INT,"
-            " migrationCause INT, virtualAddress INT)"
-        )
-        made.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (1, 2, 2097152, 12, 4, 4096)")
-    code, out, _ = run(path)
-    assert code == 0
-    assert re.search(r"to host +eviction +other +2 MiB", out)
-    assert re.search(r"of class other, hit no known tensor +2 MiB", out)
 
 
 @pytest.mark.slow
@@ -294,7 +278,6 @@ def test_the_rate_of_transfers_adds_up() -> None:
         (["{run}", "--html", "."], "--html: . is a folder"),
         (["{run}", "--perfetto", "{run}/x.json"], "--perfetto: "),
         (["{run}", "--plot-format", "gif"], "--plot-format"),
-        (["run.nsys-rep"], "nsys export --type sqlite run.nsys-rep"),
     ],
 )
 def test_bad_input_ends_with_status_2(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import sqlite3
 import zipfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 from umem.io.files import compress
 
-__all__ = ["archives", "damaged", "documents", "exports", "texts"]
+__all__ = ["archives", "damaged", "documents", "texts"]
 
 _NUMBERS = st.one_of(
     st.sampled_from([0, 1, -1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 10**400, 1e308, 5e-324]),
@@ -157,45 +155,3 @@ def _other_column(draw: Any, column: Any) -> Any:
     return column
 
 
-@st.composite
-def exports(draw: Any, seeds: Sequence[Path]) -> bytes:
-    """A SQLite database with other rows, tables or columns, maybe damaged."""
-    connection = sqlite3.connect(":memory:")
-    connection.deserialize(draw(st.sampled_from(seeds)).read_bytes())
-    tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_schema")]
-    values = st.one_of(
-        st.none(),
-        st.sampled_from(
-            [0, -1, 1, 2**42, 2**62, 2**63 - 1, -(2**63), 1e300, "x", b"\xff", "9" * 99]
-        ),
-        st.integers(-(2**63), 2**63 - 1),
-        st.binary(max_size=9),
-    )
-    with connection:
-        for _ in range(draw(st.integers(0, 4))):
-            table = draw(st.sampled_from(tables))
-            columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
-            if not columns:
-                continue
-            column = draw(st.sampled_from(columns))
-            statement = draw(
-                st.sampled_from(
-                    [
-                        f"UPDATE OR IGNORE {table} SET {column} = ?",
-                        f"UPDATE OR IGNORE {table} SET {column} = ? WHERE rowid % 2",
-                        f"DELETE FROM {table}",
-                        f"DROP TABLE {table}",
-                        f"ALTER TABLE {table} DROP COLUMN {column}",
-                        f"INSERT OR IGNORE INTO {table} SELECT * FROM {table}",
-                        f"ALTER TABLE {table} RENAME TO other",
-                    ]
-                )
-            )
-            given = (draw(values),) if "?" in statement else ()
-            try:
-                connection.execute(statement, given)
-            except sqlite3.Error:  # gone already, or a column that a key needs
-                continue
-    content = connection.serialize()
-    connection.close()
-    return draw(damaged([content])) if draw(st.booleans()) else content

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fuzz_inputs import archives, documents, exports, texts
+from fuzz_inputs import archives, documents, texts
 from hypothesis.strategies import SearchStrategy
-from nsys_exports import RUN, database
 from recordings import make_recording
 from umem_bench.compile_planner import compile_planner
 
@@ -33,7 +32,7 @@ from umem.pages.plan import load_schedule, plan, plan_key, save_schedule
 from umem.pages.simulate import simulate
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.predict.prediction import predict, report_row
-from umem.telemetry import read_recording, report_of, report_tables, save_recording
+from umem.telemetry import load_recording, report_of, report_tables, save_recording
 from umem.telemetry.comparison import read_predictions
 from umem.telemetry.records import NamedRange, Residency, Shares
 from umem.trace import Trace, load_trace, save_trace, trace_fingerprint
@@ -182,12 +181,12 @@ def _use_plan(path: Path) -> None:
 
 
 def _use_recording(path: Path) -> None:
-    recording = read_recording(path)
+    recording = load_recording(path)
     report = report_of(recording)
     for table in report_tables(recording, report):
         assert all(len(row) == len(table.text) + len(table.numbers) for row in table.rows)
     save_recording(recording, FOLDER / "again.npz")
-    again = read_recording(FOLDER / "again.npz")
+    again = load_recording(FOLDER / "again.npz")
     assert again.step_count == recording.step_count
     assert len(again.records) == len(recording.records)
 
@@ -300,12 +299,6 @@ READERS = (
     Reader("published trace", ".json", lambda: documents([_TRACE_DOCUMENT]), _use_trace),
     Reader("plan", ".npz", lambda: archives(_plan_seeds()), _use_plan),
     Reader("profile", ".npz", lambda: archives(_profile_seeds()), _use_recording),
-    Reader(
-        "nsys export",
-        ".sqlite",
-        lambda: exports([database(FOLDER / "seed.sqlite", RUN)]),
-        _use_recording,
-    ),
     Reader("policy", ".yaml", lambda: texts(_POLICIES), _use_policy),
     Reader("hardware profile", ".yaml", lambda: texts([_hardware_document()]), _use_hardware),
     Reader("model config", ".json", lambda: documents([_CONFIG]), _use_shape),

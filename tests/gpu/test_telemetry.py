@@ -28,9 +28,9 @@ from umem.telemetry import (
     PhaseRanges,
     Profile,
     RecordKind,
+    load_recording,
     measured_row,
     nvtx_phases,
-    read_recording,
     tensor_traffic,
 )
 
@@ -318,7 +318,7 @@ def test_a_saved_run_is_reported(tmp_path: Path) -> None:
         profile.step()
     path = tmp_path / "run.npz"
     profile.save(path)
-    assert measured_row(read_recording(path)) == measured_row(profile.recording)
+    assert measured_row(load_recording(path)) == measured_row(profile.recording)
     outputs = [tmp_path / "run.html", tmp_path / "run.perfetto.json", tmp_path / "pictures"]
     options = zip(("--html", "--perfetto", "--plot"), map(str, outputs), strict=True)
     words = [UMEM, "report", str(path), "--json", *(word for pair in options for word in pair)]

@@ -39,7 +39,7 @@ def report(
         typer.Argument(
             readable=False,
             metavar="FILE...",
-            help="Saved profiles (run.npz), or SQLite exports of Nsight Systems.",
+            help="Saved profiles, such as run.npz.",
         ),
     ],
     as_json: options.Json = False,
@@ -82,7 +82,7 @@ def report(
     with output.progress() as say:
         for file in files:
             say(f"Reading {file.name}")
-            recordings.append(telemetry.read_recording(file))
+            recordings.append(telemetry.load_recording(file))
         if plot is not None:
             written += output.save_figures(_figures(recordings, plot, plot_format), say)
         if html is not None:

@@ -51,10 +51,10 @@ CAUSES: tuple[Cause, ...] = (
 UM_CAUSES: tuple[Cause, ...] = (*CAUSES[:5], "unknown")
 """Causes of unified-memory transfers, which a profiler shows."""
 
-Source = Literal["driver", "driver_only", "cupti", "nsys", "hints", "none"]
+Source = Literal["driver", "driver_only", "cupti", "hints", "none"]
 """Origin of the figures of a measurement: the driver's event queue, with copies and memory sets
-counted by CUPTI or by nobody; CUPTI in the process; Nsight Systems; the hint engine's own counts;
-or nobody (steps were timed only)."""
+counted by CUPTI or by nobody; CUPTI; the hint engine's own counts; or nobody (steps were timed
+only)."""
 
 _ROUNDING = 1e-12
 """Relative error of a sum of many times."""

@@ -1,8 +1,8 @@
-"""Migration in real runs: recorded live or by Nsight Systems, attributed to tensors, reported.
+"""Migration in real runs: recorded live, attributed to tensors, reported.
 
 :func:`profile` records this process, through the driver's own event queue and CUPTI;
-:func:`read_recording` reads a saved profile, or an export of Nsight Systems. Both give a
-:class:`Recording`, from which reports, pictures and pages are made. :class:`PhaseRanges` is for
+:func:`load_recording` reads a saved profile. Both give a :class:`Recording`, from which reports and
+pictures are made. :class:`PhaseRanges` is for
 code that runs a step: it names the step's phases for profilers.
 """
 
@@ -25,8 +25,7 @@ from umem.telemetry.figures import (
     save,
     shares_figure,
 )
-from umem.telemetry.file import load_recording, read_recording, save_recording
-from umem.telemetry.nsys import read_nsys
+from umem.telemetry.file import load_recording, save_recording
 from umem.telemetry.phases import PhaseRanges, call_watcher, nvtx_phases
 from umem.telemetry.profiler import Profile, profile
 from umem.telemetry.records import Recording, RecordKind
@@ -47,8 +46,6 @@ __all__ = [
     "measured_row",
     "nvtx_phases",
     "profile",
-    "read_nsys",
-    "read_recording",
     "report_of",
     "report_tables",
     "require_matplotlib",

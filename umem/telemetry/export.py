@@ -44,7 +44,6 @@ SOURCE_WORDS: dict[Source, str] = {
     "driver": "recorded by the driver, copies and memory sets by CUPTI",
     "driver_only": "recorded by the driver, copies and memory sets not recorded",
     "cupti": "recorded by CUPTI",
-    "nsys": "recorded by Nsight Systems",
     "hints": "memory operations not recorded, hints as the hint engine counts them",
     "none": "memory operations not recorded",
 }

@@ -28,8 +28,7 @@ _LOG = logging.getLogger("umem")
 
 STEP_PREFIX = "umem step "
 PHASE_PREFIX = "umem phase "
-"""How the names of umem's NVTX ranges begin. ``umem report`` looks for them in Nsight Systems'
-exports."""
+"""How the names of umem's NVTX ranges begin."""
 
 _VARIABLE = "UMEM_NVTX"
 
@@ -83,8 +82,7 @@ class PhaseRanges:
 def nvtx_phases() -> Iterator[None]:
     """Make NVTX ranges of the phases of every step that runs in the ``with`` block.
 
-    They show in Nsight Systems, and ``umem report`` finds them in its exports. A torch without CUDA
-    makes none.
+    They show in Nsight Systems. A torch without CUDA makes none.
 
     Examples
     --------
