@@ -14,7 +14,6 @@ from archives import rewrite
 from small_files import (
     KEY,
     exchange,
-    predicted,
     small_recording,
     small_schedule,
     small_trace,
@@ -24,9 +23,7 @@ from umem.core.errors import HardwareError, PlanError, PolicyError, TraceError, 
 from umem.hardware import load_hardware
 from umem.pages.plan.plan_files import PLAN_COLUMNS, PlanHeader, load_schedule, save_schedule
 from umem.policy import load_policy
-from umem.predict.prediction import report_row
 from umem.telemetry import load_recording, save_recording
-from umem.telemetry.comparison import read_predictions
 from umem.trace.check import DTYPES
 from umem.trace.file import TraceHeader, load_trace, save_trace
 
@@ -105,12 +102,6 @@ READERS = {
         "run.npz",
         archive(lambda path: save_recording(small_recording(), path)),
         load_recording,
-        UmemError,
-    ),
-    "predictions": Reader(
-        "predicted.json",
-        document(lambda: {"results": [report_row(predicted())]}),
-        read_predictions,
         UmemError,
     ),
 }
@@ -482,33 +473,6 @@ RECORDINGS = [
     ),
 ]
 
-PREDICTIONS = [
-    (
-        put(("results",), GONE),
-        "results: missing: add the key: give the output of `umem simulate --json`",
-    ),
-    ({"results": []}, "results: []: "),
-    ({"results": 5}, "results: 5: "),
-    ({"results": [5]}, "results[0]: 5 is not a mapping"),
-    (put(("results", 0, "step_s"), GONE), "results[0].step_s: missing"),
-    (
-        put(("results", 0, "exposed_stall_s"), None),
-        "results[0].exposed_stall_s: null: ",
-    ),
-    (
-        put(("results", 0, "workload"), []),
-        "results[0].workload: []: Input should be a valid string",
-    ),
-    (
-        put(("results", 0, "bytes"), {"up": {}}),
-        "results[0].bytes.up",
-    ),
-    (
-        put(("results", 0, "bytes"), {"to_host": {"hint": {"weights": -1}}}),
-        "results[0].bytes.to_host.hint.weights: -1: ",
-    ),
-]
-
 
 def cases() -> Iterator[tuple[str, Any, str]]:
     """Reader, what is wrong, and a pattern of the error behind the file's path."""
@@ -530,12 +494,8 @@ def cases() -> Iterator[tuple[str, Any, str]]:
         yield "trace", change, f": .*{says}"
     for change, says in PLANS:
         yield "plan", change, f": .*{says}"
-    for reader, several in (
-        ("recording", RECORDINGS),
-        ("predictions", PREDICTIONS),
-    ):
-        for change, says in several:
-            yield reader, change, ": .*" + re.escape(says)
+    for change, says in RECORDINGS:
+        yield "recording", change, ": .*" + re.escape(says)
 
 
 @pytest.mark.parametrize(("reader", "change", "says"), list(cases()))

@@ -153,5 +153,3 @@ def _other_column(draw: Any, column: Any) -> Any:
         case "shape":
             column = column.reshape(draw(st.sampled_from([(-1, 1), (1, -1)])))
     return column
-
-

@@ -33,7 +33,6 @@ from umem.pages.simulate import simulate
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.predict.prediction import predict, report_row
 from umem.telemetry import load_recording, report_of, report_tables, save_recording
-from umem.telemetry.comparison import read_predictions
 from umem.telemetry.records import NamedRange, Residency, Shares
 from umem.trace import Trace, load_trace, save_trace, trace_fingerprint
 
@@ -288,12 +287,6 @@ _CONFIG = {
 }
 
 
-def _predictions() -> dict[str, Any]:
-    timed = with_durations(_trace(), _machine())
-    reports = predict(timed, _machine(), _policy(), ("fault", "planned"))
-    return {"results": [report_row(report) for report in reports]}
-
-
 READERS = (
     Reader("trace", ".npz", lambda: archives(_trace_seeds()), _use_trace),
     Reader("published trace", ".json", lambda: documents([_TRACE_DOCUMENT]), _use_trace),
@@ -302,5 +295,4 @@ READERS = (
     Reader("policy", ".yaml", lambda: texts(_POLICIES), _use_policy),
     Reader("hardware profile", ".yaml", lambda: texts([_hardware_document()]), _use_hardware),
     Reader("model config", ".json", lambda: documents([_CONFIG]), _use_shape),
-    Reader("predictions", ".json", lambda: documents([_predictions()]), read_predictions),
 )

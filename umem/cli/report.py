@@ -1,10 +1,9 @@
-"""`umem report`: show the migrations of a recorded run, and compare them with a prediction."""
+"""`umem report`: show the migrations of a recorded run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,14 +12,6 @@ from umem import telemetry
 from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.report import MeasuredReport
-from umem.telemetry.comparison import (
-    Comparison,
-    StepFigures,
-    comparison_row,
-    difference_words,
-    figures_of,
-    read_predictions,
-)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,15 +50,6 @@ def report(
             help="Write a timeline for ui.perfetto.dev (.json, .json.gz).",
         ),
     ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            readable=False,
-            metavar="FILE",
-            help="Compare with predictions, from `umem simulate --json`: those for the same "
-            "workload, or all if no name matches.",
-        ),
-    ] = None,
 ) -> None:
     """Show what migrated in a recorded run: by cause and tensor, and unified memory's share."""
     options.check_plot(plot, plot_format)
@@ -78,7 +60,6 @@ def report(
     console = output.make_console()
     written: list[Path] = []
     recordings = []
-    predictions = () if against is None else read_predictions(against)
     with output.progress() as say:
         for file in files:
             say(f"Reading {file.name}")
@@ -94,25 +75,13 @@ def report(
             telemetry.write_perfetto(recordings, perfetto)
             written.append(perfetto)
     reports = [telemetry.report_of(recording) for recording in recordings]
-    comparisons = [_compared(report, predictions) for report in reports]
     if as_json:
-        data: dict[str, Any] = {"results": [telemetry.measured_row(it) for it in recordings]}
-        if against is not None:
-            data["comparisons"] = [comparison_row(it) for found in comparisons for it in found]
-        output.print_json(data)
+        output.print_json({"results": [telemetry.measured_row(it) for it in recordings]})
         return
-    for recording, report, found in zip(recordings, reports, comparisons, strict=True):
+    for recording, report in zip(recordings, reports, strict=True):
         _print_measured(console, recording, report)
-        for comparison in found:
-            _print_comparison(console, comparison)
         console.print()
     output.print_written(written)
-
-
-def _compared(report: MeasuredReport, predictions: Sequence[StepFigures]) -> list[Comparison]:
-    # By default a run is named after its script, and then no prediction has its name.
-    same = [it for it in predictions if it.workload == report.workload]
-    return [Comparison(it, figures_of(report)) for it in same or predictions]
 
 
 def _figures(recordings: list[telemetry.Recording], folder: Path, kind: str) -> dict[Path, Figure]:
@@ -147,15 +116,3 @@ def _print_measured(
             output.print_table(console, shown)
         if table.words:
             console.print(table.words)
-
-
-def _print_comparison(console: Console, comparison: Comparison) -> None:
-    predicted = comparison.predicted
-    console.print(
-        f"against [bold]{plain(predicted.workload)}[/bold] on {plain(predicted.hardware)}, "
-        f"policy {plain(predicted.policy)}, planner {plain(predicted.planner)}, predicted"
-    )
-    table = output.make_table("figure", numbers=("predicted", "measured", "difference", "relative"))
-    for difference in comparison.differences():
-        table.add_row(*difference_words(difference))
-    output.print_table(console, table)
