@@ -216,16 +216,15 @@ def test_pictures(run: Run, layers: Path, tmp_path: Path) -> None:
     layers.write_text(json.dumps(layers_document("../odd name")), encoding="utf-8")
     folder = tmp_path / "deep" / "pictures"
     status, output, errors = run(
-        "simulate", "--trace", layers, "--budget", "1GiB", "--plot", folder, "--plot-format", "svg"
+        "simulate", "--trace", layers, "--budget", "1GiB", "--plot", folder
     )
     assert (status, errors) == (0, "")
     names = sorted(path.name for path in folder.iterdir())
     assert names == [
-        "link--odd-name-fault.svg",
-        "link--odd-name-planned.svg",
-        "residency--odd-name-fault.svg",
-        "residency--odd-name-planned.svg",
-        "um-shares.svg",
+        "link--odd-name-fault.png",
+        "link--odd-name-planned.png",
+        "residency--odd-name-fault.png",
+        "residency--odd-name-planned.png",
     ]
     assert sorted(re.findall(r"^wrote (.*)$", output, re.MULTILINE)) == [
         str(folder / name) for name in names
@@ -264,7 +263,6 @@ def test_both_modes_of_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         (["--trace", "{layers}", "--budget", "1TiB"], "give a size above 0 and at most that"),
         (["--trace", "{layers}", "--budget", "64MiB"], "uses 128 MiB at once"),
         (["--trace", "{layers}", "--addresses", "mine"], "--addresses: 'mine' is not known"),
-        (["--trace", "{layers}", "--plot-format", "pdf"], "--plot-format: 'pdf' is not known"),
         (["--trace", "{layers}", "--model", "llama-2-7b"], "--model and --trace: give one"),
         (["--trace", "{layers}", "--mode", "sft"], "give --mode or --trace"),
         (["--trace", "{layers}", "--no-checkpoint"], "give --checkpoint or --trace"),

@@ -15,7 +15,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.report import Cause, Direction, MigrationReport, Timeline, Traffic
 from umem.hardware import Hardware, load_hardware
-from umem.telemetry import link_figure, residency_figure, save, shares_figure
+from umem.telemetry import link_figure, residency_figure, save
 from umem.trace import Access, PhaseKind, Precision, Trace, ranges
 from umem.trace.published import published_share
 
@@ -222,43 +222,11 @@ def test_a_step_without_traffic_is_drawn(hardware: Hardware) -> None:
 # ---------------------------------------------------------------------------------- shares
 
 
-def test_bars_are_the_shares_beside_the_published_ones() -> None:
-    reports = [
-        made_up_report(f"llama-2-7b-{mode}", planner, timeline=None)
-        for mode in ("lora", "sft")
-        for planner in ("fault", "planned")
-    ]
-    figure = shares_figure(reports)
-    report = reports[0]
-    shares = (report.um_ops_share, report.um_time_share, report.um_bytes_share)
-    assert len(set(shares)) == 3
-    for axes, share in zip(panels(figure), shares, strict=True):
-        plain = [bar.get_height() for bar in axes.patches if not bar.get_hatch()]
-        hatched = [bar.get_height() for bar in axes.patches if bar.get_hatch()]
-        assert plain == pytest.approx([100 * share] * 4)
-        assert hatched == pytest.approx([1.1, 9.8])
-        assert [label.get_text() for label in axes.get_xticklabels()] == [
-            "published",
-            "fault",
-            "planned",
-        ]
-    said = " ".join(texts(figure))
-    assert "NVIDIA" in said
-    assert "was not published" in said
-
-
 @pytest.mark.parametrize(
     "changes", [{"workload": "bert"}, {"workload": "llama-2-7b-lora", "hardware": "h200-pcie"}]
 )
 def test_no_published_share_for_other_workloads_and_machines(changes: dict[str, str]) -> None:
-    figure = shares_figure([replace(made_up_report(), **changes)])  # type: ignore[arg-type]
-    assert all(not bar.get_hatch() for axes in panels(figure) for bar in axes.patches)
-    assert not any("published" in text for text in texts(figure))
-
-
-def test_shares_need_a_report() -> None:
-    with pytest.raises(ValueError, match="no reports"):
-        shares_figure([])
+    assert published_share(replace(made_up_report(), **changes)) is None  # type: ignore[arg-type]
 
 
 def test_published_shares_name_their_source() -> None:
@@ -279,7 +247,6 @@ def test_all_text_lies_within_the_picture(hardware: Hardware) -> None:
     for figure in (
         residency_figure(report, trace_with_passes(words)),
         link_figure(report, hardware),
-        shares_figure([report, replace(report, workload="llama-2-7b-lora", planner="fault")]),
     ):
         figure.draw_without_rendering()
         width, height = figure.bbox.size
@@ -301,7 +268,7 @@ def test_a_report_without_timeline_is_refused(hardware: Hardware) -> None:
 
 @pytest.mark.slow
 def test_saved_as_png_and_svg(tmp_path: Path) -> None:
-    figure = shares_figure([made_up_report(timeline=None)])
+    figure = residency_figure(made_up_report())
     save(figure, tmp_path / "new folder" / "shares.png")
     save(figure, tmp_path / "shares.svg")
     assert (tmp_path / "new folder" / "shares.png").read_bytes().startswith(PNG)
@@ -314,7 +281,7 @@ def test_saved_as_png_and_svg(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "shares.png"
     path.write_bytes(b"old")
-    figure = shares_figure([made_up_report(timeline=None)])
+    figure = residency_figure(made_up_report())
     figure.text(0.5, 0.5, r"$\nonsense{$")
     with pytest.raises(ValueError, match="nonsense"):
         save(figure, path)
@@ -324,7 +291,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_save_errors_name_the_file(tmp_path: Path) -> None:
-    figure = shares_figure([made_up_report(timeline=None)])
+    figure = residency_figure(made_up_report())
     with pytest.raises(UmemError, match=r"shares\.pdf: a picture's name ends in \.png or \.svg"):
         save(figure, tmp_path / "shares.pdf")
     (tmp_path / "file").touch()

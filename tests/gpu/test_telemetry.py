@@ -319,14 +319,12 @@ def test_a_saved_run_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "run.npz"
     profile.save(path)
     assert measured_row(load_recording(path)) == measured_row(profile.recording)
-    outputs = [tmp_path / "run.html", tmp_path / "run.perfetto.json", tmp_path / "pictures"]
-    options = zip(("--html", "--perfetto", "--plot"), map(str, outputs), strict=True)
-    words = [UMEM, "report", str(path), "--json", *(word for pair in options for word in pair)]
+    words = [UMEM, "report", str(path), "--json", "--plot", str(tmp_path / "pictures")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["results"]
     assert row["moved_bytes"]["to_host"] == pytest.approx(SIZE, rel=0.02)
-    assert all(output.exists() for output in outputs)
+    assert (tmp_path / "pictures" / "transfers-saved.png").exists()
 
 
 def test_profiling_changes_no_result() -> None:

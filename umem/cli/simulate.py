@@ -78,7 +78,6 @@ def simulate(
     ] = False,
     as_json: options.Json = False,
     plot: options.Plot = None,
-    plot_format: options.PlotFormat = "png",
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show what moved, why, and what stalled.")
     ] = False,
@@ -95,7 +94,7 @@ def simulate(
     machine = load_hardware(hardware)
     # Before the first trace, which may take long.
     resolved = options.find_policy(policy, machine, budget)
-    options.check_plot(plot, plot_format)
+    options.check_plot(plot)
     if resolved.streams_state:
         if plot is not None:
             raise UmemError("--plot: pictures are of pages, and this policy streams state")
@@ -128,7 +127,7 @@ def simulate(
                 )
             results.append((made, reports))
         if plot is not None:
-            pictures = output.save_figures(_figures(results, machine, plot, plot_format), say)
+            pictures = output.save_figures(_figures(results, machine, plot), say)
     if as_json:
         rows = [report_row(report) for _, reports in results for report in reports]
         output.print_json({"results": rows})
@@ -242,18 +241,16 @@ def _figures(
     results: Sequence[tuple[Trace, Sequence[MigrationReport]]],
     hardware: Hardware,
     folder: Path,
-    kind: str,
 ) -> dict[Path, Figure]:
-    """Residency and link of each report, and the shares of all, by the file to save them in."""
-    from umem.telemetry import link_figure, residency_figure, shares_figure
+    """Residency and link of each report, by the file to save them in."""
+    from umem.telemetry import link_figure, residency_figure
 
-    every = [report for _, reports in results for report in reports]
-    figures = {folder / f"um-shares.{kind}": shares_figure(every)}
+    figures = {}
     for trace, reports in results:
         for report in reports:
             name = output.file_name(f"{report.workload}-{report.planner}")
-            figures[folder / f"residency-{name}.{kind}"] = residency_figure(report, trace)
-            figures[folder / f"link-{name}.{kind}"] = link_figure(report, hardware)
+            figures[folder / f"residency-{name}.png"] = residency_figure(report, trace)
+            figures[folder / f"link-{name}.png"] = link_figure(report, hardware)
     return figures
 
 
@@ -310,10 +307,7 @@ def _print_predictions(
 def _print_details(console: Console, report: MigrationReport) -> None:
     """Print one planner's traffic, its hints, and the causes of its stalls."""
     console.print(f"[bold]{plain(report.planner)}[/bold]: what moved")
-    if report.traffic:
-        output.print_traffic(console, report.traffic)
-    else:
-        console.print("nothing")
+    output.print_traffic(console, report.traffic)
     console.print(
         f"{report.hint_count:,} hints: {report.hints_late:,} waited for, "
         f"{report.hints_wasted:,} with nothing to do. "

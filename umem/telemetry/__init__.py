@@ -9,31 +9,28 @@ code that runs a step: it names the step's phases for profilers.
 from __future__ import annotations
 
 from umem.telemetry.driver_events import knows_release
-from umem.telemetry.export import (
-    SOURCE_WORDS,
-    figures_of_recording,
-    report_tables,
-    write_html,
-    write_perfetto,
-)
 from umem.telemetry.figures import (
-    FORMATS,
+    figures_of_recording,
     link_figure,
     require_matplotlib,
     residency_figure,
     residency_over_run_figure,
     save,
-    shares_figure,
 )
 from umem.telemetry.file import load_recording, save_recording
 from umem.telemetry.phases import PhaseRanges, call_watcher, nvtx_phases
 from umem.telemetry.profiler import Profile, profile
 from umem.telemetry.records import Recording, RecordKind
-from umem.telemetry.reports import measured_row, report_of, step_reports, tensor_traffic
+from umem.telemetry.reports import (
+    HINT_COUNTS,
+    measured_row,
+    report_of,
+    step_reports,
+    tensor_traffic,
+)
 
 __all__ = [
-    "FORMATS",
-    "SOURCE_WORDS",
+    "HINT_COUNTS",
     "PhaseRanges",
     "Profile",
     "RecordKind",
@@ -47,15 +44,11 @@ __all__ = [
     "nvtx_phases",
     "profile",
     "report_of",
-    "report_tables",
     "require_matplotlib",
     "residency_figure",
     "residency_over_run_figure",
     "save",
     "save_recording",
-    "shares_figure",
     "step_reports",
     "tensor_traffic",
-    "write_html",
-    "write_perfetto",
 ]

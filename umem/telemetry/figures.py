@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,8 +20,8 @@ import numpy as np
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.install import install_command
-from umem.core.report import UM_CAUSES, Cause, Direction, MeasuredReport, MigrationReport, Timeline
-from umem.core.units import format_bytes, time_unit
+from umem.core.report import Cause, Direction, MigrationReport, Timeline
+from umem.core.units import time_unit
 from umem.io.files import write_file
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLASS_COLOURS",
-    "FORMATS",
-    "classes_figure",
+    "figures_of_recording",
     "link_bytes",
     "link_figure",
     "new_figure",
@@ -51,11 +50,10 @@ __all__ = [
     "residency_figure",
     "residency_over_run_figure",
     "save",
-    "shares_figure",
     "transfers_figure",
 ]
 
-FORMATS = ("png", "svg")
+_FORMATS = ("png", "svg")
 
 # Okabe and Ito's palette, which people with any common colour blindness can tell apart.
 CLASS_COLOURS: Mapping[TensorClass, str] = MappingProxyType(
@@ -77,7 +75,6 @@ _CAUSE_COLOURS: dict[Cause, str] = {
     "unknown": "#999999",
 }
 _DIRECTION_COLOURS: dict[Direction, str] = {"to_device": "#0072B2", "to_host": "#D55E00"}
-_WORKLOAD_COLOURS = ("#56B4E9", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999")
 
 GREY = "#555555"
 _DOTS_PER_INCH = 144
@@ -146,8 +143,8 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     kind = path.suffix.removeprefix(".").lower()
-    if kind not in FORMATS:
-        raise UmemError(f"{path}: a picture's name ends in .{' or .'.join(FORMATS)}")
+    if kind not in _FORMATS:
+        raise UmemError(f"{path}: a picture's name ends in .{' or .'.join(_FORMATS)}")
     picture = io.BytesIO()
     # Without a date, the same report gives the same picture.
     figure.savefig(picture, format=kind, metadata={"Date": None} if kind == "svg" else None)
@@ -330,75 +327,6 @@ def _mark_passes(axes: Axes, trace: Trace, edges: npt.NDArray[np.float64]) -> No
             _note(axes, word, middle, xycoords=across, ha="center", va="top", color=GREY)
 
 
-_METRICS = (
-    ("um_ops_share", "by count"),
-    ("um_time_share", "by time"),
-    ("um_bytes_share", "by bytes"),
-)
-_GROUP_WIDTH = 0.8
-
-
-@styled
-def shares_figure(reports: Sequence[MigrationReport]) -> Figure:
-    """Draw the three shares of each report as bars, in groups by planner.
-
-    Where a share was published for a workload (:func:`published_share`), it is a group of its own
-    in all three panels, because the publication does not say what it is a share of.
-
-    Each pair of workload and planner comes once. Without reports it is a ValueError.
-    """
-    # Here, because it loads numba, which other commands do without.
-    from umem.trace.published import published_share
-
-    if not reports:
-        raise ValueError("there are no reports to draw")
-    workloads = list(dict.fromkeys(report.workload for report in reports))
-    planners = list(dict.fromkeys(report.planner for report in reports))
-    published = {report.workload: found for report in reports if (found := published_share(report))}
-    groups = ["published", *planners] if published else planners
-
-    figure = new_figure(9.0, 3.9)
-    panels = figure.subplots(1, len(_METRICS), sharey=True)
-    bar_width = _GROUP_WIDTH / len(workloads)
-    highest = 0.0
-    for axes, (metric, words) in zip(panels, _METRICS, strict=True):
-        shares = {(it.planner, it.workload): getattr(it, metric) for it in reports}
-        shares |= {("published", name): it.share for name, it in published.items()}
-        highest = max(highest, *shares.values())
-        for (group, workload), share in shares.items():
-            number, place = workloads.index(workload), groups.index(group)
-            bars = axes.bar(
-                place + (number - (len(workloads) - 1) / 2) * bar_width,
-                100 * share,
-                bar_width * 0.92,
-                color=_WORKLOAD_COLOURS[number % len(_WORKLOAD_COLOURS)],
-                hatch="////" if group == "published" else None,
-                edgecolor="white",
-                label=workload if group == planners[-1] else None,
-            )
-            axes.bar_label(bars, [_percent(share)], padding=2)
-        axes.set_xticks(np.arange(len(groups)), groups)
-        axes.tick_params(axis="x", length=0)
-        axes.set_title(words, loc="center", color="black")
-    panels[0].set_ylim(0, max(115 * highest, 1.0))
-    panels[0].set_ylabel("unified-memory transfers,\n% of all memory operations")
-    hardware = ", ".join(dict.fromkeys(report.hardware for report in reports))
-    policies = ", ".join(dict.fromkeys(report.policy for report in reports))
-    heading = f"predicted for {hardware}, policy {policies}"
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=9, color=GREY)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
-    if published:
-        source = next(iter(published.values())).source
-        words = f"published: {source}; whether by count, time or bytes was not published"
-        figure.supxlabel(words, x=0.995, ha="right", fontsize=8, color=GREY)
-    return figure
-
-
-def _percent(share: float) -> str:
-    return "0" if share == 0 else f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}"
-
-
 def _require_timeline(report: MigrationReport) -> Timeline:
     if report.timeline is None:
         raise UmemError(
@@ -491,45 +419,6 @@ def transfers_figure(recording: Recording) -> Figure:
 
 
 @styled
-def classes_figure(recording: Recording, report: MeasuredReport) -> Figure:
-    """Draw the bytes that moved in a typical step as bars by direction and cause, by class."""
-    rows: list[tuple[Direction, Cause]] = [
-        (direction, cause)
-        for direction in DIRECTION_OF_KIND.values()
-        for cause in (*UM_CAUSES, "copy")  # the hint engine counts its copies too
-        if report.moved_bytes(direction, cause)
-    ]
-    moved = np.zeros((len(TensorClass), len(rows)))
-    for entry in report.traffic:
-        if (entry.direction, entry.cause) in rows:
-            place = rows.index((entry.direction, entry.cause))
-            moved[entry.tensor_class.number, place] += entry.bytes / 1e9
-    figure = new_figure(8.0, 1.3 + 0.35 * len(rows))
-    axes = figure.subplots()
-    axes.grid(axis="y", visible=False)
-    axes.grid(axis="x")
-    places, below = np.arange(len(rows)), np.zeros(len(rows))
-    for member in TensorClass:
-        widths = moved[member.number]
-        if widths.any():
-            words, colour = _words(member.value), CLASS_COLOURS[member]
-            axes.barh(places, widths, left=below, color=colour, label=words)
-            below += widths
-    for place, row in enumerate(rows):
-        axes.annotate(
-            f" {format_bytes(report.moved_bytes(*row))}", (below[place], place), va="center"
-        )
-    axes.set_yticks(places, [f"{_words(direction)}: {cause}" for direction, cause in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * below.max(initial=1e-9))
-    what = "in a step" if recording.step_count else "in the whole recording"
-    axes.set_xlabel(f"moved {what}, GB")
-    axes.set_title(_measured_title(recording))
-    _legend(figure, axes, "tensor class")
-    return figure
-
-
-@styled
 def residency_over_run_figure(recording: Recording) -> Figure:
     """Draw the bytes on the device over the recording, stacked by class.
 
@@ -551,6 +440,16 @@ def residency_over_run_figure(recording: Recording) -> Figure:
     axes.set_title(_measured_title(recording))
     _legend(figure, axes, "tensor class", is_stacked=True)
     return figure
+
+
+def figures_of_recording(recording: Recording) -> dict[str, Callable[[], Figure]]:
+    """Functions that draw the pictures for which a recording has data, by short name."""
+    figures: dict[str, Callable[[], Figure]] = {}
+    if recording.residency is not None:
+        figures["residency"] = functools.partial(residency_over_run_figure, recording)
+    if recording.records.is_transfer().any():
+        figures["transfers"] = functools.partial(transfers_figure, recording)
+    return figures
 
 
 def _mark_steps(axes: Axes, recording: Recording, factor: float) -> None:
