@@ -42,7 +42,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (lambda: umem.load_hardware(3), "hardware"),  # type: ignore[arg-type]
         (lambda: umem.profile(model="x"), "model"),  # type: ignore[arg-type]
         (lambda: umem.profile(name=3), "name"),  # type: ignore[arg-type]
-        (lambda: umem.profile(ideal_s="x"), "ideal_s"),  # type: ignore[arg-type]
         (lambda: resolve("sft", None), "policy"),  # type: ignore[arg-type]
         (lambda: save_trace(3, "x"), "trace"),  # type: ignore[arg-type]
         (lambda: script_trace(3), "spec"),  # type: ignore[arg-type]

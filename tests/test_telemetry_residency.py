@@ -13,10 +13,10 @@ from collectors import StandInCollector
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.telemetry import (
-    PhaseRanges,
     Profile,
     Recording,
     measured_row,
+    phase_begins,
     residency_over_run_figure,
 )
 from umem.telemetry.live import ResidencySampler
@@ -28,16 +28,15 @@ WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE
 
 def test_samples_are_taken_at_phases_and_steps() -> None:
     accounts = {WEIGHTS: GIB, STATE: 0}
-    ranges = PhaseRanges()
-    ranges.begin("no profile yet")
+    phase_begins()  # no profile yet
     with Profile(StandInCollector(), residency=lambda: accounts) as profile:
         accounts[STATE] = 2 * GIB
-        ranges.begin("forward")
+        phase_begins()
         accounts[STATE] = 0
         profile.step()
         with profile.phase("mine"):
             pass
-    ranges.begin("no profile any more")
+    phase_begins()  # no profile any more
     residency = profile.recording.residency
     assert residency is not None
     sizes = residency.resident_bytes

@@ -478,7 +478,6 @@ _UMEM_VARIABLES = (
     "UMEM_DEVICE_BUDGET",
     "UMEM_PLANNER",
     "UMEM_LOG",
-    "UMEM_NVTX",
     "UMEM_COMMIT",
     "UMEM_WITHOUT",
     "UMEM_POISON",
@@ -518,8 +517,6 @@ def _umem_variable(name: str, value: str, environment: Environment) -> Check:
         near = difflib.get_close_matches(name, _UMEM_VARIABLES, n=1)
         remedy = f"use {near[0]}" if near else f"umem reads {', '.join(_UMEM_VARIABLES)}"
         return _warn(name, value, "umem reads no such variable", remedy)
-    if name == "UMEM_NVTX" and value not in ("0", "1"):
-        return _warn(name, value, "ranges are off", "set it to 1, or unset it")
     devices = environment.devices
     try:
         if name == "UMEM_POLICY":

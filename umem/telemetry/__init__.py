@@ -2,8 +2,7 @@
 
 :func:`profile` records this process, through the driver's own event queue and CUPTI;
 :func:`load_recording` reads a saved profile. Both give a :class:`Recording`, from which reports and
-pictures are made. :class:`PhaseRanges` is for
-code that runs a step: it names the step's phases for profilers.
+pictures are made.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from umem.telemetry.figures import (
     save,
 )
 from umem.telemetry.file import load_recording, save_recording
-from umem.telemetry.phases import PhaseRanges, call_watcher, nvtx_phases
+from umem.telemetry.phases import call_watcher, phase_begins
 from umem.telemetry.profiler import Profile, profile
 from umem.telemetry.records import Recording, RecordKind
 from umem.telemetry.reports import (
@@ -31,7 +30,6 @@ from umem.telemetry.reports import (
 
 __all__ = [
     "HINT_COUNTS",
-    "PhaseRanges",
     "Profile",
     "RecordKind",
     "Recording",
@@ -41,7 +39,7 @@ __all__ = [
     "link_figure",
     "load_recording",
     "measured_row",
-    "nvtx_phases",
+    "phase_begins",
     "profile",
     "report_of",
     "require_matplotlib",

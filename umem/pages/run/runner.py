@@ -20,7 +20,7 @@ from umem.pages.run.program import Hints, PhaseWork, Program
 from umem.pages.run.step_plan import MODEL, GroupKey, PhasePlan
 from umem.pages.run.tensor_addresses import storage_address, whole_blocks
 from umem.runtime.hints import HintOutcome
-from umem.telemetry import PhaseRanges, call_watcher
+from umem.telemetry import call_watcher, phase_begins
 
 __all__ = ["MAX_WAIT_S", "Runner"]
 
@@ -91,7 +91,6 @@ class Runner:
         self.watch: Callable[[], None] | None = None
         """Called before and after the work at the start of a phase."""
         self._machine = machine
-        self._ranges = PhaseRanges()
         self._store = store
         self._program: Program | None = None
         self._is_on_track = False
@@ -164,7 +163,7 @@ class Runner:
 
     def phase_begins(self, label: str) -> None:
         """Do the program's work for this phase, if the step still matches the recorded one."""
-        self._ranges.begin(label)
+        phase_begins()
         program = self._program
         if program is None or not self._is_on_track:
             return
@@ -253,7 +252,6 @@ class Runner:
 
     def step_ends(self, is_broken: bool) -> None:
         """Count the step."""
-        self._ranges.end()
         program = self._program
         if program is None:
             return
