@@ -199,17 +199,6 @@ def test_a_budget_in_percent_is_of_the_device(run: Run, layers: Path) -> None:
     assert outputs[0] == pytest.approx(outputs[1], rel=0.02)
 
 
-def test_own_addresses_keep_the_dead(run: Run, layers: Path) -> None:
-    moved = []
-    for addresses in ("reused", "own"):
-        _, output, _ = run(
-            "simulate", "--trace", layers, "--budget", "1GiB", "--planner", "fault", "--json",
-            "--addresses", addresses,
-        )  # fmt: skip
-        moved.append(rows_of(output)[0]["moved_bytes"]["to_host"])
-    assert moved[1] > moved[0]
-
-
 @pytest.mark.slow
 def test_pictures(run: Run, layers: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -262,7 +251,6 @@ def test_both_modes_of_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         (["--trace", "{layers}", "--budget", "0"], "--budget: 0 is not within the device memory"),
         (["--trace", "{layers}", "--budget", "1TiB"], "give a size above 0 and at most that"),
         (["--trace", "{layers}", "--budget", "64MiB"], "uses 128 MiB at once"),
-        (["--trace", "{layers}", "--addresses", "mine"], "--addresses: 'mine' is not known"),
         (["--trace", "{layers}", "--model", "llama-2-7b"], "--model and --trace: give one"),
         (["--trace", "{layers}", "--mode", "sft"], "give --mode or --trace"),
         (["--trace", "{layers}", "--no-checkpoint"], "give --checkpoint or --trace"),

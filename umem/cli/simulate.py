@@ -52,13 +52,6 @@ def simulate(
         str, typer.Option(help="fault, lookahead, planned or oracle; several with commas between.")
     ] = "fault,planned",
     budget: options.Budget = None,
-    addresses: Annotated[
-        str,
-        typer.Option(
-            help="reused: new tensors reuse the memory of freed ones; own: every tensor has its "
-            "own address, which fault never frees, as some published baselines assume."
-        ),
-    ] = "reused",
     window: options.Window = 8,
     runnable: Annotated[
         bool,
@@ -89,7 +82,6 @@ def simulate(
     under sft, lora and inference.
     """
     planners = options.known_names("--planner", planner, PLANNERS)
-    options.known_name("--addresses", addresses, ("reused", "own"))
     workloads = options.find_workloads(_MODES, replace(given, mode=mode))
     machine = load_hardware(hardware)
     # Before the first trace, which may take long.
@@ -119,7 +111,6 @@ def simulate(
                     machine,
                     resolved,
                     planners,
-                    addresses="own" if addresses == "own" else "reused",
                     window=window,
                     runnable=runnable,
                     timeline=plot is not None,

@@ -11,7 +11,6 @@ from umem.core.report import MigrationReport
 
 if TYPE_CHECKING:
     from umem.hardware import Hardware
-    from umem.pages.simulate import Addresses
     from umem.policy import ResolvedPolicy
     from umem.trace import Trace
 
@@ -24,7 +23,6 @@ def predict(
     policy: ResolvedPolicy,
     planners: Sequence[str],
     *,
-    addresses: Addresses = "reused",
     window: int = 8,
     runnable: bool = False,
     timeline: bool = False,
@@ -42,16 +40,13 @@ def predict(
         Resolved for the machine's device memory.
     planners : sequence of str
         Names of :data:`umem.pages.plan.PLANNERS`.
-    addresses : {"reused", "own"}
-        As in :func:`umem.pages.simulate.simulate`, for the planner ``fault``. The others know
-        what is dead and free it.
     window : int
         Phases that the planner ``lookahead`` sees.
     runnable : bool
         Whether to predict the plans that :func:`umem.manage` would run, which are those that a
         running training can carry out (:func:`umem.pages.plan.plan_search.search_plan`). The
-        executor predicts the same figures from the same trace, budget and machine. `addresses` and
-        `window` are then as the executor has them.
+        executor predicts the same figures from the same trace, budget and machine. `window`
+        is then as the executor has it.
     timeline : bool
         Whether the reports have one, for pictures.
     progress : callable, optional
@@ -99,7 +94,6 @@ def predict(
                 schedule,
                 hardware,
                 policy,
-                addresses=addresses if planner == "fault" else "reused",
                 timeline=timeline,
             )
         )
