@@ -138,8 +138,6 @@ def _system(environment: Environment) -> Iterator[Check]:
         newest = dotted(_PYTHON_NEWEST)
         why = f"tested with {dotted(_PYTHON_OLDEST)} to {newest}"
         yield _warn("Python", value, why, f"python{newest} -m venv .venv")
-    why = "not needed: headers and runtime come from wheels"
-    yield _info("CUDA toolkit", host.nvcc or "none found", why)
 
 
 def _umem(environment: Environment) -> Iterator[Check]:
@@ -358,9 +356,6 @@ def _limits(environment: Environment) -> Iterator[Check]:
         yield _host_share(share)
         yield _page_locked(share)
     yield from _nodes_of_pinned(environment)
-    locked = "unlimited" if host.memlock_bytes is None else format_bytes(host.memlock_bytes)
-    why = "CUDA's pinned memory is not bound by it; RDMA libraries are"
-    yield _info("locked memory (ulimit -l)", locked, why)
     why = "DataLoader workers hand batches over it"
     if host.shm_bytes is None:
         yield _warn("/dev/shm", "missing", why)
