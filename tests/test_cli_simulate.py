@@ -210,8 +210,6 @@ def test_pictures(run: Run, layers: Path, tmp_path: Path) -> None:
     assert (status, errors) == (0, "")
     names = sorted(path.name for path in folder.iterdir())
     assert names == [
-        "link--odd-name-fault.png",
-        "link--odd-name-planned.png",
         "residency--odd-name-fault.png",
         "residency--odd-name-planned.png",
     ]

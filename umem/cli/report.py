@@ -51,11 +51,9 @@ def report(
             for number, recording in enumerate(recordings):
                 name = output.file_name(recording.workload)[:60]
                 name = f"{number}-{name}" if len(recordings) > 1 else name
-                figures = {
-                    plot / f"{what}-{name}.png": draw()
-                    for what, draw in telemetry.figures_of_recording(recording).items()
-                }
-                written += output.save_figures(figures, say)
+                if recording.residency is not None:
+                    figure = telemetry.residency_over_run_figure(recording)
+                    written += output.save_figures({plot / f"residency-{name}.png": figure}, say)
     if as_json:
         output.print_json({"results": [telemetry.measured_row(it) for it in recordings]})
         return

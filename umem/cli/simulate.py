@@ -118,7 +118,7 @@ def simulate(
                 )
             results.append((made, reports))
         if plot is not None:
-            pictures = output.save_figures(_figures(results, machine, plot), say)
+            pictures = output.save_figures(_figures(results, plot), say)
     if as_json:
         rows = [report_row(report) for _, reports in results for report in reports]
         output.print_json({"results": rows})
@@ -229,19 +229,16 @@ def _where_weights_are(prediction: StreamPrediction) -> str:
 
 
 def _figures(
-    results: Sequence[tuple[Trace, Sequence[MigrationReport]]],
-    hardware: Hardware,
-    folder: Path,
+    results: Sequence[tuple[Trace, Sequence[MigrationReport]]], folder: Path
 ) -> dict[Path, Figure]:
-    """Residency and link of each report, by the file to save them in."""
-    from umem.telemetry import link_figure, residency_figure
+    """Residency of each report, by the file to save it in."""
+    from umem.telemetry import residency_figure
 
     figures = {}
     for trace, reports in results:
         for report in reports:
             name = output.file_name(f"{report.workload}-{report.planner}")
             figures[folder / f"residency-{name}.png"] = residency_figure(report, trace)
-            figures[folder / f"link-{name}.png"] = link_figure(report, hardware)
     return figures
 
 

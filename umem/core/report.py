@@ -74,7 +74,7 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The step over time, for pictures. P phases, B equal bins of the step's time."""
+    """The step over time, for pictures. P phases."""
 
     phase_start_s: npt.NDArray[np.float64]
     """Of each phase, from the start of the step."""
@@ -83,10 +83,6 @@ class Timeline:
     """int64[P, 6]: on the device while the phase ran, by class number."""
     budget_bytes: int
     """Device memory that the step had."""
-    link_bin_s: float
-    """Length of a bin."""
-    link_bytes: npt.NDArray[np.int64]
-    """int64[B, 2]: bytes that crossed the link in each bin, to the device and to the host."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from umem.telemetry.driver_events import knows_release
 from umem.telemetry.figures import (
-    figures_of_recording,
-    link_figure,
     require_matplotlib,
     residency_figure,
     residency_over_run_figure,
@@ -34,9 +32,7 @@ __all__ = [
     "RecordKind",
     "Recording",
     "call_watcher",
-    "figures_of_recording",
     "knows_release",
-    "link_figure",
     "load_recording",
     "measured_row",
     "phase_begins",

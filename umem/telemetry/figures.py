@@ -20,16 +20,12 @@ import numpy as np
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.install import install_command
-from umem.core.report import Cause, Direction, MigrationReport, Timeline
+from umem.core.report import MigrationReport, Timeline
 from umem.core.units import time_unit
 from umem.io.files import write_file
 from umem.telemetry.records import (
-    CAUSE_OF_NUMBER,
-    DIRECTION_OF_KIND,
-    TRANSFERS,
     Integers,
     Recording,
-    RecordKind,
 )
 
 if TYPE_CHECKING:
@@ -37,20 +33,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from umem.hardware import Hardware
     from umem.trace import Trace
 
 __all__ = [
     "CLASS_COLOURS",
-    "figures_of_recording",
-    "link_bytes",
-    "link_figure",
     "new_figure",
     "require_matplotlib",
     "residency_figure",
     "residency_over_run_figure",
     "save",
-    "transfers_figure",
 ]
 
 _FORMATS = ("png", "svg")
@@ -66,15 +57,6 @@ CLASS_COLOURS: Mapping[TensorClass, str] = MappingProxyType(
         TensorClass.OTHER: "#999999",
     }
 )
-_CAUSE_COLOURS: dict[Cause, str] = {
-    "hint": "#0072B2",
-    "fault": "#D55E00",
-    "speculation": "#E69F00",
-    "eviction": "#CC79A7",
-    "counter": "#009E73",
-    "unknown": "#999999",
-}
-_DIRECTION_COLOURS: dict[Direction, str] = {"to_device": "#0072B2", "to_host": "#D55E00"}
 
 GREY = "#555555"
 _DOTS_PER_INCH = 144
@@ -221,59 +203,6 @@ def _words(name: str) -> str:
 # --------------------------------------------------------------------------------- predictions
 
 
-@styled
-def link_figure(report: MigrationReport, hardware: Hardware) -> Figure:
-    """Draw the link's traffic over the step, each way, against the bandwidths of the hardware.
-
-    Only bandwidths of mechanisms that moved something are drawn, or that of pages if nothing moved.
-
-    Raises UmemError if the report has no timeline.
-    """
-    timeline = _require_timeline(report)
-    figure = new_figure(8.0, 4.6)
-    panels = figure.subplots(2, 1, sharex=True, sharey=True)
-    factor, unit = time_unit(report.step_s)
-    edges = np.arange(len(timeline.link_bytes) + 1) * timeline.link_bin_s * factor
-    rates = timeline.link_bytes / timeline.link_bin_s / 1e9
-    highest = rates.max(initial=0.0)
-    for way, (direction, colour) in enumerate(_DIRECTION_COLOURS.items()):
-        axes = panels[way]
-        axes.stairs(rates[:, way], edges, fill=True, color=colour, alpha=0.85)
-        for limit, name, place in _limits(report, hardware, direction):
-            _limit_line(axes, limit / 1e9, f"{name}: at most {limit / 1e9:.4g} GB/s", place)
-            highest = max(highest, limit / 1e9)
-        axes.set_ylabel(f"{direction.replace('_', ' the ')}, GB/s")
-        moved = f"{report.moved_bytes(direction) / 1e9:,.4g} GB in the step"
-        _note(axes, moved, (0.005, 0.97), xycoords="axes fraction", ha="left", va="top")
-    panels[0].set_xlim(0, edges[-1])
-    panels[0].set_ylim(0, 1.3 * highest)
-    panels[1].set_xlabel(f"time in the step, {unit}")
-    panels[0].set_title(_predicted_title(report))
-    return figure
-
-
-def _limits(
-    report: MigrationReport, hardware: Hardware, direction: Direction
-) -> list[tuple[float, str, float]]:
-    """Bandwidth and name of each mechanism that moved something, and the place of its label.
-
-    The places differ, because bandwidths may lie close together.
-    """
-    inward = direction == "to_device"
-    mapped = hardware.mapped_read_bytes_per_s if inward else hardware.mapped_write_bytes_per_s
-    copied = hardware.copy_to_device_bytes_per_s if inward else hardware.copy_to_host_bytes_per_s
-    pages = hardware.to_device_bytes_per_s if inward else hardware.to_host_bytes_per_s
-    limits = []
-    if report.moved_bytes(direction, "mapped"):
-        limits.append((mapped, "used in place", 0.66))
-    if report.moved_bytes(direction, "copy"):
-        limits.append((copied, "copies", 0.33))
-    by_others = report.moved_bytes(direction, "mapped") + report.moved_bytes(direction, "copy")
-    if not by_others or report.moved_bytes(direction) > by_others:
-        limits.append((pages, "prefetch" if inward else "eviction", 0.995))
-    return limits
-
-
 _PASSES = ("forward", "backward", "optimizer")
 """First words of the names of recorded phases."""
 
@@ -347,75 +276,8 @@ def _predicted_title(report: MigrationReport) -> str:
 
 # ---------------------------------------------------------------------------------- recordings
 
-_BINS = 400
 _MOST_MARKS = 60
 _LONGEST_TITLE = 120
-
-
-def link_bytes(recording: Recording, bins: int) -> npt.NDArray[np.float64]:
-    """Bytes that moved in equal parts of the recording; a transfer counts evenly over its time.
-
-    float64[3, 6, bins]: by direction (:data:`umem.telemetry.records.TRANSFERS`), cause and part.
-    """
-    records = recording.records.select(recording.records.is_transfer())
-    causes = len(CAUSE_OF_NUMBER)
-    edges = np.linspace(0.0, max(recording.duration_ns, 1), bins + 1)
-    moved = np.zeros((len(TRANSFERS), causes, bins))
-    start, length = records.start_ns, np.maximum(records.end_ns - records.start_ns, 1)
-    for kind in TRANSFERS:
-        for cause in range(causes):
-            rows = np.flatnonzero((records.kind == kind) & (records.cause == cause))
-            if len(rows):
-                moved[kind, cause] = _spread(start[rows], length[rows], records.bytes[rows], edges)
-    return moved
-
-
-def _spread(
-    start: Integers, length: Integers, size_bytes: Integers, edges: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    # Bytes moved until t are a sum of ramps: their slope changes only at starts and ends.
-    rate = size_bytes / length
-    times = np.concatenate([start, start + length]).astype(np.float64)
-    change = np.concatenate([rate, -rate])
-    order = np.argsort(times, kind="stable")
-    times, slope = times[order], np.cumsum(change[order])
-    until = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(times))])
-    # What continues after the last edge counts in the last part.
-    at_edges = np.interp(edges, times, until)
-    at_edges[-1] = float(size_bytes.sum())
-    return np.diff(at_edges)
-
-
-@styled
-def transfers_figure(recording: Recording) -> Figure:
-    """Draw the rate of unified-memory transfers over the recording, by direction and cause."""
-    moved = link_bytes(recording, _BINS)
-    directions = [kind for kind in TRANSFERS if kind < RecordKind.BETWEEN_DEVICES]
-    if moved[RecordKind.BETWEEN_DEVICES].any():
-        directions.append(RecordKind.BETWEEN_DEVICES)
-    figure = new_figure(8.0, 2.3 * len(directions))
-    panels = figure.subplots(len(directions), 1, sharex=True, sharey=True)
-    factor, unit = time_unit(recording.duration_ns * 1e-9)
-    edges = np.linspace(0.0, recording.duration_ns * 1e-9 * factor, _BINS + 1)
-    bin_s = max(recording.duration_ns, 1) * 1e-9 / _BINS
-    for kind, axes in zip(directions, panels, strict=True):
-        below = np.zeros(_BINS)
-        for number, cause in enumerate(CAUSE_OF_NUMBER):
-            if not moved[:, number].any():
-                continue
-            above = below + moved[kind, number] / bin_s / 1e9
-            axes.stairs(
-                above, edges, baseline=below, fill=True, color=_CAUSE_COLOURS[cause], label=cause
-            )
-            below = above
-        _mark_steps(axes, recording, factor)
-        words = DIRECTION_OF_KIND[kind].replace("to_", "to the ").replace("_", " ")
-        axes.set_ylabel(f"{words}, GB/s")
-    panels[0].set_xlim(0, edges[-1])
-    panels[-1].set_xlabel(f"time of the recording, {unit}")
-    panels[0].set_title(_measured_title(recording))
-    _legend(figure, panels[0], "cause")
-    return figure
 
 
 @styled
@@ -440,16 +302,6 @@ def residency_over_run_figure(recording: Recording) -> Figure:
     axes.set_title(_measured_title(recording))
     _legend(figure, axes, "tensor class", is_stacked=True)
     return figure
-
-
-def figures_of_recording(recording: Recording) -> dict[str, Callable[[], Figure]]:
-    """Functions that draw the pictures for which a recording has data, by short name."""
-    figures: dict[str, Callable[[], Figure]] = {}
-    if recording.residency is not None:
-        figures["residency"] = functools.partial(residency_over_run_figure, recording)
-    if recording.records.is_transfer().any():
-        figures["transfers"] = functools.partial(transfers_figure, recording)
-    return figures
 
 
 def _mark_steps(axes: Axes, recording: Recording, factor: float) -> None:
