@@ -97,10 +97,6 @@ def step(
     )
 
 
-def side(name: str, time_s: float) -> Measurement:
-    return Measurement(benchmark="against", case="plan", subject=name, rounds_s=(time_s,))
-
-
 def of_allocators(*measurements: Measurement) -> Run:
     measurements = measurements or (
         alloc("torch", 1, 2, 3),
@@ -176,7 +172,6 @@ def test_report_prints_a_results_file(tmp_path: Path) -> None:
             "1.019x",
             [step("torch", 0.1, GIB), step("umem", 0.109, GIB), step("torch-again", 0.107, GIB)],
         ),
-        ("plan, least of the rounds", "1.200x", [side("before", 1.0), side("after", 1.2)]),
     ],
 )
 def test_a_missed_limit_fails(

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from umem.core.units import parse_bytes
 from umem_bench import allocators, bounds, planning, published
-from umem_bench.before_after import run_against
 from umem_bench.generate import run as generations
 from umem_bench.generate import tables as generate_tables
 from umem_bench.generate.measure import SHORT_TOKENS
@@ -53,7 +52,6 @@ _SHOWN_BY: dict[str, Any] = {
     "planning": planning,
     "published": published,
     "bounds": bounds,
-    "against": allocators,
 }
 _Name = TypeVar("_Name", bound=str)
 _RunsOfOptions = Callable[..., Callable[..., Run]]
@@ -387,19 +385,6 @@ def against_bounds(
     names = () if models == "none" else tuple(models.split(","))
     found = bounds.run_bounds(folder, names, _say)
     _finish(Run(header("bounds", bounds.SETTINGS), tuple(found)), output, check)
-
-
-@app.command()
-def against(
-    checkout: Annotated[Path, typer.Argument(help="Another checkout of umem, built.")],
-    rounds: _Rounds = 5,
-    output: _Output = None,
-    check: _Check = False,
-) -> None:
-    """Planner, simulator, allocator and step under two checkouts, in turns."""
-    found = run_against(checkout, rounds, _say)
-    settings = {"checkout": str(checkout), "rounds": rounds}
-    _finish(Run(header("against", settings), tuple(found)), output, check)
 
 
 @app.command()
