@@ -376,12 +376,10 @@ def _planned_batch(most: int, is_planned: Callable[[int], bool], known: int) -> 
 
 
 def fit_inference(
-    shape: ModelShape,
+    workload: Workload,
     hardware: Hardware,
     policy: ResolvedPolicy,
     *,
-    batch: int,
-    seq: int,
     host_bytes: int | None = None,
 ) -> Fit:
     """Answer for generating text in bfloat16.
@@ -391,17 +389,16 @@ def fit_inference(
 
     Parameters
     ----------
-    shape
-        The model.
+    workload
+        The model, sequences at a time, and tokens of each in the cache.
     hardware
         The machine.
     policy
         Resolved for it: ``inference``. Only its budget counts.
-    batch, seq
-        Sequences at a time, and tokens of each in the cache.
     host_bytes
         Host memory that may be used; by default the machine's.
     """
+    shape, batch, seq = workload.shape, workload.batch, workload.seq
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     limit_bytes = hardware.host_bytes if host_bytes is None else host_bytes
     room_bytes = budget_bytes - least_slack_bytes(budget_bytes)
