@@ -253,7 +253,7 @@ def test_both_modes_of_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         (["--trace", "{layers}", "--mode", "sft"], "give --mode or --trace"),
         (["--trace", "{layers}", "--no-checkpoint"], "give --checkpoint or --trace"),
         (["--trace", "nowhere.json"], "umem: nowhere.json: "),
-        (["--trace", "{broken}"], "broken.json:1:26: not valid JSON"),
+        (["--trace", "{broken}"], "broken.json: not valid JSON"),
         (["--json"], "--params, such as 7b, --trace FILE, or a script"),
         (["--trace", "{layers}", "--plot", "{layers}"], "layers.json is a file and no folder"),
         (["--trace", "{layers}", "--plot", "{layers}/p"], "layers.json is a file and no folder"),

@@ -146,7 +146,7 @@ def test_a_known_model_is_recorded(run: Run, files: Path, monkeypatch: pytest.Mo
             "--mode: a trace has no such option: give --mode or --show",
         ),
         (["--show", "nowhere.json"], "umem: nowhere.json: "),
-        (["--show", "broken.json"], "broken.json:1:2: not valid JSON"),
+        (["--show", "broken.json"], "broken.json: not valid JSON"),
         (["nowhere.py:make_step"], "nowhere.py"),
         (["train.py:make_stop"], "make_step"),
         (["train.py:broken"], "no data here"),

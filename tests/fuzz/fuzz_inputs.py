@@ -113,7 +113,7 @@ def texts(draw: Any, seeds: Sequence[dict[str, Any]]) -> bytes:
 def archives(draw: Any, seeds: Sequence[bytes]) -> bytes:
     """An archive of columns whose header or columns have other values, packed by another program.
 
-    It has no checksum. One in four is then damaged, and others are damaged files with one.
+    One in four is then damaged.
     """
     seed = draw(st.sampled_from(seeds))
     if draw(st.integers(0, 3)) == 0:
