@@ -646,18 +646,6 @@ def test_rows_of_loading_are_beside_what_reading_takes() -> None:
 # ---- what several suites compare ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "run", [made_up_run(), scale_run(at_scale("umem", 2.0), at_scale("floor"))]
-)
-def test_a_report_draws_a_picture(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-
-    report(run, tmp_path / "run.jsonl", "--plot", str(tmp_path / "run.svg"))
-
-    assert "<svg" in (tmp_path / "run.svg").read_text()
-
-
 @pytest.mark.parametrize(
     ("row", "run", "shown", "changes", "words"),
     [

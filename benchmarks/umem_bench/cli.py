@@ -397,19 +397,10 @@ def report(
         str,
         typer.Option(help="Only tables whose title has one of these texts (a;b)."),
     ] = "",
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw trainings, as .png or .svg.")
-    ] = None,
     check: _Check = False,
 ) -> None:
     """Print the tables of a results file."""
     run = read_results(file)
-    if plot is not None:
-        from umem_bench.scale.picture import scale_figure
-        from umem_bench.training.picture import training_figure
-
-        draw = scale_figure if run.header.benchmark == "scale" else training_figure
-        draw(run).savefig(plot, dpi=150)
     _finish(run, None, check, as_markdown=as_markdown, only=tables)
 
 
