@@ -254,14 +254,3 @@ def test_importing_the_package_loads_neither_matplotlib_nor_torch() -> None:
         "assert not {'matplotlib', 'torch', 'numba'} & set(sys.modules), 'loaded'\n"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
-
-
-@pytest.mark.slow
-def test_pyplot_is_never_loaded(tmp_path: Path) -> None:
-    draw = (
-        "import sys\n"
-        "from umem.telemetry.figures import new_figure, save\n"
-        f"save(new_figure(1, 1), {str(tmp_path / 'empty.png')!r})\n"
-        "assert 'matplotlib.pyplot' not in sys.modules, 'loaded'\n"
-    )
-    subprocess.run([sys.executable, "-c", draw], check=True)

@@ -5,7 +5,6 @@ Each function that draws raises :class:`UnsupportedError` if matplotlib is missi
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 from collections.abc import Callable, Mapping
@@ -13,20 +12,17 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.install import install_command
-from umem.core.report import MigrationReport, Timeline
+from umem.core.report import MigrationReport
 from umem.core.units import time_unit
 from umem.io.files import write_file
-from umem.telemetry.records import (
-    Integers,
-    Recording,
-)
+from umem.telemetry.records import Integers, Recording
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -37,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLASS_COLOURS",
-    "new_figure",
     "require_matplotlib",
     "residency_figure",
     "residency_over_run_figure",
@@ -60,7 +55,7 @@ CLASS_COLOURS: Mapping[TensorClass, str] = MappingProxyType(
 
 GREY = "#555555"
 _DOTS_PER_INCH = 144
-_DASHED = (0, (5, 2))
+_SIZE_INCHES = (8.0, 4.0)
 _STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -77,9 +72,6 @@ _STYLE = {
     "legend.frameon": False,
 }
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
 
 def require_matplotlib() -> None:
     """Check that pictures can be made.
@@ -94,28 +86,51 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def styled(draw: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a function that draws a figure: it draws in the style of umem's pictures."""
+def _picture(
+    times: npt.NDArray[np.float64],
+    resident_bytes: Integers,
+    end: float,
+    capacity_bytes: int,
+    mark: Callable[[Axes, float, str], None],
+) -> Figure:
+    """Draw rows of residency over time as areas stacked by class, the first class lowest.
 
-    @functools.wraps(draw)
-    def in_style(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        require_matplotlib()
-        from matplotlib import rc_context
-
-        with rc_context(_STYLE):  # type: ignore[arg-type]
-            return draw(*args, **kwargs)
-
-    return in_style
-
-
-def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """Make an empty figure, without pyplot."""
+    Each row holds from its time on, the last one until `end`. The unit follows from the capacity;
+    `mark` gets the axes, the unit's bytes and its name.
+    """
+    require_matplotlib()
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width_inches, height_inches), dpi=_DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    is_large = capacity_bytes >= 1 << 30
+    unit_bytes, unit_name = (1 << 30, "GiB") if is_large else (1 << 20, "MiB")
+    shown = [member for member in TensorClass if resident_bytes[:, member.number].any()]
+    rows = np.vstack([resident_bytes, resident_bytes[-1:]]) / unit_bytes
+    with rc_context(_STYLE):  # type: ignore[arg-type]
+        figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+        FigureCanvasAgg(figure)  # without pyplot
+        axes = figure.subplots()
+        if shown:
+            axes.stackplot(
+                np.append(times, end),
+                *(rows[:, member.number] for member in shown),
+                labels=[member.value.replace("_", " ") for member in shown],
+                colors=[CLASS_COLOURS[member] for member in shown],
+                step="post",
+                linewidth=0,
+                # Thousands of rows; as paths they would make a vector picture of megabytes.
+                rasterized=True,
+            )
+        highest = max(capacity_bytes / unit_bytes, rows.sum(axis=1).max())
+        axes.set_xlim(0, max(end, 1e-12))
+        axes.set_ylim(0, 1.15 * max(highest, 1e-9))
+        axes.set_ylabel(f"on the device, {unit_name}")
+        mark(axes, unit_bytes, unit_name)
+        handles, labels = axes.get_legend_handles_labels()
+        title = "tensor class"
+        figure.legend(handles[::-1], labels[::-1], loc="outside right center", title=title)
+        return figure
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
@@ -139,67 +154,6 @@ def _note(axes: Axes, words: str, place: tuple[float, float], **options: object)
     axes.annotate(words, place, bbox=paper, **options)  # type: ignore[arg-type]
 
 
-def _limit_line(axes: Axes, limit: float, words: str, place: float = 0.995) -> None:
-    """Draw a dashed line at a limit, with words above it that end at `place` of the width."""
-    axes.axhline(limit, color="black", linewidth=1.0, linestyle=_DASHED)
-    _note(
-        axes,
-        words,
-        (place, limit),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-    )
-
-
-def _legend(figure: Figure, axes: Axes, title: str, *, is_stacked: bool = False) -> None:
-    """Explain the colours beside the axes; of stacked areas the topmost first."""
-    handles, labels = axes.get_legend_handles_labels()
-    order = slice(None, None, -1 if is_stacked else 1)
-    figure.legend(handles[order], labels[order], loc="outside right center", title=title)
-
-
-def _size_unit(size_bytes: int) -> tuple[int, str]:
-    """Bytes and name of the unit for an axis up to a size."""
-    return (1 << 30, "GiB") if size_bytes >= 1 << 30 else (1 << 20, "MiB")
-
-
-def _draw_residency(
-    axes: Axes,
-    times: npt.NDArray[np.float64],
-    resident_bytes: Integers,
-    end: float,
-    capacity_bytes: int,
-) -> None:
-    """Draw rows of residency over time as areas stacked by class, the first class lowest.
-
-    Each row holds from its time on, the last one until `end`. The unit follows from the capacity.
-    """
-    unit_bytes, unit_name = _size_unit(capacity_bytes)
-    shown = [member for member in TensorClass if resident_bytes[:, member.number].any()]
-    rows = np.vstack([resident_bytes, resident_bytes[-1:]]) / unit_bytes
-    if shown:
-        axes.stackplot(
-            np.append(times, end),
-            *(rows[:, member.number] for member in shown),
-            labels=[_words(member.value) for member in shown],
-            colors=[CLASS_COLOURS[member] for member in shown],
-            step="post",
-            linewidth=0,
-            # Thousands of rows; as paths they would make a vector picture of megabytes.
-            rasterized=True,
-        )
-    highest = max(capacity_bytes / unit_bytes, rows.sum(axis=1).max())
-    axes.set_ylim(0, 1.15 * max(highest, 1e-9))
-    axes.set_ylabel(f"on the device, {unit_name}")
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
 # --------------------------------------------------------------------------------- predictions
 
 
@@ -210,7 +164,6 @@ _MOST_PASSES = 12
 _NARROWEST_PASS = 0.05
 
 
-@styled
 def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Figure:
     """Draw the bytes on the device over the step, stacked by class, under the budget's line.
 
@@ -218,23 +171,39 @@ def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Fig
 
     Raises UmemError if the report has no timeline.
     """
-    timeline = _require_timeline(report)
-    figure = new_figure(8.0, 4.2)
-    axes = figure.subplots()
+    timeline = report.timeline
+    if timeline is None:
+        raise UmemError(
+            f"the report on {report.workload} with {report.planner} has no timeline to draw: "
+            "simulate with timeline=True"
+        )
     factor, unit = time_unit(report.step_s)
-    budget_bytes = timeline.budget_bytes
     edges = np.append(timeline.phase_start_s, timeline.phase_end_s[-1:]) * factor
-    _draw_residency(axes, edges[:-1], timeline.resident_bytes, edges[-1], budget_bytes)
-    unit_bytes, unit_name = _size_unit(budget_bytes)
-    budget = budget_bytes / unit_bytes
-    _limit_line(axes, budget, f"device budget {budget:.4g} {unit_name}")
-    axes.set_xlim(0, max(edges[-1], report.step_s * factor))
-    if trace is not None:
-        _mark_passes(axes, trace, edges)
-    axes.set_xlabel(f"time in the step, {unit}")
-    axes.set_title(_predicted_title(report))
-    _legend(figure, axes, "tensor class", is_stacked=True)
-    return figure
+
+    def mark(axes: Axes, unit_bytes: float, unit_name: str) -> None:
+        budget = timeline.budget_bytes / unit_bytes
+        axes.axhline(budget, color="black", linewidth=1.0, linestyle=(0, (5, 2)))
+        _note(
+            axes,
+            f"device budget {budget:.4g} {unit_name}",
+            (0.995, budget),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+        )
+        axes.set_xlim(0, max(edges[-1], report.step_s * factor))
+        if trace is not None:
+            _mark_passes(axes, trace, edges)
+        axes.set_xlabel(f"time in the step, {unit}")
+        axes.set_title(
+            f"predicted: {report.workload}, planner {report.planner}, policy {report.policy}, on "
+            f"{report.hardware}\nstep {report.step_s * factor:.3g} {unit}, all resident "
+            f"{report.ideal_s * factor:.3g} {unit}"
+        )
+
+    return _picture(edges[:-1], timeline.resident_bytes, edges[-1], timeline.budget_bytes, mark)
 
 
 def _mark_passes(axes: Axes, trace: Trace, edges: npt.NDArray[np.float64]) -> None:
@@ -256,31 +225,12 @@ def _mark_passes(axes: Axes, trace: Trace, edges: npt.NDArray[np.float64]) -> No
             _note(axes, word, middle, xycoords=across, ha="center", va="top", color=GREY)
 
 
-def _require_timeline(report: MigrationReport) -> Timeline:
-    if report.timeline is None:
-        raise UmemError(
-            f"the report on {report.workload} with {report.planner} has no timeline to draw: "
-            "simulate with timeline=True"
-        )
-    return report.timeline
-
-
-def _predicted_title(report: MigrationReport) -> str:
-    factor, unit = time_unit(report.step_s)
-    return (
-        f"predicted: {report.workload}, planner {report.planner}, policy {report.policy}, on "
-        f"{report.hardware}\nstep {report.step_s * factor:.3g} {unit}, all resident "
-        f"{report.ideal_s * factor:.3g} {unit}"
-    )
-
-
 # ---------------------------------------------------------------------------------- recordings
 
 _MOST_MARKS = 60
 _LONGEST_TITLE = 120
 
 
-@styled
 def residency_over_run_figure(recording: Recording) -> Figure:
     """Draw the bytes on the device over the recording, stacked by class.
 
@@ -289,31 +239,19 @@ def residency_over_run_figure(recording: Recording) -> Figure:
     residency = recording.residency
     if residency is None:
         raise UmemError(f"the recording of {recording.workload} has no residency to draw")
-    figure = new_figure(8.0, 3.6)
-    axes = figure.subplots()
     factor, unit = time_unit(recording.duration_ns * 1e-9)
-    peak_bytes = residency.total_peak_bytes()
     end = max(recording.duration_ns, int(residency.time_ns[-1])) * 1e-9 * factor
     times = np.asarray(residency.time_ns * 1e-9 * factor, np.float64)
-    _draw_residency(axes, times, residency.resident_bytes, end, peak_bytes)
-    _mark_steps(axes, recording, factor)
-    axes.set_xlim(0, max(end, 1e-12))
-    axes.set_xlabel(f"time of the recording, {unit}")
-    axes.set_title(_measured_title(recording))
-    _legend(figure, axes, "tensor class", is_stacked=True)
-    return figure
-
-
-def _mark_steps(axes: Axes, recording: Recording, factor: float) -> None:
-    """Draw a line where each step begins, unless there are too many."""
-    if 0 < recording.step_count <= _MOST_MARKS:
-        for start in recording.step_start_ns:
-            axes.axvline(start * 1e-9 * factor, color=GREY, linewidth=0.5)
-
-
-def _measured_title(recording: Recording) -> str:
     how = "by the hint engine's own count" if recording.source == "hints" else "measured"
     words = f"{how}: {recording.workload}, policy {recording.policy}, on {recording.hardware}"
     # Names come from files, and matplotlib reads a dollar sign as mathematics.
     shown = "".join(mark if mark.isprintable() else "?" for mark in words[:_LONGEST_TITLE])
-    return shown.replace("$", r"\$")
+
+    def mark(axes: Axes, *_: object) -> None:
+        if recording.step_count <= _MOST_MARKS:
+            for start in recording.step_start_ns:
+                axes.axvline(start * 1e-9 * factor, color=GREY, linewidth=0.5)
+        axes.set_xlabel(f"time of the recording, {unit}")
+        axes.set_title(shown.replace("$", r"\$"))
+
+    return _picture(times, residency.resident_bytes, end, residency.total_peak_bytes(), mark)
