@@ -32,30 +32,23 @@ def predict(
 
     Parameters
     ----------
-    trace : Trace
+    trace
         Its own durations hold where it has them; otherwise they come from the hardware's roofline.
-    hardware : Hardware
-        The machine.
-    policy : ResolvedPolicy
-        Resolved for the machine's device memory.
-    planners : sequence of str
+    hardware, policy
+        The machine, and a policy that was resolved for it.
+    planners
         Names of :data:`umem.pages.plan.PLANNERS`.
-    window : int
+    window
         Phases that the planner ``lookahead`` sees.
-    runnable : bool
+    runnable
         Whether to predict the plans that :func:`umem.manage` would run, which are those that a
         running training can carry out (:func:`umem.pages.plan.plan_search.search_plan`). The
-        executor predicts the same figures from the same trace, budget and machine. `window`
-        is then as the executor has it.
-    timeline : bool
-        Whether the reports have one, for pictures.
-    progress : callable, optional
+        executor predicts the same figures from the same trace, budget and machine. `window` is then
+        as the executor has it.
+    timeline
+        Whether the reports, one for each planner in order, have one, for pictures.
+    progress
         Called with a few words before each part that may take seconds.
-
-    Returns
-    -------
-    tuple of MigrationReport
-        One for each planner, in order.
 
     Raises
     ------
