@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import zipfile
@@ -10,8 +11,6 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-
-from umem.io.files import compress
 
 __all__ = ["archives", "damaged", "documents", "texts"]
 
@@ -94,7 +93,7 @@ def _changed(draw: Any, document: dict[str, Any]) -> dict[str, Any]:
 def documents(draw: Any, seeds: Sequence[dict[str, Any]]) -> bytes:
     """A JSON document with other values, plain or compressed, maybe damaged."""
     text = json.dumps(draw(_changed(draw(st.sampled_from(seeds)))), allow_nan=True).encode()
-    content = compress(text) if draw(st.booleans()) else text
+    content = gzip.compress(text) if draw(st.booleans()) else text
     return draw(damaged([content])) if draw(st.booleans()) else content
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 
-__all__ = ["begins_with", "compress", "read_file", "replace_file", "unreadable", "write_file"]
+__all__ = ["begins_with", "read_file", "replace_file", "unreadable", "write_file"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _PART_BYTES = 2**20
@@ -57,11 +57,6 @@ def write_file(
         reason = (problem.strerror or str(problem)).lower()
         remedy = "check the path and the space, or choose another place"
         raise error(f"{path}: cannot be written ({reason}): {remedy}") from problem
-
-
-def compress(content: bytes) -> bytes:
-    """Compress with gzip, without a time of day: equal content gives equal bytes."""
-    return zlib.compress(content, level=6, wbits=_GZIP_WBITS)
 
 
 def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
