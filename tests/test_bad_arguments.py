@@ -15,7 +15,7 @@ import umem
 from umem.capture.offline import script_trace
 from umem.core.errors import PolicyError
 from umem.policy import resolve
-from umem.telemetry import read_recording
+from umem.telemetry import load_recording
 from umem.trace import save_trace
 
 
@@ -41,11 +41,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (lambda: umem.load_hardware(3), "hardware"),  # type: ignore[arg-type]
         (lambda: umem.profile(model="x"), "model"),  # type: ignore[arg-type]
         (lambda: umem.profile(name=3), "name"),  # type: ignore[arg-type]
-        (lambda: umem.profile(ideal_s="x"), "ideal_s"),  # type: ignore[arg-type]
         (lambda: resolve("sft", None), "policy"),  # type: ignore[arg-type]
         (lambda: save_trace(3, "x"), "trace"),  # type: ignore[arg-type]
         (lambda: script_trace(3), "spec"),  # type: ignore[arg-type]
-        (lambda: read_recording(3), "path"),  # type: ignore[arg-type]
+        (lambda: load_recording(3), "path"),  # type: ignore[arg-type]
     ],
 )
 def test_an_argument_of_another_type(call: Any, argument: str) -> None:

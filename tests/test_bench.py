@@ -23,7 +23,6 @@ import torch
 from training_runs import GIB, TINY, made_up_header, settings
 from typer.testing import CliRunner
 from umem_bench.allocators import worker_limit_bytes
-from umem_bench.before_after import run_against
 from umem_bench.bounds import BUDGETS_PERCENT
 from umem_bench.cli import app
 from umem_bench.generate.measure import GenerateJob
@@ -224,18 +223,6 @@ def test_bounds_holds_plans_against_them(tmp_path: Path) -> None:
     for it in found:
         assert it.figures["step_s"] == pytest.approx(1e-3)
         assert it.figures["fluid_s"] == pytest.approx(1e-3, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_against_measures_a_checkout_and_says_which_one_cannot_be(tmp_path: Path) -> None:
-    found = run_against(tmp_path, 1, lambda _: None, "llama-tiny")
-
-    *measured, failed = found
-    assert {it.subject for it in measured} == {"after"}
-    assert any("plan of llama-tiny" in it.case for it in measured)
-    assert all(len(it.rounds_s) == 1 for it in measured)
-    assert failed.subject == "before"
-    assert "status 1" in str(failed.error)
 
 
 # ---- options, limits and files that go on ----

@@ -97,10 +97,6 @@ def step(
     )
 
 
-def side(name: str, time_s: float) -> Measurement:
-    return Measurement(benchmark="against", case="plan", subject=name, rounds_s=(time_s,))
-
-
 def of_allocators(*measurements: Measurement) -> Run:
     measurements = measurements or (
         alloc("torch", 1, 2, 3),
@@ -176,7 +172,6 @@ def test_report_prints_a_results_file(tmp_path: Path) -> None:
             "1.019x",
             [step("torch", 0.1, GIB), step("umem", 0.109, GIB), step("torch-again", 0.107, GIB)],
         ),
-        ("plan, least of the rounds", "1.200x", [side("before", 1.0), side("after", 1.2)]),
     ],
 )
 def test_a_missed_limit_fails(
@@ -649,18 +644,6 @@ def test_rows_of_loading_are_beside_what_reading_takes() -> None:
 
 
 # ---- what several suites compare ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "run", [made_up_run(), scale_run(at_scale("umem", 2.0), at_scale("floor"))]
-)
-def test_a_report_draws_a_picture(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-
-    report(run, tmp_path / "run.jsonl", "--plot", str(tmp_path / "run.svg"))
-
-    assert "<svg" in (tmp_path / "run.svg").read_text()
 
 
 @pytest.mark.parametrize(

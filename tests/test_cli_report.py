@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import sqlite3
-import sys
-from collections.abc import Callable
-from contextlib import closing
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +12,11 @@ import numpy as np
 import pytest
 from archives import rewrite
 from command_line import Run, umem_command
-from hypothesis import given
-from hypothesis import strategies as st
 from recordings import Row, make_recording, records_of
 
 from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse
-from umem.telemetry import Recording, measured_row, read_recording, save_recording
-from umem.telemetry.export import lanes
-from umem.telemetry.figures import link_bytes
+from umem.telemetry import Recording, load_recording, measured_row, save_recording
 from umem.telemetry.records import NamedRange, Residency
 
 MIB = 1 << 20
@@ -80,7 +70,7 @@ def test_tables(run: Run, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     assert "finetune on NVIDIA H200, policy sft, measured" in out
     assert re.search(r"median step of 2, ms +1\.000", out)
-    assert re.search(r"to device +fault +weights +2 MiB +1 +0\.050", out)
+    assert re.search(r"to device +fault +weights +2 MiB +1 +50 µs", out)
     assert re.search(r"to device +hint +optimizer_state +1 MiB +1", out)
     assert re.search(r"batches of faults on the device +1\nfaults on the device +4", out)
     assert re.search(r"model\.layers\.0\.weight +weights +4 MiB +2", out)
@@ -91,7 +81,7 @@ def test_json_rows(run: Run, tmp_path: Path) -> None:
     paths = [saved(tmp_path / f"{name}.npz", workload=name) for name in ("one", "two")]
     code, out, _ = run(*paths, "--json")
     assert code == 0
-    assert json.loads(out) == {"results": [measured_row(read_recording(path)) for path in paths]}
+    assert json.loads(out) == {"results": [measured_row(load_recording(path)) for path in paths]}
 
 
 def test_a_run_without_records(run: Run, tmp_path: Path) -> None:
@@ -103,187 +93,29 @@ def test_a_run_without_records(run: Run, tmp_path: Path) -> None:
         tensor=np.zeros(0, np.int32),
         notes=("memory operations were not recorded: no CUPTI",),
     )
-    page, pictures = tmp_path / "run.html", tmp_path / "pictures"
-    code, out, _ = run(path, "--html", page, "--plot", pictures)
+    pictures = tmp_path / "pictures"
+    code, out, _ = run(path, "--plot", pictures)
     assert code == 0
     assert "note: memory operations were not recorded: no CUPTI" in out
     assert "share" not in out
-    assert "faults" not in page.read_text()
+    assert "faults" not in out
     assert not pictures.exists()
 
 
-def test_an_export_of_nsight_systems(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "run.sqlite"
-    with closing(sqlite3.connect(path)) as made, made:
-        made.execute(
-            "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INT, end INT, bytes INT, copyKind INT,"
-            " migrationCause INT, virtualAddress INT)"
-        )
-        made.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (1, 2, 2097152, 12, 4, 4096)")
-    code, out, _ = run(path)
-    assert code == 0
-    assert re.search(r"to host +eviction +other +2 MiB", out)
-    assert re.search(r"of class other, hit no known tensor +2 MiB", out)
-
-
 @pytest.mark.slow
-def test_pictures(run: Run, tmp_path: Path) -> None:
-    paths = [saved(tmp_path / f"{name}.npz", workload=f"{name}/..") for name in "ab"]
-    code, out, _ = run(*paths, "--plot", tmp_path / "pictures")
-    assert code == 0
-    files = sorted((tmp_path / "pictures").iterdir())
-    assert [it.name for it in files] == [
-        "moved-0-a-.png",
-        "moved-1-b-.png",
-        "transfers-0-a-.png",
-        "transfers-1-b-.png",
-    ]
-    assert all(it.read_bytes().startswith(b"\x89PNG") for it in files)
-    assert out.count("wrote ") == 4
-
-
-class Page(HTMLParser):
-    """Tags, links, alternative texts of pictures, and text of a page."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.text = ""
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.images: list[str | None] = []
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for key, value in attributes if key in ("src", "href")]
-        if tag == "img":
-            self.images.append(dict(attributes)["alt"])
-
-    def handle_endtag(self, tag: str) -> None:
-        self.text += " " if tag == "td" else ""
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def evil_file(path: Path) -> Path:
-    """Save a profile in which every name is markup for HTML, rich, TeX or a terminal."""
-    saved(path)
+@pytest.mark.slow
+def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
+    path = with_hints(tmp_path / "run.npz")
 
     def change(content: dict[str, Any]) -> None:
         content["workload"] = content["hardware"] = content["policy"] = EVIL
         content["tensor_names"] = content["notes"] = [EVIL]
-        for phase in content["phases"]:
-            phase["name"] = EVIL
 
     rewrite(path, change)
-    return path
-
-
-@pytest.mark.slow
-def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
-    path, page = evil_file(tmp_path / "run.npz"), tmp_path / "run.html"
-    trace = tmp_path / "run.perfetto.json"
-    code, out, _ = run(
-        path, "--html", page, "--perfetto", trace, "--plot", tmp_path / "p", "--plot-format", "svg"
-    )
+    code, out, _ = run(path, "--plot", tmp_path / "pictures")
     assert code == 0
     assert "\x1b" not in out
     assert "[red]" in out
-    parsed = Page(page)
-    assert "script" not in parsed.tags
-    assert "<script>alert" in parsed.text
-    assert json.loads(trace.read_text())["traceEvents"]
-
-
-@pytest.mark.slow
-def test_the_html_page_is_self_contained(run: Run, tmp_path: Path) -> None:
-    page = tmp_path / "new" / "run.html"
-    code, out, _ = run(saved(tmp_path / "run.npz"), "--html", page)
-    assert code == 0
-    assert f"wrote {page}" in out
-    parsed = Page(page)
-    assert parsed.tags.count("img") == 2
-    assert all(link.startswith("data:image/png;base64,") for link in parsed.links)
-    assert "http" not in page.read_text().replace("http-equiv", "")
-    for words in ("model.layers.0.weight", "optimizer_state", "eviction", "NVIDIA H200"):
-        assert words in parsed.text
-
-
-def test_the_html_page_without_matplotlib(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path, page = saved(tmp_path / "run.npz"), tmp_path / "run.html"
-    assert run(path, "--html", page)[0] == 0
-    assert "[plots]" in page.read_text()
-    code, _, err = run(path, "--plot", tmp_path / "pictures")
-    assert code == 2
-    assert "[plots]" in err
-
-
-@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
-def test_the_timeline_has_every_record(name: str, run: Run, tmp_path: Path) -> None:
-    trace = tmp_path / f"perfetto-{name}"
-    assert run(saved(tmp_path / "run.npz"), "--perfetto", trace)[0] == 0
-    content = trace.read_bytes()
-    data = json.loads(gzip.decompress(content) if name.endswith(".gz") else content)
-    events = [it for it in data["traceEvents"] if it["ph"] == "X"]
-    tracks = {
-        (it["pid"], it["tid"]): it["args"]["name"]
-        for it in data["traceEvents"]
-        if it["name"] == "thread_name"
-    }
-    by_track: dict[str, list[Any]] = {}
-    for it in events:
-        by_track.setdefault(tracks[it["pid"], it["tid"]], []).append(it)
-    assert {track: len(its) for track, its in by_track.items()} == {
-        "steps": 2,
-        "phases": 2,
-        "transfers to device": 4,
-        "transfers to host": 2,
-        "page faults on the device": 1,
-        "page faults on the host": 1,
-        "memcpy": 1,
-        "memset": 1,
-    }
-    first = by_track["transfers to device"][0]
-    assert (first["name"], first["ts"], first["dur"]) == ("fault", 10.0, 50.0)
-    assert first["args"] == {
-        "bytes": 2 * MIB,
-        "class": "weights",
-        "address": "0x1000",
-        "tensor": "model.layers.0.weight",
-    }
-    # One phase is inside of the other: no two slices of a line overlap.
-    assert len({it["tid"] for it in by_track["phases"]}) == 2
-
-
-@pytest.mark.slow
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=40))
-def test_ranges_of_one_lane_do_not_overlap(ranges: list[tuple[int, int]]) -> None:
-    ranges.sort()
-    start = np.array([begin for begin, _ in ranges], np.int64)
-    end = np.array([begin + length for begin, length in ranges], np.int64)
-    numbers = lanes(start, end)
-    for lane in set(numbers.tolist()):
-        mine = numbers == lane
-        assert (start[mine][1:] >= end[mine][:-1]).all()
-    # No more lanes than ranges at one moment; a range without length counts at its start.
-    both = list(zip(start.tolist(), end.tolist(), strict=True))
-    deepest = max((sum(s <= at < e or s == at for s, e in both) for at, _ in both), default=0)
-    assert len(set(numbers.tolist())) <= deepest
-
-
-def test_the_rate_of_transfers_adds_up() -> None:
-    made = recording()
-    moved = link_bytes(made, 400)
-    transfers = made.records.select(made.records.is_transfer())
-    assert moved.sum() == pytest.approx(transfers.bytes.sum())
-    assert (moved >= -1e-6).all()
-    # A transfer of 2 MiB from 10 to 60 µs: parts 2 to 11 of 5 µs have a tenth each.
-    assert moved[0, 2, 2:12] == pytest.approx(np.full(10, 2 * MIB / 10))
-    assert moved[0, 2, 12:200].sum() == pytest.approx(0.0, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -291,10 +123,7 @@ def test_the_rate_of_transfers_adds_up() -> None:
     [
         (["missing.npz"], "missing.npz: cannot be read"),
         (["{run}", "broken.json"], "broken.json: not an .npz archive"),
-        (["{run}", "--html", "."], "--html: . is a folder"),
-        (["{run}", "--perfetto", "{run}/x.json"], "--perfetto: "),
-        (["{run}", "--plot-format", "gif"], "--plot-format"),
-        (["run.nsys-rep"], "nsys export --type sqlite run.nsys-rep"),
+        (["{run}", "--plot", "{run}"], "--plot: "),
     ],
 )
 def test_bad_input_ends_with_status_2(
@@ -401,7 +230,7 @@ def test_tables_of_the_hint_engines_counts(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "note: memory operations were not recorded: CUPTI is taken" in out
     assert "memory operations not recorded, hints as the hint engine counts them" in out
-    assert re.search(r"to device +hint +optimizer_state +2 GiB +40 +50.000", out)
+    assert re.search(r"to device +hint +optimizer_state +2 GiB +40 +50 ms", out)
     assert re.search(r"to host +hint +weights +1 GiB +40", out)
     assert "of memory operations" not in out
     assert "faults on the device" not in out
@@ -409,59 +238,16 @@ def test_tables_of_the_hint_engines_counts(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [with_hints, by_hints])
-def test_html_page_of_hints_and_residency(
-    kind: Callable[[Path], Path], run: Run, tmp_path: Path
-) -> None:
-    page_path = tmp_path / "run.html"
-    assert run(kind(tmp_path / "run.npz"), "--html", page_path)[0] == 0
-    page = Page(page_path)
-    assert "exposed stall, % of the step 20.0" in page.text
-    assert "prefetch optimizer_state 1,200 1,100 30 1,000 2 98 2 GiB 12.500" in page.text
-    assert "3 requests refused, 1 driver calls failed, 4 MiB over" in page.text
-    assert "nan" not in page.text
-    pictures = [
-        "Bytes on the device over the recording",
-        "Bytes moved by direction, cause and class",
-    ]
-    if kind is with_hints:
-        pictures.insert(1, "Rate of transfers over the recording")
-        assert "recorded by CUPTI" in page.text
-    else:
-        assert "hints as the hint engine counts them" in page.text
-        assert "moved to the device by umem 2 GiB" in page.text
-        assert "faults on the device" not in page.text
-    assert page.images == pictures
-
-
-@pytest.mark.slow
 def test_pictures_of_the_data_that_there_is(run: Run, tmp_path: Path) -> None:
-    for kind, expected in ((with_hints, 3), (by_hints, 2)):
-        folder = tmp_path / kind.__name__
-        assert run(kind(tmp_path / "run.npz"), "--plot", folder)[0] == 0
-        files = sorted(it.name for it in folder.iterdir())
-        assert len(files) == expected
-        assert "residency-layers.png" in files
-
-
-def test_timeline_with_hints_and_residency(run: Run, tmp_path: Path) -> None:
-    trace = tmp_path / "run.perfetto.json"
-    assert run(with_hints(tmp_path / "run.npz"), "--perfetto", trace)[0] == 0
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert [it["args"] for it in events if it["ph"] == "C"] == [
-        {"weights": size * GIB} for size in (4, 3, 4, 3)
+    folder = tmp_path / "pictures"
+    paths = [with_hints(tmp_path / f"{name}.npz", workload=f"{name}/..") for name in "ab"]
+    code, out, _ = run(*paths, saved(tmp_path / "bare.npz"), "--plot", folder)
+    assert (code, out.count("wrote ")) == (0, 2)
+    assert sorted(it.name for it in folder.iterdir()) == [
+        "residency-0-a-.png",
+        "residency-1-b-.png",
     ]
-    (first, _) = [it for it in events if it["name"].startswith("step ")]
-    assert first["args"]["hints late"] == 60
-    assert first["args"]["hints refused"] == 3
-
-
-def test_timeline_labels_what_is_missing(run: Run, tmp_path: Path) -> None:
-    trace = tmp_path / "run.perfetto.json"
-    assert run(by_hints(tmp_path / "run.npz"), "--perfetto", trace)[0] == 0
-    said = {it["name"]: it["args"] for it in json.loads(trace.read_text())["traceEvents"][:2]}
-    assert said["process_name"]["name"].endswith("memory operations not recorded")
-    assert said["process_labels"]["labels"].endswith("CUPTI is taken")
+    assert all(it.read_bytes().startswith(b"\x89PNG") for it in folder.iterdir())
 
 
 def test_json_rows_of_hints_and_residency(run: Run, tmp_path: Path) -> None:
@@ -474,81 +260,3 @@ def test_json_rows_of_hints_and_residency(run: Run, tmp_path: Path) -> None:
     assert row["hints"]["by_operation"]["evict"]["weights"]["moved_bytes"] == GIB
     assert row["bytes"]["to_device"]["hint"]["optimizer_state"] == 2 * GIB
     assert row["residency"]["total_peak_bytes"] == 4 * GIB
-
-
-# ---------------------------------------------------------------------------------- predictions
-
-
-@pytest.fixture
-def predictions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Path:
-    """What `umem simulate --json` prints of a step of 16 layers of 64 MiB."""
-    tensors = [
-        {"id": n, "bytes": 64 * MIB, "class": "weights", "persistent": True} for n in range(16)
-    ]
-    phases = [
-        {"name": f"forward {n}", "duration_us": 4000, "reads": [n], "writes": []} for n in range(16)
-    ]
-    trace = tmp_path / "layers.json"
-    trace.write_text(
-        json.dumps(
-            {"format": "umem-trace/1", "name": "layers", "tensors": tensors, "phases": phases}
-        )
-    )
-    words = ("--hardware", "h200-pcie", "--budget", "512MiB", "--json")
-    umem = umem_command(monkeypatch, capsys)
-    code, out, err = umem("simulate", "--trace", trace, *words)
-    assert code == 0, err
-    path = tmp_path / "predicted.json"
-    path.write_text(out)
-    return path
-
-
-@pytest.mark.slow
-def test_against_predictions(run: Run, tmp_path: Path, predictions: Path) -> None:
-    path = with_hints(tmp_path / "run.npz")
-    code, out, err = run(path, "--against", predictions)
-    assert (code, err) == (0, "")
-    for planner in ("fault", "planned"):
-        assert (
-            f"against layers on h200-pcie, policy managed, planner {planner}, predicted"
-            in re.sub(r"\s+", " ", out)
-        )
-    assert re.search(r"step +[\d.]+ ms +100 ms +\+[\d.]+ ms +\+[\d.]+ %", out)
-    assert re.search(r"to device\.optimizer state +0 B +2 MiB +\+2 MiB", out)
-    assert max(map(len, out.splitlines())) <= 80
-
-
-@pytest.mark.slow
-def test_json_comparisons(run: Run, tmp_path: Path, predictions: Path) -> None:
-    path = with_hints(tmp_path / "run.npz")
-    code, out, _ = run(path, "--against", predictions, "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert [it["predicted"]["planner"] for it in found["comparisons"]] == ["fault", "planned"]
-    figure = found["comparisons"][0]["figures"]["step_s"]
-    assert figure["measured"] == pytest.approx(0.1)
-    assert figure["absolute"] == pytest.approx(0.1 - figure["predicted"])
-    # Without predictions there is nothing about them.
-    assert list(json.loads(run(path, "--json")[1])) == ["results"]
-
-
-@pytest.mark.slow
-def test_only_the_same_workload_is_compared_where_there_is_one(
-    run: Run, tmp_path: Path, predictions: Path
-) -> None:
-    data = json.loads(predictions.read_text())
-    data["results"].append({**data["results"][0], "workload": "another"})
-    predictions.write_text(json.dumps(data))
-    for workload, count in (("layers", 2), ("another", 1), ("train", 3)):
-        path = with_hints(tmp_path / "run.npz", workload=workload)
-        _, out, _ = run(path, "--against", predictions, "--json")
-        assert len(json.loads(out)["comparisons"]) == count
-
-
-def test_a_file_without_predictions(run: Run, tmp_path: Path) -> None:
-    path = with_hints(tmp_path / "run.npz")
-    code, out, err = run(path, "--against", path)
-    assert (code, out) == (2, "")
-    assert "give the output of `umem simulate --json`" in err

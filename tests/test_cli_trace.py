@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from archives import contents
 from command_line import Run, umem_command
 
 from umem.core.classes import TensorClass
 from umem.trace import load_trace
-from umem.trace.file import TRACE_FORMAT
 
 MIB = 1 << 20
 
@@ -125,15 +123,6 @@ def test_show_prints_a_table_and_writes_nothing(run: Run, files: Path) -> None:
     assert sorted(files.iterdir()) == before
 
 
-def test_import_converts(run: Run, files: Path) -> None:
-    status, output, errors = run("--import", "three.json", "-o", "new/three.npz")
-    assert (status, errors) == (0, "")
-    assert output.splitlines()[-1] == "wrote new/three.npz"
-    converted = files / "new" / "three.npz"
-    assert contents(converted)["format"] == TRACE_FORMAT
-    assert load_trace(converted).phase_names == ("in", "out", "update")
-
-
 @pytest.mark.slow
 def test_a_known_model_is_recorded(run: Run, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
@@ -148,9 +137,8 @@ def test_a_known_model_is_recorded(run: Run, files: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--json"], "give script.py:function, --model, --params, --import or --show"),
+        (["--json"], "give script.py:function, --model, --params or --show"),
         (["train.py", "--show", "three.json"], "a script and --show: give one of them"),
-        (["--import", "three.json"], "--import writes a trace: give --output FILE, or --show"),
         (["--show", "three.json", "-o", "x.npz"], "--show writes nothing"),
         (["train.py", "--batch", "2"], "--batch: a script has no such option"),
         (
@@ -158,14 +146,14 @@ def test_a_known_model_is_recorded(run: Run, files: Path, monkeypatch: pytest.Mo
             "--mode: a trace has no such option: give --mode or --show",
         ),
         (["--show", "nowhere.json"], "umem: nowhere.json: "),
-        (["--show", "broken.json"], "broken.json:1:2: not valid JSON"),
+        (["--show", "broken.json"], "broken.json: not valid JSON"),
         (["nowhere.py:make_step"], "nowhere.py"),
         (["train.py:make_stop"], "make_step"),
         (["train.py:broken"], "no data here"),
         (["--model", "llama", "--mode", "both"], "--mode: 'both' is not known"),
         (["--show", "three.json", "--hardware", "none-such"], "none-such"),
-        (["--import", "three.json", "-o", "train.py/x"], "train.py is a file and no folder"),
-        (["--import", "three.json", "-o", "."], "--output: . is a folder: give the name of a file"),
+        (["train.py:make_step", "-o", "train.py/x"], "train.py is a file and no folder"),
+        (["train.py:make_step", "-o", "."], "--output: . is a folder: give the name of a file"),
     ],
 )
 def test_bad_input_gets_one_message(run: Run, files: Path, arguments: list[str], says: str) -> None:

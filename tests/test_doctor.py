@@ -47,10 +47,8 @@ HOST = Host(
     cpu_model="Intel(R) Xeon(R) Platinum 8480C",
     cpu_count=16,
     memory=HostMemory(512 * GIB, 500 * GIB, limit=None),
-    memlock_bytes=None,
     chooses_nodes=True,
     shm_bytes=64 * GIB,
-    nvcc=None,
     processes=0,
 )
 H200 = replace(cards.H200, free_bytes=139 * GIB, pageable_memory_access=True)  # through HMM
@@ -237,7 +235,7 @@ def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, rem
     assert check(report, name).why
     assert feature(report, "one-line swap").verdict is Verdict.NO
     assert name in feature(report, "one-line swap").why
-    assert feature(report, "record_stream").why.startswith("needs the one-line swap")
+    assert feature(report, "numba").why.startswith("needs the one-line swap")
 
 
 @pytest.mark.parametrize(
@@ -434,40 +432,10 @@ class TestHostMemory:
 class TestFeatures:
     """What works and what does not, and why."""
 
-    @pytest.mark.parametrize(
-        "words",
-        [
-            "reduce-overhead",
-            "cudnn.benchmark",
-            "CUDA IPC",
-            "memory history",
-            "expandable segments",
-        ],
-    )
-    def test_out_of_reach_everywhere(self, words: str) -> None:
-        """No machine makes these work, and each has another way."""
-        found = feature(diagnose(HEALTHY), words)
-        assert found.verdict is Verdict.NO
-        assert found.why
-        assert found.remedy
-
-    @pytest.mark.parametrize(
-        "words",
-        [
-            *("statistics", "record_stream", "CUDA graphs", "default mode", "find_executable"),
-            *("torch.OutOfMemoryError", "numba", "untyped_storage"),
-        ],
-    )
+    @pytest.mark.parametrize("words", ["torch.OutOfMemoryError", "numba", "CuPy"])
     def test_works_under_the_swap(self, words: str) -> None:
         """What umem gives back."""
         assert feature(diagnose(HEALTHY), words).verdict is Verdict.YES
-
-    def test_kept_addresses_need_a_hold(self) -> None:
-        """A program learns of it before an address is stale."""
-        found = feature(diagnose(HEALTHY), "data_ptr")
-        assert found.verdict is Verdict.PARTLY
-        assert "umem.hold" in found.remedy
-        assert Path(__file__).parents[1].joinpath(found.why.split()[-1]).is_file()
 
     @pytest.mark.parametrize(
         ("device", "verdict"),
@@ -553,7 +521,7 @@ def test_to_dict_goes_through_json() -> None:
     assert data["swap_works"] is True
     assert data["devices"][0]["is_grace_hopper"] is True
     assert data["sections"][0]["checks"][0]["status"] == "ok"
-    assert {one["verdict"] for one in data["features"]} == {"yes", "no", "partly"}
+    assert {one["verdict"] for one in data["features"]} == {"yes"}
 
 
 # The command, on a recorded environment.
@@ -598,8 +566,7 @@ def test_table_is_readable_without_colour(
     assert "\x1b" not in output
     assert "…" not in output
     lines = output.splitlines()
-    for whole in (facts.umem_path, "torch.cuda.memory._record_memory_history"):
-        assert any(whole in line for line in lines)
+    assert any(facts.umem_path in line for line in lines)
     wide = [line for line in lines if len(line.rstrip()) > columns and "-> " not in line]
     assert columns < 100 or [line.split()[-1] for line in wide] == [facts.umem_path]
     assert f"       -> {install_command('numba')}" in lines
@@ -620,11 +587,9 @@ def test_brackets_are_not_markup(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_facts_on_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts that only Linux or Unix offers may be missing."""
-    monkeypatch.setitem(sys.modules, "resource", None)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     host = collect().host
     assert host.cpu_count == os.cpu_count()
-    assert host.memlock_bytes is None
 
 
 def run_doctor(before: str = "", after: str = "pass") -> dict[str, dict[str, str]]:

@@ -13,6 +13,7 @@ from command_line import Run, umem_command
 from umem.core.errors import UmemError
 from umem.fit import (
     Fit,
+    ModelShape,
     Workload,
     fit_inference,
     fit_training,
@@ -286,14 +287,18 @@ def test_host_memory_limits_the_answer() -> None:
     assert "host" in found.umem.why_not
 
 
+def generated(shape: ModelShape, batch: int = 1, seq: int = 1) -> Workload:
+    return Workload(shape, "inference", batch, seq, "bf16", checkpoint=False)
+
+
 def test_a_token_takes_the_longer_of_memory_and_link() -> None:
     hardware, policy = machine("inference")
     shape = load_shape("llama-2-70b")
-    found = fit_inference(shape, hardware, policy, batch=1, seq=4096)
+    found = fit_inference(generated(shape, 1, 4096), hardware, policy)
     streamed = found.classes["weights"].host_bytes - 2 * 32_000 * 8192  # the embedding is gathered
     assert found.umem.time_s == pytest.approx(streamed / hardware.copy_to_device_bytes_per_s)
     assert found.classes["cache"].size_bytes == 2 * 2 * 80 * 8 * 128 * 4096
-    small = fit_inference(load_shape("llama-2-7b"), hardware, policy, batch=1, seq=1)
+    small = fit_inference(generated(load_shape("llama-2-7b")), hardware, policy)
     read_bytes = 2 * (PARAMETERS["llama-2-7b"] - 32_000 * 4096)
     assert small.umem.time_s == pytest.approx(read_bytes / hardware.memory_bytes_per_s, rel=0.01)
     assert small.umem.time_s == small.ways[1].time_s
@@ -302,7 +307,7 @@ def test_a_token_takes_the_longer_of_memory_and_link() -> None:
 def test_a_token_reads_the_experts_that_it_uses() -> None:
     hardware, policy = machine("inference")
     shape = load_shape("qwen3-30b-a3b")
-    one, many = (fit_inference(shape, hardware, policy, batch=it, seq=1) for it in (1, 64))
+    one, many = (fit_inference(generated(shape, it), hardware, policy) for it in (1, 64))
     assert one.umem.time_s == pytest.approx(2 * 3.0e9 / hardware.memory_bytes_per_s, rel=0.15)
     assert many.umem.time_s == pytest.approx(2 * 30.2e9 / hardware.memory_bytes_per_s, rel=0.15)
 
@@ -311,7 +316,7 @@ def test_of_streamed_experts_the_chosen_ones_cross_the_link() -> None:
     hardware, policy = machine("inference")
     policy = replace(policy, device_budget_bytes=40 << 30)
     shape = load_shape("mixtral-8x7b")
-    one, many = (fit_inference(shape, hardware, policy, batch=it, seq=1) for it in (1, 4))
+    one, many = (fit_inference(generated(shape, it), hardware, policy) for it in (1, 4))
     # A token chooses 2 of 8, and four choose all at most. More than half has no room.
     assert one.umem.time_s is not None
     assert many.umem.time_s is not None

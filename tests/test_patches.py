@@ -182,7 +182,6 @@ OTHERS = {
     "runtime/torch_hooks/hidden.py": {"vars(hooks)['own']", "from_address"},  # `hook_dictionaries`
     "streaming/step/call.py": {"setattr"},
     "swap.py": {"classifier.on_root"},
-    "telemetry/nsys.py": {"database.text_factory"},
     "trace/model.py": {"object.__setattr__"},
 }
 WRAPPERS = {"wraps", "update_wrapper", "partial", "staticmethod", "classmethod", "property"}

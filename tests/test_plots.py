@@ -14,8 +14,7 @@ import pytest
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.report import Cause, Direction, MigrationReport, Timeline, Traffic
-from umem.hardware import Hardware, load_hardware
-from umem.telemetry import link_figure, residency_figure, save, shares_figure
+from umem.telemetry import residency_figure, save
 from umem.trace import Access, PhaseKind, Precision, Trace, ranges
 from umem.trace.published import published_share
 
@@ -23,7 +22,6 @@ pytest.importorskip("matplotlib")
 
 GIB = 1 << 30
 PHASES = 8
-BINS = 20
 STEP_S = 0.4
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -42,9 +40,6 @@ def made_up_report(
     resident[:, TensorClass.WEIGHTS.number] = 12 * GIB
     resident[:, TensorClass.OPTIMIZER_STATE.number] = 40 * GIB
     resident[:, TensorClass.ACTIVATIONS.number] = np.arange(PHASES) * GIB
-    link = np.zeros((BINS, 2), np.int64)
-    link[3:5, 0] = 2e9
-    link[10, 1] = 3e9
     report = MigrationReport(
         workload=workload,
         hardware="gh200-96",
@@ -71,8 +66,6 @@ def made_up_report(
             phase_end_s=start_s + STEP_S / PHASES,
             resident_bytes=resident,
             budget_bytes=60 * GIB,
-            link_bin_s=STEP_S / BINS,
-            link_bytes=link,
         ),
     )
     return replace(report, **changes)
@@ -99,11 +92,6 @@ def trace_with_passes(words: list[str]) -> Trace:
         access_tensor=np.zeros(phases, np.int32),
         access_mode=np.full(phases, Access.READ, np.uint8),
     )
-
-
-@pytest.fixture(scope="module")
-def hardware() -> Hardware:
-    return load_hardware("gh200-96")
 
 
 def texts(figure: Any) -> list[str]:
@@ -136,11 +124,10 @@ def test_residency_areas_are_the_resident_bytes_by_class() -> None:
     assert axes.get_xlim() == pytest.approx((0, STEP_S * 1e3))
 
 
-def test_titles_of_predictions(hardware: Hardware) -> None:
+def test_titles_of_predictions() -> None:
     report = made_up_report()
-    for figure in (residency_figure(report), link_figure(report, hardware)):
-        said = panels(figure)[0].get_title(loc="left")
-        assert said.startswith(f"predicted: {report.workload}, planner ")
+    said = panels(residency_figure(report))[0].get_title(loc="left")
+    assert said.startswith(f"predicted: {report.workload}, planner ")
 
 
 def test_a_class_has_the_same_colour_in_each_picture() -> None:
@@ -181,84 +168,14 @@ def test_passes_are_marked_if_phases_are_named_by_pass() -> None:
     assert notes(axes) == ["device budget 60 GiB"]
 
 
-# ---------------------------------------------------------------------------------- link
-
-
-def test_link_traffic_against_the_hardwares_bandwidth(hardware: Hardware) -> None:
-    figure = link_figure(made_up_report(), hardware)
-    limits = (hardware.to_device_bytes_per_s, hardware.to_host_bytes_per_s)
-    # 2e9 and 3e9 bytes in bins of 20 ms.
-    for axes, highest, limit, total in zip(panels(figure), (100, 150), limits, (4, 3), strict=True):
-        (bars,) = axes.patches
-        assert bars.get_data().values.max() == pytest.approx(highest)
-        assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([limit / 1e9])
-        assert f"{total} GB in the step" in notes(axes)
-        assert axes.get_ylim()[1] > max(highest, limit / 1e9)
-
-
-@pytest.mark.parametrize("cause", ["mapped", "copy"])
-def test_copies_and_mapped_accesses_have_their_own_bandwidth_line(
-    hardware: Hardware, cause: Cause
-) -> None:
-    alone = made_up_report(traffic=(moved("to_device", cause, 10**9, 0),))
-    beside = replace(alone, traffic=(*alone.traffic, moved("to_device", "hint", 10**9, 9)))
-    own = {
-        "mapped": hardware.mapped_read_bytes_per_s,
-        "copy": hardware.copy_to_device_bytes_per_s,
-    }[cause]
-    for report, limits in ((alone, [own]), (beside, [own, hardware.to_device_bytes_per_s])):
-        drawn = [line.get_ydata()[0] for line in panels(link_figure(report, hardware))[0].lines]
-        assert drawn == pytest.approx([limit / 1e9 for limit in limits])
-
-
-def test_a_step_without_traffic_is_drawn(hardware: Hardware) -> None:
-    report = made_up_report(traffic=())
-    assert report.timeline is not None
-    still = replace(report.timeline, link_bytes=np.zeros((BINS, 2), np.int64))
-    figure = link_figure(replace(report, timeline=still), hardware)
-    assert all("0 GB in the step" in notes(axes) for axes in panels(figure))
-
-
-# ---------------------------------------------------------------------------------- shares
-
-
-def test_bars_are_the_shares_beside_the_published_ones() -> None:
-    reports = [
-        made_up_report(f"llama-2-7b-{mode}", planner, timeline=None)
-        for mode in ("lora", "sft")
-        for planner in ("fault", "planned")
-    ]
-    figure = shares_figure(reports)
-    report = reports[0]
-    shares = (report.um_ops_share, report.um_time_share, report.um_bytes_share)
-    assert len(set(shares)) == 3
-    for axes, share in zip(panels(figure), shares, strict=True):
-        plain = [bar.get_height() for bar in axes.patches if not bar.get_hatch()]
-        hatched = [bar.get_height() for bar in axes.patches if bar.get_hatch()]
-        assert plain == pytest.approx([100 * share] * 4)
-        assert hatched == pytest.approx([1.1, 9.8])
-        assert [label.get_text() for label in axes.get_xticklabels()] == [
-            "published",
-            "fault",
-            "planned",
-        ]
-    said = " ".join(texts(figure))
-    assert "NVIDIA" in said
-    assert "was not published" in said
+# ---------------------------------------------------------------------------------- published
 
 
 @pytest.mark.parametrize(
     "changes", [{"workload": "bert"}, {"workload": "llama-2-7b-lora", "hardware": "h200-pcie"}]
 )
 def test_no_published_share_for_other_workloads_and_machines(changes: dict[str, str]) -> None:
-    figure = shares_figure([replace(made_up_report(), **changes)])  # type: ignore[arg-type]
-    assert all(not bar.get_hatch() for axes in panels(figure) for bar in axes.patches)
-    assert not any("published" in text for text in texts(figure))
-
-
-def test_shares_need_a_report() -> None:
-    with pytest.raises(ValueError, match="no reports"):
-        shares_figure([])
+    assert published_share(replace(made_up_report(), **changes)) is None  # type: ignore[arg-type]
 
 
 def test_published_shares_name_their_source() -> None:
@@ -273,35 +190,27 @@ def test_published_shares_name_their_source() -> None:
 
 
 @pytest.mark.slow
-def test_all_text_lies_within_the_picture(hardware: Hardware) -> None:
-    report = made_up_report()
+def test_all_text_lies_within_the_picture() -> None:
     words = ["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2
-    for figure in (
-        residency_figure(report, trace_with_passes(words)),
-        link_figure(report, hardware),
-        shares_figure([report, replace(report, workload="llama-2-7b-lora", planner="fault")]),
-    ):
-        figure.draw_without_rendering()
-        width, height = figure.bbox.size
-        for text in [text for axes in panels(figure) for text in axes.texts] + figure.texts:
-            box = text.get_window_extent()
-            assert box.x0 >= 0, text
-            assert box.y0 >= 0, text
-            assert box.x1 <= width, text
-            assert box.y1 <= height, text
+    figure = residency_figure(made_up_report(), trace_with_passes(words))
+    figure.draw_without_rendering()
+    width, height = figure.bbox.size
+    for text in [text for axes in panels(figure) for text in axes.texts] + figure.texts:
+        box = text.get_window_extent()
+        assert box.x0 >= 0, text
+        assert box.y0 >= 0, text
+        assert box.x1 <= width, text
+        assert box.y1 <= height, text
 
 
-def test_a_report_without_timeline_is_refused(hardware: Hardware) -> None:
-    bare = made_up_report(timeline=None)
+def test_a_report_without_timeline_is_refused() -> None:
     with pytest.raises(UmemError, match="no timeline to draw: simulate with timeline=True"):
-        residency_figure(bare)
-    with pytest.raises(UmemError, match="no timeline to draw"):
-        link_figure(bare, hardware)
+        residency_figure(made_up_report(timeline=None))
 
 
 @pytest.mark.slow
 def test_saved_as_png_and_svg(tmp_path: Path) -> None:
-    figure = shares_figure([made_up_report(timeline=None)])
+    figure = residency_figure(made_up_report())
     save(figure, tmp_path / "new folder" / "shares.png")
     save(figure, tmp_path / "shares.svg")
     assert (tmp_path / "new folder" / "shares.png").read_bytes().startswith(PNG)
@@ -314,7 +223,7 @@ def test_saved_as_png_and_svg(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "shares.png"
     path.write_bytes(b"old")
-    figure = shares_figure([made_up_report(timeline=None)])
+    figure = residency_figure(made_up_report())
     figure.text(0.5, 0.5, r"$\nonsense{$")
     with pytest.raises(ValueError, match="nonsense"):
         save(figure, path)
@@ -324,7 +233,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_save_errors_name_the_file(tmp_path: Path) -> None:
-    figure = shares_figure([made_up_report(timeline=None)])
+    figure = residency_figure(made_up_report())
     with pytest.raises(UmemError, match=r"shares\.pdf: a picture's name ends in \.png or \.svg"):
         save(figure, tmp_path / "shares.pdf")
     (tmp_path / "file").touch()
@@ -345,14 +254,3 @@ def test_importing_the_package_loads_neither_matplotlib_nor_torch() -> None:
         "assert not {'matplotlib', 'torch', 'numba'} & set(sys.modules), 'loaded'\n"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
-
-
-@pytest.mark.slow
-def test_pyplot_is_never_loaded(tmp_path: Path) -> None:
-    draw = (
-        "import sys\n"
-        "from umem.telemetry.figures import new_figure, save\n"
-        f"save(new_figure(1, 1), {str(tmp_path / 'empty.png')!r})\n"
-        "assert 'matplotlib.pyplot' not in sys.modules, 'loaded'\n"
-    )
-    subprocess.run([sys.executable, "-c", draw], check=True)

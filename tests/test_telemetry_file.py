@@ -17,7 +17,7 @@ from small_files import small_recording
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import HintReport, HintUse, Source
-from umem.telemetry import Recording, load_recording, read_recording, save_recording
+from umem.telemetry import Recording, load_recording, save_recording
 from umem.telemetry.file import PROFILE_COLUMNS, ProfileHeader
 from umem.telemetry.records import (
     MigrationRecords,
@@ -139,7 +139,7 @@ def test_any_recording_comes_back_exactly(
 ) -> None:
     path = tmp_path_factory.mktemp("saved") / "run.npz"
     save_recording(recording, path)
-    assert plain(read_recording(path)) == plain(recording)
+    assert plain(load_recording(path)) == plain(recording)
     before = path.read_bytes()
     save_recording(load_recording(path), path)
     assert path.read_bytes() == before
@@ -157,12 +157,10 @@ def test_the_file_has_the_keys_of_the_format(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.npz"
     with pytest.raises(UmemError, match=r"cannot be read .no such file"):
-        read_recording(path)
+        load_recording(path)
     path.write_bytes(b"\x80\x04K\x01.")  # a pickle
     with pytest.raises(UmemError, match=r"not an \.npz archive, so this is not a profile"):
-        read_recording(path)
-    with pytest.raises(UmemError, match=r"nsys export --type sqlite run\.nsys-rep"):
-        read_recording(tmp_path / "run.nsys-rep")
+        load_recording(path)
 
 
 @pytest.mark.parametrize(

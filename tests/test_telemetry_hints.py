@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from collectors import StandInCollector
 
-import umem
 from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse
 from umem.core.schedule import HintOp
@@ -236,9 +235,3 @@ def test_a_profile_does_not_import_the_executor(monkeypatch: pytest.MonkeyPatch)
     assert "umem.managing" not in sys.modules
     assert profile.report().hints is None
     assert profile.recording.residency is None
-
-
-def test_an_ideal_time_is_a_time() -> None:
-    for time_s in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="give a time above 0"):
-            umem.profile(ideal_s=time_s)

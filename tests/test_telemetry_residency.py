@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +13,11 @@ from collectors import StandInCollector
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.telemetry import (
-    PhaseRanges,
     Profile,
     Recording,
     measured_row,
+    phase_begins,
     residency_over_run_figure,
-    write_perfetto,
 )
 from umem.telemetry.live import ResidencySampler
 from umem.telemetry.records import Residency
@@ -31,16 +28,15 @@ WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE
 
 def test_samples_are_taken_at_phases_and_steps() -> None:
     accounts = {WEIGHTS: GIB, STATE: 0}
-    ranges = PhaseRanges()
-    ranges.begin("no profile yet")
+    phase_begins()  # no profile yet
     with Profile(StandInCollector(), residency=lambda: accounts) as profile:
         accounts[STATE] = 2 * GIB
-        ranges.begin("forward")
+        phase_begins()
         accounts[STATE] = 0
         profile.step()
         with profile.phase("mine"):
             pass
-    ranges.begin("no profile any more")
+    phase_begins()  # no profile any more
     residency = profile.recording.residency
     assert residency is not None
     sizes = residency.resident_bytes
@@ -137,16 +133,3 @@ def test_the_figure_stacks_classes_up_to_the_peak(recording: Recording) -> None:
 def test_the_figure_of_an_empty_device(recording: Recording) -> None:
     nothing = Residency(np.array([0]), np.zeros((1, len(TensorClass)), np.int64))
     assert residency_over_run_figure(replace(recording, residency=nothing)).axes
-
-
-def test_the_timeline_has_counters(recording: Recording, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    write_perfetto([recording], path)
-    events = json.loads(path.read_text())["traceEvents"]
-    counters = [it for it in events if it["ph"] == "C"]
-    assert [(it["ts"], it["args"]) for it in counters] == [
-        (0.0, {"weights": GIB, "optimizer_state": 0}),
-        (0.01, {"weights": GIB, "optimizer_state": GIB}),
-        (0.03, {"weights": 2 * GIB, "optimizer_state": 0}),
-    ]
-    assert {it["name"] for it in counters} == {"bytes on the device"}

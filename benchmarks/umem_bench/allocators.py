@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from umem import UnsupportedError
 from umem.core.install import install_command
+from umem.core.units import format_bytes
 from umem_bench.llama import build_llama
 from umem_bench.machine import managed_limit_bytes
 from umem_bench.results import LlamaShape, Measurement, Method, Record, Run
@@ -74,8 +75,6 @@ MAX_ALLOC_RATIO = 1.2
 MAX_STEP_RATIO = 1.01
 MAX_RESERVED_RATIO = 1.1
 """Limits of `--check`, as multiples of torch's own cache."""
-MAX_AFTER_RATIO = 1.1
-"""Limit as a multiple of another checkout's time: runs differ by some percent."""
 
 _MANAGED_TOTAL_BYTES = 15 << 30
 """Managed memory of all workers together, which exist at the same time."""
@@ -402,7 +401,6 @@ _TITLES = {
         "The native core over host memory, from Python: allocation with free, and hook, ns",
         1e9,
     ),
-    "against": ("Another checkout's umem, before, and this one's, after, ms", 1e3),
 }
 
 
@@ -410,7 +408,7 @@ def heading(run: Run) -> str:
     """One line that says where, when and with what a run was made."""
     settings = run.header.settings
     assert isinstance(settings, dict)
-    words = f"policy {settings['policy']}" if "policy" in settings else f"{settings['checkout']}"
+    words = f"policy {settings['policy']}"
     rounds = f"medians of {settings['rounds']} rounds [minimum to maximum]"
     return provenance(run.header, words, rounds)
 
@@ -434,8 +432,6 @@ def tables(run: Run) -> Iterator[Table]:
 
 
 def _memory(own: Measurement | None, stock: Measurement | None) -> str:
-    from umem.core.units import format_bytes  # `umem bench against` loads this module without it
-
     if own is None or own.error:
         return NOTHING if own is None else "failed"
     words = []
@@ -452,18 +448,11 @@ def _memory(own: Measurement | None, stock: Measurement | None) -> str:
 
 
 def checks(run: Run) -> Iterator[Check]:
-    """Hold umem against torch's own cache, and a checkout against another, case by case.
+    """Hold umem against torch's own cache, case by case.
 
-    Of two processes with torch's cache, the slower one counts. Steps, and checkouts, are compared
-    by the fastest round of each, which other work of the machine has disturbed least.
+    Of two processes with torch's cache, the slower one counts. Steps are compared by the fastest
+    round of each, which other work of the machine has disturbed least.
     """
-    for case, row in beside(run.measurements("against")).items():
-        after, before = (
-            min(row[it].rounds_s, default=None) if it in row else None for it in ("after", "before")
-        )
-        yield at_most(
-            f"{case}, least of the rounds: after of before", after, before, MAX_AFTER_RATIO
-        )
     held: tuple[tuple[str, float, str, Callable[[Sequence[float]], float]], ...] = (
         ("alloc", MAX_ALLOC_RATIO, "time", statistics.median),
         ("step", MAX_STEP_RATIO, "least of the rounds", min),

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from umem.core.units import parse_bytes
 from umem_bench import allocators, bounds, planning, published
-from umem_bench.before_after import run_against
 from umem_bench.generate import run as generations
 from umem_bench.generate import tables as generate_tables
 from umem_bench.generate.measure import SHORT_TOKENS
@@ -53,7 +52,6 @@ _SHOWN_BY: dict[str, Any] = {
     "planning": planning,
     "published": published,
     "bounds": bounds,
-    "against": allocators,
 }
 _Name = TypeVar("_Name", bound=str)
 _RunsOfOptions = Callable[..., Callable[..., Run]]
@@ -390,19 +388,6 @@ def against_bounds(
 
 
 @app.command()
-def against(
-    checkout: Annotated[Path, typer.Argument(help="Another checkout of umem, built.")],
-    rounds: _Rounds = 5,
-    output: _Output = None,
-    check: _Check = False,
-) -> None:
-    """Planner, simulator, allocator and step under two checkouts, in turns."""
-    found = run_against(checkout, rounds, _say)
-    settings = {"checkout": str(checkout), "rounds": rounds}
-    _finish(Run(header("against", settings), tuple(found)), output, check)
-
-
-@app.command()
 def report(
     file: Annotated[Path, typer.Argument(help="Results, as --output wrote them.")],
     as_markdown: Annotated[
@@ -412,19 +397,10 @@ def report(
         str,
         typer.Option(help="Only tables whose title has one of these texts (a;b)."),
     ] = "",
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw trainings, as .png or .svg.")
-    ] = None,
     check: _Check = False,
 ) -> None:
     """Print the tables of a results file."""
     run = read_results(file)
-    if plot is not None:
-        from umem_bench.scale.picture import scale_figure
-        from umem_bench.training.picture import training_figure
-
-        draw = scale_figure if run.header.benchmark == "scale" else training_figure
-        draw(run).savefig(plot, dpi=150)
     _finish(run, None, check, as_markdown=as_markdown, only=tables)
 
 

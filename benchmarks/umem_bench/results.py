@@ -494,7 +494,6 @@ class Header(Record):
         "planning",
         "published",
         "bounds",
-        "against",
         "systems",
         "sound",
     ]

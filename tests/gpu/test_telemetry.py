@@ -25,12 +25,10 @@ from umem.core.schedule import HintOp
 from umem.cuda import Location
 from umem.runtime.hints import HintEngine, HintOutcome
 from umem.telemetry import (
-    PhaseRanges,
     Profile,
     RecordKind,
+    load_recording,
     measured_row,
-    nvtx_phases,
-    read_recording,
     tensor_traffic,
 )
 
@@ -213,13 +211,8 @@ def test_frozen_weights_are_evicted_without_a_transfer(engine: HintEngine) -> No
 
 def test_the_hint_engine_and_the_driver_count_the_same(engine: HintEngine) -> None:
     tensor = managed("optimizer_state", 4 * SIZE)
-    ranges = PhaseRanges()
-    with umem.profile(steps=3, hints=engine.statistics, ideal_s=1e-3, nvtx=True) as profile:
-        ranges.begin("rounds")
+    with umem.profile(steps=3, hints=engine.statistics) as profile:
         rounds(engine, tensor, profile, 3)
-    with nvtx_phases():
-        ranges.begin("no profile")
-        ranges.end()
     assert engine.forget(tensor.data_ptr(), tensor.nbytes)
     for report in profile.step_reports():
         print(report)
@@ -231,7 +224,6 @@ def test_the_hint_engine_and_the_driver_count_the_same(engine: HintEngine) -> No
             seen = bytes_of(report, direction, TensorClass.OPTIMIZER_STATE)
             assert seen == pytest.approx(4 * SIZE, rel=0.05)
         assert report.hints.failures == report.hints.refused == 0
-        assert report.exposed_stall_s == report.step_s - 1e-3
 
 
 def test_torch_profiler_keeps_cupti(engine: HintEngine) -> None:
@@ -318,15 +310,12 @@ def test_a_saved_run_is_reported(tmp_path: Path) -> None:
         profile.step()
     path = tmp_path / "run.npz"
     profile.save(path)
-    assert measured_row(read_recording(path)) == measured_row(profile.recording)
-    outputs = [tmp_path / "run.html", tmp_path / "run.perfetto.json", tmp_path / "pictures"]
-    options = zip(("--html", "--perfetto", "--plot"), map(str, outputs), strict=True)
-    words = [UMEM, "report", str(path), "--json", *(word for pair in options for word in pair)]
+    assert measured_row(load_recording(path)) == measured_row(profile.recording)
+    words = [UMEM, "report", str(path), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["results"]
     assert row["moved_bytes"]["to_host"] == pytest.approx(SIZE, rel=0.02)
-    assert all(output.exists() for output in outputs)
 
 
 def test_profiling_changes_no_result() -> None:

@@ -18,8 +18,8 @@ from umem_bench.training.variants import Training, TrainingJob, make_training, p
 import umem
 from umem import MeasuredReport
 from umem.core.classes import TensorClass
+from umem.core.report import UM_CAUSES, Cause, Direction
 from umem.pages import ManagerStatus
-from umem.telemetry.comparison import moved_figures
 
 __all__ = ["KEPT_LOSSES", "Facts", "measured"]
 
@@ -146,9 +146,6 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
     known, *trained = profile.step_reports()
     report = min(trained, key=lambda it: it.step_s)
     predicted = training.manager.status().predicted
-    moved = moved_figures(
-        (it.direction, it.cause, it.tensor_class, it.bytes) for it in report.traffic
-    )
     predicted_bytes = predicted.moved_bytes() if predicted else 0
     is_paged = timed.before.planner == "fault"
     words, is_lower_bound = missing_records(report, predicted_bytes if is_paged else None)
@@ -171,12 +168,29 @@ def _measure(job: TrainingJob, training: Training) -> Facts:
         um_time_share=report.um_time_share,
         um_ops_share=report.um_ops_share,
         um_bytes_share=report.um_bytes_share,
-        moved_bytes=moved["to_device"] + moved["to_host"],
-        fault_bytes=moved["fault_bytes"],
+        moved_bytes=_um_bytes(report),
+        fault_bytes=_um_bytes(report, ("fault", "speculation")),
         fault_batches=report.fault_batches,
         faults=report.gpu_faults,
-        frozen_in_bytes=moved[f"to_device.{frozen.value}"],
-        frozen_out_bytes=moved[f"to_host.{frozen.value}"],
+        frozen_in_bytes=_um_bytes(report, UM_CAUSES, "to_device", frozen),
+        frozen_out_bytes=_um_bytes(report, UM_CAUSES, "to_host", frozen),
+    )
+
+
+def _um_bytes(
+    report: MeasuredReport,
+    causes: tuple[Cause, ...] = UM_CAUSES,
+    direction: Direction | None = None,
+    tensor_class: TensorClass | None = None,
+) -> int:
+    """Bytes of unified-memory transfers to the device and the host, or of some of them."""
+    return sum(
+        it.bytes
+        for it in report.traffic
+        if it.cause in causes
+        and it.direction in ("to_device", "to_host")
+        and direction in (None, it.direction)
+        and tensor_class in (None, it.tensor_class)
     )
 
 

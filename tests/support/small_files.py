@@ -9,14 +9,13 @@ import numpy as np
 from recordings import records_of
 
 from umem.core.classes import TensorClass
-from umem.core.report import HintReport, HintUse, MigrationReport, Traffic
+from umem.core.report import HintReport, HintUse
 from umem.telemetry import Recording
 from umem.telemetry.records import Residency, Shares
 from umem.trace import Trace
 
 __all__ = [
     "exchange",
-    "predicted",
     "small_recording",
     "small_trace",
 ]
@@ -95,31 +94,3 @@ def small_recording() -> Recording:
         residency=Residency(np.array([5]), np.arange(6, dtype=np.int64).reshape(1, 6)),
         shares=Shares(np.array([0]), np.array([4]), np.array([3], np.int8), np.array([-1])),
     )
-
-
-def predicted(**changes: Any) -> MigrationReport:
-    made = MigrationReport(
-        workload="layers",
-        hardware="h200-pcie",
-        policy="sft",
-        planner="planned",
-        step_s=0.16,
-        traffic=(
-            Traffic("to_device", "hint", WEIGHTS, 64 * MIB, 0.01, 1),
-            Traffic("to_device", "mapped", STATE, 512 * MIB, 0.01, 1),
-            Traffic("to_host", "hint", STATE, 8 * MIB, 0.01, 4),
-            Traffic("to_host", "copy", TensorClass.ACTIVATIONS, 512 * MIB, 0.01, 1),
-        ),
-        memory_ops_s=0.02,
-        memory_ops_bytes=4 * MIB,
-        memory_ops_count=5,
-        fault_pages=0,
-        ideal_s=0.14,
-        lower_bound_s=0.15,
-        fault_batches=0,
-        hint_count=2,
-        hints_late=0,
-        hints_wasted=0,
-        stall_s={},
-    )
-    return dataclasses.replace(made, **changes)

@@ -30,7 +30,7 @@ COMMANDS = {
     "fit": "Tell whether a model fits a GPU, and how fast it runs there.",
     "simulate": "Predict a step: time, migrations, and unified memory's share.",
     "tune": "Find the ways to run a training that are worth choosing between.",
-    "trace": "Record a training step as a file, convert a trace, or show one.",
+    "trace": "Record a training step as a file, or show a trace.",
     "plan": "Plan a training step: hints by phase, and where each tensor is.",
     "report": "Show what migrated in a recorded run, why, and at what cost.",
     "policy": "List, show and validate policies, and print their schema.",

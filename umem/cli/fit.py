@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,6 @@ from umem.fit import (
     MOMENTS,
     TRAINING_PRECISIONS,
     Fit,
-    ModelShape,
     Way,
     Workload,
     fit_inference,
@@ -102,7 +100,16 @@ def fit(
     The answer comes from the model's configuration, the roofline of a hardware profile and
     umem's planner. It is a prediction, takes a second or two, and needs no GPU.
     """
-    question = _question(model, params, mode, batch, seq, precision, checkpoint, optimizer)
+    question = _question(
+        model,
+        params,
+        mode,
+        batch,
+        seq,
+        precision=precision,
+        checkpoint=checkpoint,
+        optimizer=optimizer,
+    )
     if target is not None:
         if gpu is None:
             raise UmemError("--output: a policy is for one machine: give --gpu")
@@ -140,70 +147,35 @@ def fit(
 # The question.
 
 
-@dataclass(frozen=True)
-class _Question:
-    """What is asked of each machine."""
-
-    shape: ModelShape
-    mode: str
-    batch: int
-    seq: int
-    precision: str
-    checkpoint: bool
-    optimizer: str
-
-    @property
-    def workload(self) -> Workload:
-        """As a training."""
-        return Workload(
-            self.shape,
-            self.mode,
-            self.batch,
-            self.seq,
-            self.precision,
-            self.checkpoint,
-            self.optimizer,
-        )
-
-
 def _question(
     model: str | None,
     params: str | None,
     mode: str,
     batch: int | None,
     seq: int | None,
-    precision: str | None,
-    checkpoint: bool | None,
-    optimizer: str | None,
-) -> _Question:
+    **of_training: Any,
+) -> Workload:
     """Check the options of the workload; ``UmemError`` if they contradict each other."""
     options.known_name("--mode", mode, _MODES)
     if (model is None) == (params is None):
         raise UmemError("give either MODEL, such as llama-2-7b, or --params, such as 7b")
     shape = load_shape(model) if model is not None else generic_shape(params or "")
-    if mode != "inference":
-        name = precision or TRAINING_PRECISIONS[0]
-        made_in = options.known_name("--precision", name, TRAINING_PRECISIONS)
-        made_batch = batch or options.BATCH
-    else:
-        of_training = {
-            "--precision": precision,
-            "--checkpoint": checkpoint,
-            "--optimizer": optimizer,
-        }
-        for option, value in of_training.items():
+    if mode == "inference":
+        for name, value in of_training.items():
             if value is not None:
-                raise UmemError(f"{option}: inference is in bf16 and keeps nothing: leave it out")
-        made_in, made_batch = "bf16", batch or 1
-    known = tuple(MOMENTS)
-    return _Question(
+                raise UmemError(f"--{name}: inference is in bf16 and keeps nothing: leave it out")
+        return Workload(shape, mode, batch or 1, seq or options.SEQ, "bf16", checkpoint=False)
+    chosen = {
+        name: options.known_name(f"--{name}", of_training[name] or known[0], known)
+        for name, known in (("precision", TRAINING_PRECISIONS), ("optimizer", tuple(MOMENTS)))
+    }
+    return Workload(
         shape,
         mode,
-        made_batch,
+        batch or options.BATCH,
         seq or options.SEQ,
-        made_in,
-        bool(checkpoint),
-        options.known_name("--optimizer", optimizer or known[0], known),
+        checkpoint=bool(of_training["checkpoint"]),
+        **chosen,
     )
 
 
@@ -217,28 +189,17 @@ def _host_bytes(text: str | None) -> int | None:
 
 
 def _answer(
-    question: _Question,
-    machine: Hardware,
-    budget: str | None,
-    host_bytes: int | None,
+    question: Workload, machine: Hardware, budget: str | None, host_bytes: int | None
 ) -> Fit:
     policy = options.find_policy(question.mode, machine, budget)
-    if question.mode == "inference":
-        return fit_inference(
-            question.shape,
-            machine,
-            policy,
-            batch=question.batch,
-            seq=question.seq,
-            host_bytes=host_bytes,
-        )
-    return fit_training(question.workload, machine, policy, host_bytes=host_bytes)
+    answer = fit_inference if question.mode == "inference" else fit_training
+    return answer(question, machine, policy, host_bytes=host_bytes)
 
 
 # The answer.
 
 
-def _row(question: _Question, answer: Fit, budget: str | None) -> dict[str, Any]:
+def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
     """Put an answer into plain values, for JSON: seconds and bytes."""
     return {
         "model": question.shape.name,
@@ -278,7 +239,7 @@ def _row(question: _Question, answer: Fit, budget: str | None) -> dict[str, Any]
     }
 
 
-def _heading(question: _Question) -> str:
+def _heading(question: Workload) -> str:
     words = [question.mode]
     if question.mode != "inference":
         words.append(question.precision)
@@ -291,7 +252,7 @@ def _heading(question: _Question) -> str:
     )
 
 
-def _policy_text(question: _Question, answer: Fit, budget: str | None) -> str:
+def _policy_text(question: Workload, answer: Fit, budget: str | None) -> str:
     """The policy to run it with, as YAML."""
     about = f"{question.shape.name} on {answer.hardware}, by umem fit"
     text = f"extends: {question.mode}\ndescription: {json.dumps(about)}\n"
@@ -299,7 +260,7 @@ def _policy_text(question: _Question, answer: Fit, budget: str | None) -> str:
 
 
 def _print_one(
-    console: Console, question: _Question, answer: Fit, budget: str | None, target: Path | None
+    console: Console, question: Workload, answer: Fit, budget: str | None, target: Path | None
 ) -> None:
     """Print the answer for one machine."""
     console.print(
@@ -339,7 +300,7 @@ def _print_one(
     console.print(_basis(question, f"the roofline of {answer.hardware}"), style="dim")
 
 
-def _advice(question: _Question, answer: Fit, budget: str | None, target: Path | None) -> str:
+def _advice(question: Workload, answer: Fit, budget: str | None, target: Path | None) -> str:
     """What to do; `target` is the policy's file."""
     if answer.umem.time_s is None:
         if answer.largest_batch:
@@ -359,7 +320,7 @@ def _advice(question: _Question, answer: Fit, budget: str | None, target: Path |
     return words
 
 
-def _basis(question: _Question, rooflines: str) -> str:
+def _basis(question: Workload, rooflines: str) -> str:
     """What an answer rests on."""
     words = f"Predicted by {rooflines} and umem's planner, not measured."
     if question.mode != "inference":
@@ -367,7 +328,7 @@ def _basis(question: _Question, rooflines: str) -> str:
     return words
 
 
-def _print_machines(console: Console, question: _Question, answers: list[Fit]) -> None:
+def _print_machines(console: Console, question: Workload, answers: list[Fit]) -> None:
     """Print a row for each machine."""
     unit = "token" if question.mode == "inference" else "step"
     console.print(_heading(question) + "\n")

@@ -36,7 +36,6 @@ __all__ = [
     "Model",
     "Params",
     "Plot",
-    "PlotFormat",
     "PolicyName",
     "Precision",
     "Script",
@@ -132,7 +131,6 @@ Plot = Annotated[
     Path | None,
     typer.Option(readable=False, metavar="FOLDER", help="Draw pictures into this folder."),
 ]
-PlotFormat = Annotated[str, typer.Option(help="png or svg.")]
 
 
 Workload = Callable[[Progress], "Trace"]
@@ -314,15 +312,13 @@ def recording_progress(workload: str, say: Progress) -> Callable[[str, float], N
     return report
 
 
-def check_plot(folder: Path | None, kind: str) -> None:
-    """Check the options of pictures before the work that they show.
+def check_plot(folder: Path | None) -> None:
+    """Check the option of pictures before the work that they show.
 
-    Raises ``UmemError`` if the format is unknown, matplotlib is missing, or the folder cannot be
-    made.
+    Raises ``UmemError`` if matplotlib is missing, or the folder cannot be made.
     """
-    from umem.telemetry import FORMATS, require_matplotlib
-
-    known_name("--plot-format", kind, FORMATS)
     if folder is not None:
+        from umem.telemetry import require_matplotlib
+
         require_matplotlib()
         check_can_write("--plot", folder, folder=True)

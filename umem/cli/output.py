@@ -35,6 +35,7 @@ __all__ = [
     "check_can_write",
     "end_at_once",
     "file_name",
+    "format_milliseconds",
     "format_seconds",
     "format_size",
     "interruptible",
@@ -187,9 +188,12 @@ def make_table(*text: str, numbers: Sequence[str] = (), narrow: bool = False) ->
     return table
 
 
-def print_traffic(console: Console, traffic: Sequence[Traffic]) -> None:
+def print_traffic(console: Console, traffic: Sequence[Traffic], counted: str = "transfers") -> None:
     """Print migrations and copies, a row for each direction, cause and class."""
-    numbers = ("moved", "transfers", "link time")
+    if not traffic:
+        console.print("nothing")
+        return
+    numbers = ("moved", counted, "link time")
     table = make_table("direction", "cause", "class", numbers=numbers)
     for entry in traffic:
         table.add_row(
@@ -229,6 +233,11 @@ def format_seconds(time_s: float) -> str:
     scaled = time_s * factor
     digits = f"{scaled:,.0f}" if abs(scaled) >= 100 else f"{scaled:.3g}"
     return f"{digits} {unit}" if scaled else "0 s"
+
+
+def format_milliseconds(time_s: float) -> str:
+    """Write a time in milliseconds without the unit, to the microsecond."""
+    return f"{time_s * 1e3:,.3f}"
 
 
 def format_size(size_bytes: int) -> str:

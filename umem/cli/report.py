@@ -1,33 +1,31 @@
-"""`umem report`: show the migrations of a recorded run, and compare them with a prediction."""
+"""`umem report`: show the migrations of a recorded run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from umem import telemetry
 from umem.cli import options, output
-from umem.cli.output import plain
-from umem.core.report import MeasuredReport
-from umem.telemetry.comparison import (
-    Comparison,
-    StepFigures,
-    comparison_row,
-    difference_words,
-    figures_of,
-    read_predictions,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from umem.cli.output import format_milliseconds, plain
+from umem.core.report import HintReport, MeasuredReport, Source
+from umem.core.units import format_bytes
 
 __all__ = ["app"]
 
 _MOST_TENSORS = 10
+
+_SOURCES: dict[Source, str] = {
+    "driver": "recorded by the driver, copies and memory sets by CUPTI",
+    "driver_only": "recorded by the driver, copies and memory sets not recorded",
+    "cupti": "recorded by CUPTI",
+    "hints": "memory operations not recorded, hints as the hint engine counts them",
+    "none": "memory operations not recorded",
+}
 
 app = output.make_app()
 
@@ -36,126 +34,117 @@ app = output.make_app()
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(
-            readable=False,
-            metavar="FILE...",
-            help="Saved profiles (run.npz), or SQLite exports of Nsight Systems.",
-        ),
+        typer.Argument(readable=False, metavar="FILE...", help="Saved profiles, such as run.npz."),
     ],
     as_json: options.Json = False,
     plot: options.Plot = None,
-    plot_format: options.PlotFormat = "png",
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            readable=False, metavar="FILE", help="Write one page with tables and pictures."
-        ),
-    ] = None,
-    perfetto: Annotated[
-        Path | None,
-        typer.Option(
-            readable=False,
-            metavar="FILE",
-            help="Write a timeline for ui.perfetto.dev (.json, .json.gz).",
-        ),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            readable=False,
-            metavar="FILE",
-            help="Compare with predictions, from `umem simulate --json`: those for the same "
-            "workload, or all if no name matches.",
-        ),
-    ] = None,
 ) -> None:
     """Show what migrated in a recorded run: by cause and tensor, and unified memory's share."""
-    options.check_plot(plot, plot_format)
-    for option, target in (("--html", html), ("--perfetto", perfetto)):
-        if target is not None:
-            output.check_can_write(option, target)
-
-    console = output.make_console()
+    options.check_plot(plot)
     written: list[Path] = []
     recordings = []
-    predictions = () if against is None else read_predictions(against)
     with output.progress() as say:
         for file in files:
             say(f"Reading {file.name}")
-            recordings.append(telemetry.read_recording(file))
+            recordings.append(telemetry.load_recording(file))
         if plot is not None:
-            written += output.save_figures(_figures(recordings, plot, plot_format), say)
-        if html is not None:
-            say(f"Writing {html.name}")
-            telemetry.write_html(recordings, html)
-            written.append(html)
-        if perfetto is not None:
-            say(f"Writing {perfetto.name}")
-            telemetry.write_perfetto(recordings, perfetto)
-            written.append(perfetto)
-    reports = [telemetry.report_of(recording) for recording in recordings]
-    comparisons = [_compared(report, predictions) for report in reports]
+            for number, recording in enumerate(recordings):
+                name = output.file_name(recording.workload)[:60]
+                name = f"{number}-{name}" if len(recordings) > 1 else name
+                if recording.residency is not None:
+                    figure = telemetry.residency_over_run_figure(recording)
+                    written += output.save_figures({plot / f"residency-{name}.png": figure}, say)
     if as_json:
-        data: dict[str, Any] = {"results": [telemetry.measured_row(it) for it in recordings]}
-        if against is not None:
-            data["comparisons"] = [comparison_row(it) for found in comparisons for it in found]
-        output.print_json(data)
+        output.print_json({"results": [telemetry.measured_row(it) for it in recordings]})
         return
-    for recording, report, found in zip(recordings, reports, comparisons, strict=True):
-        _print_measured(console, recording, report)
-        for comparison in found:
-            _print_comparison(console, comparison)
+    console = output.make_console()
+    for recording in recordings:
+        _print(console, recording, telemetry.report_of(recording))
         console.print()
     output.print_written(written)
 
 
-def _compared(report: MeasuredReport, predictions: Sequence[StepFigures]) -> list[Comparison]:
-    # By default a run is named after its script, and then no prediction has its name.
-    same = [it for it in predictions if it.workload == report.workload]
-    return [Comparison(it, figures_of(report)) for it in same or predictions]
-
-
-def _figures(recordings: list[telemetry.Recording], folder: Path, kind: str) -> dict[Path, Figure]:
-    """Pictures of the data that each recording has, by the file to save them in."""
-    figures: dict[Path, Figure] = {}
-    for number, recording in enumerate(recordings):
-        name = output.file_name(recording.workload)[:60]
-        if len(recordings) > 1:
-            name = f"{number}-{name}"
-        report = telemetry.report_of(recording)
-        for what, (_, draw) in telemetry.figures_of_recording(recording, report).items():
-            figures[folder / f"{what}-{name}.{kind}"] = draw()
-    return figures
-
-
-def _print_measured(
-    console: Console, recording: telemetry.Recording, report: MeasuredReport
-) -> None:
+def _print(console: Console, recording: telemetry.Recording, report: MeasuredReport) -> None:
     console.print(
         f"[bold]{plain(report.workload)}[/bold] on {plain(report.hardware)}, "
-        f"policy {plain(report.policy)}, measured:\n{telemetry.SOURCE_WORDS[report.source]}"
+        f"policy {plain(report.policy)}, measured:\n{_SOURCES[report.source]}"
     )
     for note in report.notes:
         console.print(f"note: {plain(note)}", style="yellow")
-    for table in telemetry.report_tables(recording, report, _MOST_TENSORS):
-        shown = output.make_table(*table.text, numbers=table.numbers, narrow=True)
-        for row in table.rows:
-            shown.add_row(*map(plain, row))
-        if table.title:
-            console.print(table.title, style="bold")
-        if table.rows:
-            output.print_table(console, shown)
-        if table.words:
-            console.print(table.words)
-
-
-def _print_comparison(console: Console, comparison: Comparison) -> None:
-    predicted = comparison.predicted
-    console.print(
-        f"against [bold]{plain(predicted.workload)}[/bold] on {plain(predicted.hardware)}, "
-        f"policy {plain(predicted.policy)}, planner {plain(predicted.planner)}, predicted"
-    )
-    table = output.make_table("figure", numbers=("predicted", "measured", "difference", "relative"))
-    for difference in comparison.differences():
-        table.add_row(*difference_words(difference))
+    table = output.make_table("", numbers=("in a step",), narrow=True)
+    for row in _summary(recording, report):
+        table.add_row(*row)
     output.print_table(console, table)
+    if report.source != "none" or report.traffic:
+        console.print("What moved", style="bold")
+        output.print_traffic(console, report.traffic, "transfers" if report.collected else "calls")
+    if report.hints is not None:
+        _print_hints(console, report.hints)
+    if report.collected and (tensors := telemetry.tensor_traffic(recording)):
+        console.print("Tensors that moved most, over all steps", style="bold")
+        table = output.make_table("tensor", "class", numbers=("moved", "transfers"), narrow=True)
+        for it in tensors[:_MOST_TENSORS]:
+            size = format_bytes(it.bytes)
+            table.add_row(plain(it.name), it.tensor_class.value, size, f"{it.count:,}")
+        output.print_table(console, table)
+        if len(tensors) > _MOST_TENSORS:
+            console.print(f"and {len(tensors) - _MOST_TENSORS:,} tensors more")
+
+
+def _summary(recording: telemetry.Recording, report: MeasuredReport) -> Iterator[tuple[str, str]]:
+    steps = report.step_count
+    what = f"median step of {steps:,}" if steps > 1 else "step" if steps else "whole recording"
+    yield f"{what}, ms", format_milliseconds(report.step_s)
+    if report.ideal_s is not None:
+        yield "all resident, ms", format_milliseconds(report.ideal_s)
+    if report.exposed_stall_s is not None:
+        yield "exposed stall, ms", format_milliseconds(report.exposed_stall_s)
+    if report.exposed_stall_share is not None:
+        yield "exposed stall, % of the step", _percent(report.exposed_stall_share)
+    if report.has_copies:
+        yield "unified memory, % of the time of memory operations", _percent(report.um_time_share)
+        yield "the same by count, %", _percent(report.um_ops_share)
+        yield "the same by bytes, %", _percent(report.um_bytes_share)
+    if report.source != "none" or report.traffic:
+        by = "" if report.collected else " by umem"
+        yield f"moved to the device{by}", format_bytes(report.moved_bytes("to_device"))
+        yield f"moved to the host{by}", format_bytes(report.moved_bytes("to_host"))
+    if report.collected:
+        yield "moved between devices", format_bytes(report.moved_bytes("between_devices"))
+        yield "of class other, hit no known tensor", format_bytes(report.unattributed_bytes)
+        yield "batches of faults on the device", f"{report.fault_batches:,}"
+        yield "faults on the device", f"{report.gpu_faults:,}"
+        yield "faults on the host", f"{report.cpu_faults:,}"
+    if report.has_copies:
+        yield "copies and memory sets", f"{report.memory_ops_count:,}"
+        yield "bytes copied and set", format_bytes(report.memory_ops_bytes)
+    if recording.residency is not None:
+        yield "on the device at most", format_bytes(recording.residency.total_peak_bytes())
+        for of, size_bytes in recording.residency.peak_bytes().items():
+            yield f"{of.value} on the device at most", format_bytes(size_bytes)
+
+
+def _print_hints(console: Console, hints: HintReport) -> None:
+    counts = telemetry.HINT_COUNTS
+    console.print("Hints", style="bold")
+    table = output.make_table("hint", "class", numbers=(*counts, "moved", "ms late"), narrow=True)
+    for use in hints.uses:
+        table.add_row(
+            use.op.replace("_", " "),
+            use.tensor_class.value,
+            *(f"{getattr(use, name):,}" for name in counts),
+            format_bytes(use.moved_bytes),
+            format_milliseconds(use.late_s),
+        )
+    if hints.uses:
+        output.print_table(console, table)
+    late_s = sum(use.late_s for use in hints.uses)
+    console.print(
+        f"{format_milliseconds(late_s)} ms late in all, {hints.refused:,} requests refused, "
+        f"{hints.failures:,} driver calls failed, {format_bytes(hints.over_budget_bytes)} over the "
+        "budget"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"

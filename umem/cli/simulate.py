@@ -52,13 +52,6 @@ def simulate(
         str, typer.Option(help="fault, lookahead or planned; several with commas between.")
     ] = "fault,planned",
     budget: options.Budget = None,
-    addresses: Annotated[
-        str,
-        typer.Option(
-            help="reused: new tensors reuse the memory of freed ones; own: every tensor has its "
-            "own address, which fault never frees, as some published baselines assume."
-        ),
-    ] = "reused",
     runnable: Annotated[
         bool,
         typer.Option(
@@ -77,7 +70,6 @@ def simulate(
     ] = False,
     as_json: options.Json = False,
     plot: options.Plot = None,
-    plot_format: options.PlotFormat = "png",
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show what moved, why, and what stalled.")
     ] = False,
@@ -89,12 +81,11 @@ def simulate(
     under sft, lora and inference.
     """
     planners = options.known_names("--planner", planner, PLANNERS)
-    options.known_name("--addresses", addresses, ("reused", "own"))
     workloads = options.find_workloads(_MODES, replace(given, mode=mode))
     machine = load_hardware(hardware)
     # Before the first trace, which may take long.
     resolved = options.find_policy(policy, machine, budget)
-    options.check_plot(plot, plot_format)
+    options.check_plot(plot)
     if resolved.streams_state:
         if plot is not None:
             raise UmemError("--plot: pictures are of pages, and this policy streams state")
@@ -119,14 +110,13 @@ def simulate(
                     machine,
                     resolved,
                     planners,
-                    addresses="own" if addresses == "own" else "reused",
                     runnable=runnable,
                     timeline=plot is not None,
                     progress=say,
                 )
             results.append((made, reports))
         if plot is not None:
-            pictures = output.save_figures(_figures(results, machine, plot, plot_format), say)
+            pictures = output.save_figures(_figures(results, plot), say)
     if as_json:
         rows = [report_row(report) for _, reports in results for report in reports]
         output.print_json({"results": rows})
@@ -237,21 +227,16 @@ def _where_weights_are(prediction: StreamPrediction) -> str:
 
 
 def _figures(
-    results: Sequence[tuple[Trace, Sequence[MigrationReport]]],
-    hardware: Hardware,
-    folder: Path,
-    kind: str,
+    results: Sequence[tuple[Trace, Sequence[MigrationReport]]], folder: Path
 ) -> dict[Path, Figure]:
-    """Residency and link of each report, and the shares of all, by the file to save them in."""
-    from umem.telemetry import link_figure, residency_figure, shares_figure
+    """Residency of each report, by the file to save it in."""
+    from umem.telemetry import residency_figure
 
-    every = [report for _, reports in results for report in reports]
-    figures = {folder / f"um-shares.{kind}": shares_figure(every)}
+    figures = {}
     for trace, reports in results:
         for report in reports:
             name = output.file_name(f"{report.workload}-{report.planner}")
-            figures[folder / f"residency-{name}.{kind}"] = residency_figure(report, trace)
-            figures[folder / f"link-{name}.{kind}"] = link_figure(report, hardware)
+            figures[folder / f"residency-{name}.png"] = residency_figure(report, trace)
     return figures
 
 
@@ -308,10 +293,7 @@ def _print_predictions(
 def _print_details(console: Console, report: MigrationReport) -> None:
     """Print one planner's traffic, its hints, and the causes of its stalls."""
     console.print(f"[bold]{plain(report.planner)}[/bold]: what moved")
-    if report.traffic:
-        output.print_traffic(console, report.traffic)
-    else:
-        console.print("nothing")
+    output.print_traffic(console, report.traffic)
     console.print(
         f"{report.hint_count:,} hints: {report.hints_late:,} waited for, "
         f"{report.hints_wasted:,} with nothing to do. "

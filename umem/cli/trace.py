@@ -1,4 +1,4 @@
-"""`umem trace`: record a training step as a file, convert a trace, or show one."""
+"""`umem trace`: record a training step as a file, or show a trace."""
 
 from __future__ import annotations
 
@@ -28,12 +28,6 @@ app = output.make_app()
 @options.takes_workload(without="trace")
 def trace(
     given: options.WorkloadOptions,
-    imported: Annotated[
-        Path | None,
-        typer.Option(
-            "--import", readable=False, metavar="FILE", help="Convert this trace; with --output."
-        ),
-    ] = None,
     shown: Annotated[
         Path | None,
         typer.Option("--show", readable=False, metavar="FILE", help="Show what is in this trace."),
@@ -54,19 +48,17 @@ def trace(
     """
     options.check_source(
         given,
-        {"--import": imported, "--show": shown},
-        "nothing to trace: give script.py:function, --model, --params, --import or --show",
+        {"--show": shown},
+        "nothing to trace: give script.py:function, --model, --params or --show",
     )
-    if imported is not None and target is None:
-        raise UmemError("--import writes a trace: give --output FILE, or --show to look at it")
     if shown is not None and target is not None:
-        raise UmemError("--show writes nothing: leave --output out, or give --import")
+        raise UmemError("--show writes nothing: leave --output out")
     machine = load_hardware(hardware)
     if target is not None:
         output.check_can_write("--output", target)
 
     with output.progress() as say:
-        source = replace(given, trace=imported or shown)
+        source = replace(given, trace=shown)
         (workload,) = options.find_workloads(options.TRAINING_MODES, source)
         made = workload(say)
         say(f"Timing {made.name} on {machine.name}")

@@ -51,10 +51,10 @@ CAUSES: tuple[Cause, ...] = (
 UM_CAUSES: tuple[Cause, ...] = (*CAUSES[:5], "unknown")
 """Causes of unified-memory transfers, which a profiler shows."""
 
-Source = Literal["driver", "driver_only", "cupti", "nsys", "hints", "none"]
+Source = Literal["driver", "driver_only", "cupti", "hints", "none"]
 """Origin of the figures of a measurement: the driver's event queue, with copies and memory sets
-counted by CUPTI or by nobody; CUPTI in the process; Nsight Systems; the hint engine's own counts;
-or nobody (steps were timed only)."""
+counted by CUPTI or by nobody; CUPTI; the hint engine's own counts; or nobody (steps were timed
+only)."""
 
 _ROUNDING = 1e-12
 """Relative error of a sum of many times."""
@@ -74,7 +74,7 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The step over time, for pictures. P phases, B equal bins of the step's time."""
+    """The step over time, for pictures. P phases."""
 
     phase_start_s: npt.NDArray[np.float64]
     """Of each phase, from the start of the step."""
@@ -83,10 +83,6 @@ class Timeline:
     """int64[P, 6]: on the device while the phase ran, by class number."""
     budget_bytes: int
     """Device memory that the step had."""
-    link_bin_s: float
-    """Length of a bin."""
-    link_bytes: npt.NDArray[np.int64]
-    """int64[B, 2]: bytes that crossed the link in each bin, to the device and to the host."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -138,8 +138,6 @@ def _system(environment: Environment) -> Iterator[Check]:
         newest = dotted(_PYTHON_NEWEST)
         why = f"tested with {dotted(_PYTHON_OLDEST)} to {newest}"
         yield _warn("Python", value, why, f"python{newest} -m venv .venv")
-    why = "not needed: headers and runtime come from wheels"
-    yield _info("CUDA toolkit", host.nvcc or "none found", why)
 
 
 def _umem(environment: Environment) -> Iterator[Check]:
@@ -358,9 +356,6 @@ def _limits(environment: Environment) -> Iterator[Check]:
         yield _host_share(share)
         yield _page_locked(share)
     yield from _nodes_of_pinned(environment)
-    locked = "unlimited" if host.memlock_bytes is None else format_bytes(host.memlock_bytes)
-    why = "CUDA's pinned memory is not bound by it; RDMA libraries are"
-    yield _info("locked memory (ulimit -l)", locked, why)
     why = "DataLoader workers hand batches over it"
     if host.shm_bytes is None:
         yield _warn("/dev/shm", "missing", why)
@@ -478,7 +473,6 @@ _UMEM_VARIABLES = (
     "UMEM_DEVICE_BUDGET",
     "UMEM_PLANNER",
     "UMEM_LOG",
-    "UMEM_NVTX",
     "UMEM_COMMIT",
     "UMEM_WITHOUT",
     "UMEM_POISON",
@@ -518,8 +512,6 @@ def _umem_variable(name: str, value: str, environment: Environment) -> Check:
         near = difflib.get_close_matches(name, _UMEM_VARIABLES, n=1)
         remedy = f"use {near[0]}" if near else f"umem reads {', '.join(_UMEM_VARIABLES)}"
         return _warn(name, value, "umem reads no such variable", remedy)
-    if name == "UMEM_NVTX" and value not in ("0", "1"):
-        return _warn(name, value, "ranges are off", "set it to 1, or unset it")
     devices = environment.devices
     try:
         if name == "UMEM_POLICY":

@@ -66,14 +66,10 @@ class Host:
     """CPUs that this process may use."""
     memory: HostMemory | None
     """Of the machine or its control groups, whichever is less; None if unknown."""
-    memlock_bytes: int | None
-    """Limit on locked memory; None for unlimited."""
     chooses_nodes: bool
     """Whether the kernel lets this process choose the NUMA node of its memory."""
     shm_bytes: int | None
     """Size of ``/dev/shm``; None where there is none."""
-    nvcc: str | None
-    """Path of a CUDA toolkit's compiler."""
     processes: int
     """Processes of this user that are under umem."""
 
@@ -273,10 +269,8 @@ def _host() -> Host:
         # Only Linux has sched_getaffinity.
         cpu_count=len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1,
         memory=host_memory(),
-        memlock_bytes=_memlock_bytes(),
         chooses_nodes=_chooses_nodes(),
         shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
-        nvcc=shutil.which("nvcc"),
         processes=len(live_processes()),
     )
 
@@ -306,15 +300,6 @@ def _chooses_nodes() -> bool:
     if number is None or platform.system() != "Linux":
         return False
     return ctypes.CDLL(None).syscall(number, None, None, 0, None, 0) == 0
-
-
-def _memlock_bytes() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows, which has no such limit
-        return None
-    limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
 
 
 def version_numbers(version: str) -> tuple[int, int]:

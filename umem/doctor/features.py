@@ -31,62 +31,7 @@ class Feature:
     remedy: str = ""
 
 
-# Features of torch under the swap, the same on every machine where the swap works.
-
-_WORKS = {
-    "statistics: memory_allocated, memory_stats, memory_summary, peaks": (
-        "umem answers in torch's vocabulary, and by tensor class"
-    ),
-    "Tensor.record_stream": "a block waits for the streams that used it before it is reused",
-    "out-of-memory recovery: find_executable_batch_size": (
-        "the error is a RuntimeError that reads as torch's own does"
-    ),
-    "CUDA graphs and private pools: torch.cuda.graph": (
-        "capture and replay keep their blocks in a separate pool"
-    ),
-    "torch.compile, default mode": "it asks the allocator for nothing unusual",
-    "memory that a program keeps: __cuda_array_interface__, DLPack, untyped_storage()": (
-        "the memory stays where it is from then on, and step() waits for its update"
-    ),
-    "DDP, FSDP2 and NCCL, one process per GPU": (
-        "NCCL takes umem's buffers, managed ones at the speed of device memory"
-    ),
-}
-"""Name -> why it works."""
-
-_FAILS = {
-    'torch.compile(mode="reduce-overhead")': (
-        "cudagraph trees call checkPoolLiveAllocations, which torch offers for its own allocator "
-        "only",
-        'use mode="default" or "max-autotune-no-cudagraphs", or capture with torch.cuda.graph',
-    ),
-    "torch.backends.cudnn.benchmark = True": (
-        "the search asks for the allocator's largest cached block (cacheInfo), which torch does "
-        "not pass on: it stays False, with one warning",
-        "none needed: convolutions use what cuDNN takes without a search",
-    ),
-    "CUDA IPC: CUDA tensors through torch.multiprocessing": (
-        "the handle comes from shareIpcHandle, which torch offers for its own allocator only",
-        "share CPU tensors, or exchange through NCCL",
-    ),
-    "torch.cuda.MemPool": (
-        "its constructor calls createOrIncrefPool, which torch offers for its own allocator only; "
-        "the pools of torch.cuda.graph work",
-        "choose the memory kind by tensor class: with umem.tensor_class(...)",
-    ),
-    "memory history: torch.cuda.memory._record_memory_history": (
-        "torch records it inside its own allocator only",
-        "torch.cuda.memory_snapshot() and umem.tensors() show live blocks",
-    ),
-    "expandable segments: PYTORCH_CUDA_ALLOC_CONF": (
-        "torch's allocator settings have no effect under the swap",
-        "none needed: umem's plain device memory is in expandable segments of its own",
-    ),
-}
-"""Name -> why it does not work, and what to use instead."""
-
 _OUT_OF_MEMORY = "except torch.OutOfMemoryError"
-_ADDRESSES = "addresses kept from step to step: data_ptr(), tables of pointers"
 _HINTS = "umem.cuda: prefetch, advise"
 _DISCARD = "discard"
 _SYSTEM = "system memory (ATS or HMM): kind system"
@@ -100,12 +45,9 @@ def features(environment: Environment, failures: Sequence[str]) -> tuple[Feature
     """Say of each feature whether it works; `failures` keep the swap from working."""
     return (
         _swap(failures),
-        *(_under_swap(name, why, failures) for name, why in _WORKS.items()),
         _out_of_memory(environment, failures),
-        *(Feature(name, Verdict.NO, *said) for name, said in _FAILS.items()),
         _sharing(environment, failures, "numba-cuda", _NUMBA, install_command("numba")),
         _sharing(environment, failures, "cupy", _CUPY, environment.install_cupy),
-        _addresses(failures),
         *_device_features(environment.devices or ()),
         _events(environment),
         _copies(environment),
@@ -133,14 +75,6 @@ def _out_of_memory(environment: Environment, failures: Sequence[str]) -> Feature
         remedy = 'except RuntimeError, and look for "CUDA out of memory." in its text'
         return Feature(_OUT_OF_MEMORY, Verdict.NO, why, remedy)
     return _under_swap(_OUT_OF_MEMORY, "the guard raises torch's own error", failures)
-
-
-def _addresses(failures: Sequence[str]) -> Feature:
-    why = "state, gradients and weights may get other memory: docs/addresses.md"
-    if failures:
-        return _under_swap(_ADDRESSES, why, failures)
-    remedy = "umem.hold(tensors) before the addresses are asked for"
-    return Feature(_ADDRESSES, Verdict.PARTLY, why, remedy)
 
 
 def _sharing(

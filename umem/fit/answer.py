@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
@@ -88,6 +89,29 @@ class Fit:
         return self.ways[0]
 
 
+class _Room(NamedTuple):
+    """Memory that a workload may take."""
+
+    device_bytes: int
+    host_bytes: int
+
+    def why_not(self, device_bytes: int, host_bytes: int) -> str:
+        """Why so much does not fit; empty if it does."""
+        needed = (device_bytes, host_bytes)
+        for where, size_bytes, there in zip(("device", "host"), needed, self, strict=True):
+            if size_bytes > there:
+                size = format_bytes(size_bytes)
+                return f"{size} of {where} memory needed, {format_bytes(there)} there"
+        return ""
+
+    def way(self, name: str, tokens: int, time_s: float, device_bytes: int, host_bytes: int) -> Way:
+        """A way that makes so many tokens in a time, if it fits."""
+        why_not = self.why_not(device_bytes, host_bytes)
+        if why_not:
+            return Way(name, None, None, device_bytes, host_bytes, why_not)
+        return Way(name, time_s, tokens / time_s, device_bytes, host_bytes)
+
+
 # Training.
 
 
@@ -119,14 +143,14 @@ def fit_training(
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     limit_bytes = hardware.host_bytes if host_bytes is None else host_bytes
     room_bytes = budget_bytes - least_slack_bytes(budget_bytes)
+    room = _Room(room_bytes, limit_bytes)
     piece_bytes = largest_slot_bytes(budget_bytes)
 
     def made_step(batch: int) -> StreamedStep:
         return training_step(replace(workload, batch=batch), hardware, piece_bytes)
 
     def has_room(batch: int) -> bool:
-        step = made_step(batch)
-        return not _why_too_large(step, room_bytes, limit_bytes)
+        return not _why_too_large(made_step(batch), room)
 
     def prediction(step: StreamedStep, plan: TrainingPlan) -> StreamPrediction:
         name = workload.shape.name
@@ -145,7 +169,7 @@ def fit_training(
 
     step = made_step(workload.batch)
     classes = {name: Place(size, 0) for name, size in class_bytes(workload, hardware).items()}
-    why_not = _why_too_large(step, room_bytes, limit_bytes)
+    why_not = _why_too_large(step, room)
     umem = Way("umem", None, None, None, None, why_not)
     if not why_not:
         try:
@@ -155,14 +179,12 @@ def fit_training(
         else:
             made = prediction(step, plan)
             classes = _places(classes, made)
-            umem = _way(
+            umem = room._replace(device_bytes=budget_bytes).way(
                 "umem",
                 workload.tokens,
                 made.plan.predicted.step_s,
                 made.training.device_bytes,
                 made.host_bytes,
-                budget_bytes,
-                limit_bytes,
             )
     most = _largest_batch(has_room)
     if umem.time_s is not None:
@@ -171,6 +193,18 @@ def fit_training(
     def is_stock(batch: int) -> bool:
         return stock_bytes(replace(workload, batch=batch), hardware) <= room_bytes
 
+    needed_bytes, tokens = stock_bytes(workload, hardware), workload.tokens
+    stock_s = step.passes_s + sum(unit.update_s for unit in step.units)
+    # CPU offload: state is on the host. All of it comes, and all gradients leave, once in each
+    # step, of which nothing is hidden; the optimizer takes the time that it takes on the device.
+    state_bytes = sum(unit.state_bytes for unit in step.units)
+    gradient_bytes = sum(unit.gradient_bytes for unit in step.units if unit.state_bytes)
+    offload_s = (
+        stock_s
+        + state_bytes / hardware.copy_to_device_bytes_per_s
+        + gradient_bytes / hardware.copy_to_host_bytes_per_s
+    )
+    away_bytes = state_bytes + gradient_bytes
     return Fit(
         hardware=hardware.name,
         budget_bytes=budget_bytes,
@@ -178,8 +212,8 @@ def fit_training(
         classes=classes,
         ways=(
             umem,
-            _stock(workload, hardware, step, room_bytes, limit_bytes),
-            _offload(workload, hardware, step, room_bytes, limit_bytes),
+            room.way("stock", tokens, stock_s, needed_bytes, 0),
+            room.way("offload", tokens, offload_s, needed_bytes - state_bytes, away_bytes),
         ),
         largest_batch=_planned_batch(
             most, is_planned, workload.batch if umem.time_s is not None else 0
@@ -242,69 +276,10 @@ def _places(classes: Mapping[str, Place], made: StreamPrediction) -> dict[str, P
     return {name: Place(place.size_bytes - out[name], out[name]) for name, place in classes.items()}
 
 
-def _stock(
-    workload: Workload,
-    hardware: Hardware,
-    step: StreamedStep,
-    room_bytes: int,
-    limit_bytes: int,
-) -> Way:
-    """Everything on the device."""
-    needed_bytes = stock_bytes(workload, hardware)
-    time_s = step.passes_s + sum(unit.update_s for unit in step.units)
-    return _way("stock", workload.tokens, time_s, needed_bytes, 0, room_bytes, limit_bytes)
-
-
-def _offload(
-    workload: Workload,
-    hardware: Hardware,
-    step: StreamedStep,
-    room_bytes: int,
-    limit_bytes: int,
-) -> Way:
-    """State on the host: all of it comes, and all gradients leave, once in each step.
-
-    Nothing of that is hidden, and the optimizer takes the time that it takes on the device.
-    """
-    state_bytes = sum(unit.state_bytes for unit in step.units)
-    gradient_bytes = sum(unit.gradient_bytes for unit in step.units if unit.state_bytes)
-    needed_bytes = stock_bytes(workload, hardware) - state_bytes
-    time_s = (
-        step.passes_s
-        + sum(unit.update_s for unit in step.units)
-        + state_bytes / hardware.copy_to_device_bytes_per_s
-        + gradient_bytes / hardware.copy_to_host_bytes_per_s
-    )
-    host_bytes = state_bytes + gradient_bytes
-    return _way(
-        "offload", workload.tokens, time_s, needed_bytes, host_bytes, room_bytes, limit_bytes
-    )
-
-
-def _way(
-    name: str,
-    tokens: int,
-    time_s: float,
-    device_bytes: int,
-    host_bytes: int,
-    room_bytes: int,
-    limit_bytes: int,
-) -> Way:
-    """A way that makes so many tokens in a time, if it fits."""
-    why_not = ""
-    if device_bytes > room_bytes:
-        why_not = _too_little("device", device_bytes, room_bytes)
-    elif host_bytes > limit_bytes:
-        why_not = _too_little("host", host_bytes, limit_bytes)
-    if why_not:
-        return Way(name, None, None, device_bytes, host_bytes, why_not)
-    return Way(name, time_s, tokens / time_s, device_bytes, host_bytes)
-
-
 # The largest batch.
 
 
-def _why_too_large(step: StreamedStep, room_bytes: int, limit_bytes: int) -> str:
+def _why_too_large(step: StreamedStep, room: _Room) -> str:
     """Why no plan can fit, by what has to be on the device and on the host; empty if one may.
 
     All that can leave is on the host. Activations have left two units later, and are back a unit
@@ -327,25 +302,20 @@ def _why_too_large(step: StreamedStep, room_bytes: int, limit_bytes: int) -> str
         left = later[number + 1 + UNITS_WITH_GRADIENTS]
         moments.append(unit.backward_peak_bytes - earlier - left)
     least_bytes = max(moments) + _staged_weights(weights) + slots
-    if least_bytes > room_bytes:
-        return _too_little("device", least_bytes, room_bytes)
+    if why_not := room.why_not(least_bytes, 0):
+        return why_not
     # When the backward pass begins, all of it is on the one or the other.
     movable_bytes = sum(unit.state_bytes + unit.saved_bytes for unit in units)
     movable_bytes += sum(sum(unit.part_bytes) for unit in weights)
     turn_bytes = units[-1].forward_peak_bytes - out[-1] - later[len(units) - 1]
-    host_bytes = movable_bytes - (room_bytes - turn_bytes)
-    return _too_little("host", host_bytes, limit_bytes) if host_bytes > limit_bytes else ""
+    host_bytes = movable_bytes - (room.device_bytes - turn_bytes)
+    return room.why_not(0, host_bytes)
 
 
 @cache
 def _staged_weights(units: tuple[WeightUnit, ...]) -> int:
     """Device memory of weights if all that can leave are on the host."""
     return plan_weights(units, 0, WEIGHT_SLOTS).device_bytes
-
-
-def _too_little(where: str, needed_bytes: int, room_bytes: int) -> str:
-    needed, there = format_bytes(needed_bytes), format_bytes(room_bytes)
-    return f"{needed} of {where} memory needed, {there} there"
 
 
 def _largest_batch(has_room: Callable[[int], bool]) -> int:
@@ -378,12 +348,10 @@ def _planned_batch(most: int, is_planned: Callable[[int], bool], known: int) -> 
 
 
 def fit_inference(
-    shape: ModelShape,
+    workload: Workload,
     hardware: Hardware,
     policy: ResolvedPolicy,
     *,
-    batch: int,
-    seq: int,
     host_bytes: int | None = None,
 ) -> Fit:
     """Answer for generating text in bfloat16.
@@ -393,20 +361,20 @@ def fit_inference(
 
     Parameters
     ----------
-    shape
-        The model.
+    workload
+        The model, sequences at a time, and tokens of each in the cache.
     hardware
         The machine.
     policy
         Resolved for it: ``inference``. Only its budget counts.
-    batch, seq
-        Sequences at a time, and tokens of each in the cache.
     host_bytes
         Host memory that may be used; by default the machine's.
     """
+    shape, batch, seq = workload.shape, workload.batch, workload.seq
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     limit_bytes = hardware.host_bytes if host_bytes is None else host_bytes
     room_bytes = budget_bytes - least_slack_bytes(budget_bytes)
+    room = _Room(room_bytes, limit_bytes)
     units = _inference_units(shape)
     all_bytes = 2 * shape.parameters
     movable_bytes = sum(sum(unit.part_bytes) for unit in units)
@@ -457,8 +425,8 @@ def fit_inference(
             "logits": Place(logits, 0),
         },
         ways=(
-            _way("umem", batch, time_s, umem_bytes, home_bytes, room_bytes, limit_bytes),
-            _way("stock", batch, stock_s, everything_bytes, 0, room_bytes, limit_bytes),
+            room.way("umem", batch, time_s, umem_bytes, home_bytes),
+            room.way("stock", batch, stock_s, everything_bytes, 0),
         ),
         largest_batch=_largest_batch(has_room),
         largest_stock_batch=_largest_batch(is_stock),

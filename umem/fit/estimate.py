@@ -64,7 +64,7 @@ class Workload:
 
     shape: ModelShape
     mode: str
-    """``sft`` or ``lora``."""
+    """``sft``, ``lora`` or ``inference``."""
     batch: int
     seq: int
     precision: str

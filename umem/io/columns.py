@@ -1,22 +1,18 @@
 """Files of NumPy columns with a JSON header, and plain JSON files, checked against models.
 
 A file of columns is an ``.npz`` archive, which ``numpy.load`` reads too. Its member ``header``
-holds JSON in UTF-8, and each other member one column of numbers. The archive's comment is a
-checksum of all bytes before it: the archive's own checksums cover columns, but not their names and
-sizes.
+holds JSON in UTF-8, and each other member one column of numbers.
 """
 
 from __future__ import annotations
 
 import codecs
 import dataclasses
-import hashlib
 import io
 import json
 import os
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -54,8 +50,6 @@ MAX_VALUES = 2**24
 """Most commas and opening brackets in JSON text, and so most values: a file can name millions of
 empty lists in few bytes, and each takes a hundred times the memory."""
 
-MAX_KEYS = 4096
-"""Most keys of one JSON object."""
 
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], FailFast()]
@@ -66,7 +60,6 @@ Columns = Mapping[str, npt.NDArray[Any]]
 _MAGIC = b"PK"
 _HEADER = "header"
 _SUFFIX = ".npy"
-_CHECKSUM_LENGTH = len("sha256 ") + 64
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile decompresses these within bounds
 
 
@@ -80,6 +73,12 @@ class Header(Model):
     """Base of headers. A file's format has to be the default of `format`: ``umem-trace/3``."""
 
     format: str
+
+
+class _Format(BaseModel):
+    """What a file says that it is."""
+
+    format: Any = None
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -132,6 +131,12 @@ class Checker:
 
     def validate(self, model: type[_Model], text: bytes) -> _Model:
         """Make a model of JSON text; the error names the first key that is wrong."""
+        if not text.strip():
+            self.refuse("", "the file is empty: give a file that umem wrote")
+        if len(text) > MAX_FILE_BYTES:
+            self.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}: no file of umem is")
+        if sum(text.count(mark) for mark in b",[{") > MAX_VALUES:
+            self.refuse("", f"more than {MAX_VALUES} values: no file of umem has as many")
         try:
             return model.model_validate_json(text)
         except ValidationError as problem:
@@ -184,18 +189,15 @@ def write_columns(
     check = Checker(f"{os.fspath(path)}: not written", error)
     data = {"format": header_type.model_fields["format"].default, **header}
     text = json.dumps(data, default=dataclasses.asdict, separators=(",", ":")).encode()
-    _parsed(text, check)
     check.validate(header_type, text)
     if sum(column.nbytes for column in columns.values()) + len(text) > MAX_COLUMN_BYTES:
         check.refuse("", f"columns of more than {format_bytes(MAX_COLUMN_BYTES)}")
     content = io.BytesIO()
     members: dict[str, Any] = {_HEADER: np.frombuffer(text, np.uint8), **columns}
     np.savez_compressed(content, **members)
-    if len(content.getbuffer()) + _CHECKSUM_LENGTH > MAX_FILE_BYTES:
+    if len(content.getbuffer()) > MAX_FILE_BYTES:
         check.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}")
-    # An archive ends with its comment and, before it, the comment's length (APPNOTE.TXT, 4.3.16).
-    before = content.getvalue()[:-2] + _CHECKSUM_LENGTH.to_bytes(2, "little")
-    write_file(path, before + _checksum(before), error)
+    write_file(path, content.getvalue(), error)
 
 
 def read_columns(
@@ -209,8 +211,8 @@ def read_columns(
 ) -> tuple[_Header, dict[str, npt.NDArray[Any]]]:
     """Read a file of :func:`write_columns`, which may come from a stranger.
 
-    The checksum and the sizes that members declare are checked before anything is decompressed, and
-    nothing is ever unpickled. An archive without a comment was packed by another program.
+    The sizes that members declare are checked before anything is decompressed, and nothing is ever
+    unpickled.
 
     Parameters
     ----------
@@ -241,12 +243,10 @@ def read_columns(
         archive = zipfile.ZipFile(io.BytesIO(content))
     except Exception as problem:
         raise error(f"{path}: damaged, or ends too early: copy the file again") from problem
-    if archive.comment and _checksum(content[:-_CHECKSUM_LENGTH]) != content[-_CHECKSUM_LENGTH:]:
-        check.refuse("", "damaged: its checksum is that of other content: copy the file again")
     members = _members(archive, check)
     text = _column(archive, members.pop(_HEADER, None), _HEADER, np.uint8, check).tobytes()
-    data = _parsed(text, Checker(f"{check.place}: {_HEADER}", error))
-    _check_format(data.get("format"), noun, (known,), check)
+    found = Checker(f"{check.place}: {_HEADER}", error).validate(_Format, text)
+    _check_format(found.format, noun, (known,), check)
     header = check.validate(header_type, text)
     for name in members:
         if name not in dtypes:
@@ -257,10 +257,6 @@ def read_columns(
         for name, dtype in dtypes.items()
         if name in members or name not in optional
     }
-
-
-def _checksum(content: bytes) -> bytes:
-    return f"sha256 {hashlib.sha256(content).hexdigest()}".encode()
 
 
 def is_archive(path: str | os.PathLike[str]) -> bool:
@@ -330,7 +326,6 @@ def read_json(
     noun: str,
     error: type[UmemError],
     readable: Sequence[str] = (),
-    remedy: str = "",
 ) -> _Model:
     """Read a file of one JSON object, plain or compressed with gzip. It may come from a stranger.
 
@@ -339,59 +334,13 @@ def read_json(
     noun
         Content of the file, such as ``a trace``.
     error
-        Raised if the file cannot be read, is too large, or is not strictly such a file: duplicate
-        keys are refused, and so are numbers that JSON lacks.
+        Raised if the file cannot be read, is too large, or is not such a file.
     readable
         Formats of one family that the key ``format`` may name, the newest last; none for a file
         without this key.
-    remedy
-        End of each message.
     """
-    check = Checker(os.fspath(path), error, remedy)
-    text = _content(path, check)
-    data = _parsed(text, check)
+    check = Checker(os.fspath(path), error)
+    text = _content(path, check).removeprefix(codecs.BOM_UTF8)
     if readable:
-        _check_format(data.get("format"), noun, readable, check)
-    return check.validate(model, text.removeprefix(codecs.BOM_UTF8))
-
-
-def _parsed(text: bytes, check: Checker) -> dict[str, Any]:
-    """Plain data of JSON text. It is read more strictly than pydantic does, and within bounds."""
-    if not text.strip():
-        check.refuse("", "the file is empty: give a file that umem wrote")
-    if len(text) > MAX_FILE_BYTES:
-        check.refuse("", f"larger than {format_bytes(MAX_FILE_BYTES)}: no file of umem is")
-    if sum(text.count(mark) for mark in b",[{") > MAX_VALUES:
-        check.refuse("", f"more than {MAX_VALUES} values: no file of umem has as many")
-    try:
-        data = json.loads(
-            text.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_refuse_constant
-        )
-    except UnicodeDecodeError:
-        check.refuse("", "neither gzip nor UTF-8 text: give a file that umem wrote")
-    except json.JSONDecodeError as problem:
-        where = Checker(f"{check.place}:{problem.lineno}:{problem.colno}", check.error)
-        where.refuse("", f"not valid JSON ({problem.msg}): give a file that umem wrote")
-    except RecursionError:
-        check.refuse("", "nested too deeply: no file of umem is")
-    except ValueError as problem:  # of the hooks, and for integers of thousands of digits
-        check.refuse("", str(problem))
-    if not isinstance(data, dict):
-        check.refuse("", f"holds {shown(data)}: a file of umem holds one JSON object")
-    return data
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(pairs) > MAX_KEYS:
-        raise ValueError(
-            f"an object of {len(pairs)} keys: no file of umem has more than {MAX_KEYS}"
-        )
-    if len(mapping) != len(pairs):
-        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {shown(twice)} is there twice: remove one of the two")
-    return mapping
-
-
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number in JSON: write a finite number, or null")
+        _check_format(check.validate(_Format, text).format, noun, readable, check)
+    return check.validate(model, text)

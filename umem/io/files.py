@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
 import stat
 import zlib
 from pathlib import Path
-from typing import BinaryIO
 
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
 
-__all__ = ["begins_with", "compress", "read_file", "replace_file", "unreadable", "write_file"]
+__all__ = ["begins_with", "read_file", "replace_file", "unreadable", "write_file"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _PART_BYTES = 2**20
@@ -25,8 +23,7 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file in one piece: a reader sees the old file or the whole new one.
 
     Missing folders are made. A symbolic link stays, and the file that it names is replaced. After
-    a failure the old file is as it was, and nothing is left beside it, also if the process is
-    killed while it writes.
+    a failure the old file is as it was, and nothing is left beside it.
 
     Raises OSError if it cannot be written, or `path` is something else than a regular file.
     """
@@ -40,26 +37,14 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
     # The temporary file's mode is the usual one, where tempfile's is its owner's alone.
     temporary = target.with_name(f".umem-{secrets.token_hex(8)}.tmp")
     try:
-        with _open_unnamed(temporary) as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            if not temporary.exists():
-                # With a folder's number Python calls linkat(), the only one that follows the link.
-                number = file.fileno()
-                os.link(f"/proc/self/fd/{number}", temporary, src_dir_fd=number)
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _open_unnamed(path: Path) -> BinaryIO:
-    """A new file without a name; with this one where its file system, or /proc, has none such."""
-    with contextlib.suppress(OSError):
-        if Path("/proc/self/fd").is_dir():
-            return open(os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
-    return path.open("xb")
 
 
 def write_file(
@@ -72,11 +57,6 @@ def write_file(
         reason = (problem.strerror or str(problem)).lower()
         remedy = "check the path and the space, or choose another place"
         raise error(f"{path}: cannot be written ({reason}): {remedy}") from problem
-
-
-def compress(content: bytes) -> bytes:
-    """Compress with gzip, without a time of day: equal content gives equal bytes."""
-    return zlib.compress(content, level=6, wbits=_GZIP_WBITS)
 
 
 def read_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:

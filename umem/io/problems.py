@@ -131,6 +131,8 @@ def message_of(detail: ErrorDetails, model: Any) -> str:
     match detail["type"]:
         case "value_error":
             return str(detail["ctx"]["error"])
+        case "json_invalid":
+            return f"not valid JSON ({detail['ctx']['error']}): give a file that umem wrote"
         case "missing":
             return "missing: add the key"
         case "model_type":

@@ -308,46 +308,9 @@ class ClassRules(_Record):
     """Everything else, such as input batches and the arrays of shared libraries."""
 
     @model_validator(mode="after")
-    def _streams_what_is_used_by_turns(self) -> ClassRules:
-        conflicts = []
-        for name in ClassRules.model_fields:
-            rule: ClassRule = getattr(self, name)
-            if rule.mechanism != "stream" or rule.kind == _STREAMED.get(name):
-                continue
-            if name in _STREAMED:
-                message = (
-                    f"mechanism stream for {name}: set kind: {_STREAMED[name]}, or mechanism: auto"
-                )
-            else:
-                message = (
-                    "mechanism stream stages what is used block by block, so it is for weights, "
-                    f"frozen_weights and optimizer_state, and not for {name}; set mechanism: auto"
-                )
-            conflicts.append(((name, "mechanism"), message))
-        raise_conflicts(conflicts)
-        return self
-
-    @model_validator(mode="after")
-    def _divides_only_what_is_streamed(self) -> ClassRules:
-        conflicts = []
-        for name in ClassRules.model_fields:
-            rule: ClassRule = getattr(self, name)
-            if rule.fraction == 1.0 or (name in _STREAMED and rule.kind == "auto"):
-                continue
-            if name not in _STREAMED:
-                message = (
-                    "fraction is for what is streamed, so for weights, frozen_weights and "
-                    f"optimizer_state, and not for {name}: set fraction: 1"
-                )
-            elif rule.mechanism != "stream":
-                message = (
-                    f"fraction {rule.fraction:g} with mechanism {rule.mechanism}: only what is "
-                    "streamed is divided between device and host; set mechanism: stream with "
-                    f"kind: {_STREAMED[name]}, kind: auto, or fraction: 1"
-                )
-            else:
-                continue
-            conflicts.append(((name, "fraction"), message))
+    def _is_possible(self) -> ClassRules:
+        found = ((name, _class_conflict(name, getattr(self, name))) for name in _CLASSES)
+        conflicts = [((name, key), message) for name, (key, message) in found if key]
         if self.weights.fraction != self.frozen_weights.fraction and not conflicts:
             message = (
                 f"fraction {self.weights.fraction:g} of weights and "
@@ -358,36 +321,44 @@ class ClassRules(_Record):
         raise_conflicts(conflicts)
         return self
 
-    @model_validator(mode="after")
-    def _copies_only_what_a_pass_makes_off_plain_device_memory(self) -> ClassRules:
-        raise_conflicts(
-            [
-                (
-                    (name, "mechanism"),
-                    "mechanism copy with kind device copies what the passes make, so it is for "
-                    f"activations and gradients and not for {name}; set mechanism: keep",
-                )
-                for name in ClassRules.model_fields
-                if name not in ("activations", "gradients")
-                and (getattr(self, name).kind, getattr(self, name).mechanism) == ("device", "copy")
-            ]
-        )
-        return self
 
-    @model_validator(mode="after")
-    def _discards_only_what_dies(self) -> ClassRules:
-        raise_conflicts(
-            [
-                (
-                    (name, "mechanism"),
-                    f"discard drops dead contents, and {name.replace('_', ' ')} live through the "
-                    f"whole run: give {name} mechanism: auto",
-                )
-                for name in ("weights", "frozen_weights", "optimizer_state")
-                if getattr(self, name).mechanism == "discard"
-            ]
+_CLASSES = tuple(ClassRules.model_fields)
+
+
+def _class_conflict(name: str, rule: ClassRule) -> tuple[str, str]:
+    """Key that cannot be of this class, with error and remedy; both empty if there is none."""
+    kind = _STREAMED.get(name)
+    if rule.mechanism == "stream" and rule.kind != kind:
+        if kind:
+            remedy = f"mechanism stream for {name}: set kind: {kind}, or mechanism: auto"
+            return "mechanism", remedy
+        return "mechanism", (
+            "mechanism stream stages what is used block by block, so it is for weights, "
+            f"frozen_weights and optimizer_state, and not for {name}; set mechanism: auto"
         )
-        return self
+    if rule.fraction != 1.0 and not kind:
+        return "fraction", (
+            "fraction is for what is streamed, so for weights, frozen_weights and "
+            f"optimizer_state, and not for {name}: set fraction: 1"
+        )
+    if rule.fraction != 1.0 and rule.kind != "auto" and rule.mechanism != "stream":
+        return "fraction", (
+            f"fraction {rule.fraction:g} with mechanism {rule.mechanism}: only what is streamed is "
+            f"divided between device and host; set mechanism: stream with kind: {kind}, kind: "
+            "auto, or fraction: 1"
+        )
+    is_copied = (rule.kind, rule.mechanism) == ("device", "copy")
+    if is_copied and name not in ("activations", "gradients"):
+        return "mechanism", (
+            "mechanism copy with kind device copies what the passes make, so it is for activations "
+            f"and gradients and not for {name}; set mechanism: keep"
+        )
+    if rule.mechanism == "discard" and name in _STREAMED:
+        return "mechanism", (
+            f"discard drops dead contents, and {name.replace('_', ' ')} live through the whole "
+            f"run: give {name} mechanism: auto"
+        )
+    return "", ""
 
 
 class Limits(_Record):

@@ -11,7 +11,6 @@ from umem.core.report import MigrationReport
 
 if TYPE_CHECKING:
     from umem.hardware import Hardware
-    from umem.pages.simulate import Addresses
     from umem.policy import ResolvedPolicy
     from umem.trace import Trace
 
@@ -24,7 +23,6 @@ def predict(
     policy: ResolvedPolicy,
     planners: Sequence[str],
     *,
-    addresses: Addresses = "reused",
     runnable: bool = False,
     timeline: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -33,31 +31,20 @@ def predict(
 
     Parameters
     ----------
-    trace : Trace
+    trace
         Its own durations hold where it has them; otherwise they come from the hardware's roofline.
-    hardware : Hardware
-        The machine.
-    policy : ResolvedPolicy
-        Resolved for the machine's device memory.
-    planners : sequence of str
+    hardware, policy
+        The machine, and a policy that was resolved for it.
+    planners
         Names of :data:`umem.pages.plan.PLANNERS`.
-    addresses : {"reused", "own"}
-        As in :func:`umem.pages.simulate.simulate`, for the planner ``fault``. The others know
-        what is dead and free it.
-    runnable : bool
+    runnable
         Whether to predict the plans that :func:`umem.manage` would run, which are those that a
         running training can carry out (:func:`umem.pages.plan.plan_search.search_plan`). The
-        executor predicts the same figures from the same trace, budget and machine. `addresses` are
-        then as the executor has them.
-    timeline : bool
-        Whether the reports have one, for pictures.
-    progress : callable, optional
+        executor predicts the same figures from the same trace, budget and machine.
+    timeline
+        Whether the reports, one for each planner in order, have one, for pictures.
+    progress
         Called with a few words before each part that may take seconds.
-
-    Returns
-    -------
-    tuple of MigrationReport
-        One for each planner, in order.
 
     Raises
     ------
@@ -96,7 +83,6 @@ def predict(
                 schedule,
                 hardware,
                 policy,
-                addresses=addresses if planner == "fault" else "reused",
                 timeline=timeline,
             )
         )

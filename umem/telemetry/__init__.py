@@ -1,63 +1,47 @@
-"""Migration in real runs: recorded live or by Nsight Systems, attributed to tensors, reported.
+"""Migration in real runs: recorded live, attributed to tensors, reported.
 
 :func:`profile` records this process, through the driver's own event queue and CUPTI;
-:func:`read_recording` reads a saved profile, or an export of Nsight Systems. Both give a
-:class:`Recording`, from which reports, pictures and pages are made. :class:`PhaseRanges` is for
-code that runs a step: it names the step's phases for profilers.
+:func:`load_recording` reads a saved profile. Both give a :class:`Recording`, from which reports and
+pictures are made.
 """
 
 from __future__ import annotations
 
 from umem.telemetry.driver_events import knows_release
-from umem.telemetry.export import (
-    SOURCE_WORDS,
-    figures_of_recording,
-    report_tables,
-    write_html,
-    write_perfetto,
-)
 from umem.telemetry.figures import (
-    FORMATS,
-    link_figure,
     require_matplotlib,
     residency_figure,
     residency_over_run_figure,
     save,
-    shares_figure,
 )
-from umem.telemetry.file import load_recording, read_recording, save_recording
-from umem.telemetry.nsys import read_nsys
-from umem.telemetry.phases import PhaseRanges, nvtx_phases
+from umem.telemetry.file import load_recording, save_recording
+from umem.telemetry.phases import phase_begins
 from umem.telemetry.profiler import Profile, profile
 from umem.telemetry.records import Recording, RecordKind
-from umem.telemetry.reports import measured_row, report_of, step_reports, tensor_traffic
+from umem.telemetry.reports import (
+    HINT_COUNTS,
+    measured_row,
+    report_of,
+    step_reports,
+    tensor_traffic,
+)
 
 __all__ = [
-    "FORMATS",
-    "SOURCE_WORDS",
-    "PhaseRanges",
+    "HINT_COUNTS",
     "Profile",
     "RecordKind",
     "Recording",
-    "figures_of_recording",
     "knows_release",
-    "link_figure",
     "load_recording",
     "measured_row",
-    "nvtx_phases",
+    "phase_begins",
     "profile",
-    "read_nsys",
-    "read_recording",
     "report_of",
-    "report_tables",
     "require_matplotlib",
     "residency_figure",
     "residency_over_run_figure",
     "save",
     "save_recording",
-    "shares_figure",
     "step_reports",
     "tensor_traffic",
-    "write_html",
-    "write_perfetto",
 ]

@@ -395,9 +395,7 @@ def _configure_counters(cupti: Any, form: ActivityFormat) -> None:
 
 _REMEDIES = {
     "MULTIPLE_SUBSCRIBERS": (
-        "another profiler has this process (Nsight Systems, torch.profiler, a debugger): end it, "
-        "or record with Nsight Systems alone and read its export, `nsys export --type sqlite` and "
-        "`umem report FILE.sqlite`"
+        "another profiler has this process (Nsight Systems, torch.profiler, a debugger): end it"
     ),
     "PRIVILEGES": (
         "the driver lets only administrators profile: load it with "

@@ -5,57 +5,41 @@ Each function that draws raises :class:`UnsupportedError` if matplotlib is missi
 
 from __future__ import annotations
 
-import functools
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.core.install import install_command
-from umem.core.report import UM_CAUSES, Cause, Direction, MeasuredReport, MigrationReport, Timeline
-from umem.core.units import format_bytes, time_unit
+from umem.core.report import MigrationReport
+from umem.core.units import time_unit
 from umem.io.files import write_file
-from umem.telemetry.records import (
-    CAUSE_OF_NUMBER,
-    DIRECTION_OF_KIND,
-    TRANSFERS,
-    Integers,
-    Recording,
-    RecordKind,
-)
+from umem.telemetry.records import Integers, Recording
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from umem.hardware import Hardware
     from umem.trace import Trace
 
 __all__ = [
     "CLASS_COLOURS",
-    "FORMATS",
-    "classes_figure",
-    "link_bytes",
-    "link_figure",
-    "new_figure",
     "require_matplotlib",
     "residency_figure",
     "residency_over_run_figure",
     "save",
-    "shares_figure",
-    "transfers_figure",
 ]
 
-FORMATS = ("png", "svg")
+_FORMATS = ("png", "svg")
 
 # Okabe and Ito's palette, which people with any common colour blindness can tell apart.
 CLASS_COLOURS: Mapping[TensorClass, str] = MappingProxyType(
@@ -68,20 +52,10 @@ CLASS_COLOURS: Mapping[TensorClass, str] = MappingProxyType(
         TensorClass.OTHER: "#999999",
     }
 )
-_CAUSE_COLOURS: dict[Cause, str] = {
-    "hint": "#0072B2",
-    "fault": "#D55E00",
-    "speculation": "#E69F00",
-    "eviction": "#CC79A7",
-    "counter": "#009E73",
-    "unknown": "#999999",
-}
-_DIRECTION_COLOURS: dict[Direction, str] = {"to_device": "#0072B2", "to_host": "#D55E00"}
-_WORKLOAD_COLOURS = ("#56B4E9", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999")
 
 GREY = "#555555"
 _DOTS_PER_INCH = 144
-_DASHED = (0, (5, 2))
+_SIZE_INCHES = (8.0, 4.0)
 _STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -98,9 +72,6 @@ _STYLE = {
     "legend.frameon": False,
 }
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
 
 def require_matplotlib() -> None:
     """Check that pictures can be made.
@@ -115,28 +86,51 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def styled(draw: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a function that draws a figure: it draws in the style of umem's pictures."""
+def _picture(
+    times: npt.NDArray[np.float64],
+    resident_bytes: Integers,
+    end: float,
+    capacity_bytes: int,
+    mark: Callable[[Axes, float, str], None],
+) -> Figure:
+    """Draw rows of residency over time as areas stacked by class, the first class lowest.
 
-    @functools.wraps(draw)
-    def in_style(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        require_matplotlib()
-        from matplotlib import rc_context
-
-        with rc_context(_STYLE):  # type: ignore[arg-type]
-            return draw(*args, **kwargs)
-
-    return in_style
-
-
-def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """Make an empty figure, without pyplot."""
+    Each row holds from its time on, the last one until `end`. The unit follows from the capacity;
+    `mark` gets the axes, the unit's bytes and its name.
+    """
+    require_matplotlib()
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width_inches, height_inches), dpi=_DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    is_large = capacity_bytes >= 1 << 30
+    unit_bytes, unit_name = (1 << 30, "GiB") if is_large else (1 << 20, "MiB")
+    shown = [member for member in TensorClass if resident_bytes[:, member.number].any()]
+    rows = np.vstack([resident_bytes, resident_bytes[-1:]]) / unit_bytes
+    with rc_context(_STYLE):  # type: ignore[arg-type]
+        figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+        FigureCanvasAgg(figure)  # without pyplot
+        axes = figure.subplots()
+        if shown:
+            axes.stackplot(
+                np.append(times, end),
+                *(rows[:, member.number] for member in shown),
+                labels=[member.value.replace("_", " ") for member in shown],
+                colors=[CLASS_COLOURS[member] for member in shown],
+                step="post",
+                linewidth=0,
+                # Thousands of rows; as paths they would make a vector picture of megabytes.
+                rasterized=True,
+            )
+        highest = max(capacity_bytes / unit_bytes, rows.sum(axis=1).max())
+        axes.set_xlim(0, max(end, 1e-12))
+        axes.set_ylim(0, 1.15 * max(highest, 1e-9))
+        axes.set_ylabel(f"on the device, {unit_name}")
+        mark(axes, unit_bytes, unit_name)
+        handles, labels = axes.get_legend_handles_labels()
+        title = "tensor class"
+        figure.legend(handles[::-1], labels[::-1], loc="outside right center", title=title)
+        return figure
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
@@ -146,8 +140,8 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     kind = path.suffix.removeprefix(".").lower()
-    if kind not in FORMATS:
-        raise UmemError(f"{path}: a picture's name ends in .{' or .'.join(FORMATS)}")
+    if kind not in _FORMATS:
+        raise UmemError(f"{path}: a picture's name ends in .{' or .'.join(_FORMATS)}")
     picture = io.BytesIO()
     # Without a date, the same report gives the same picture.
     figure.savefig(picture, format=kind, metadata={"Date": None} if kind == "svg" else None)
@@ -160,121 +154,7 @@ def _note(axes: Axes, words: str, place: tuple[float, float], **options: object)
     axes.annotate(words, place, bbox=paper, **options)  # type: ignore[arg-type]
 
 
-def _limit_line(axes: Axes, limit: float, words: str, place: float = 0.995) -> None:
-    """Draw a dashed line at a limit, with words above it that end at `place` of the width."""
-    axes.axhline(limit, color="black", linewidth=1.0, linestyle=_DASHED)
-    _note(
-        axes,
-        words,
-        (place, limit),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-    )
-
-
-def _legend(figure: Figure, axes: Axes, title: str, *, is_stacked: bool = False) -> None:
-    """Explain the colours beside the axes; of stacked areas the topmost first."""
-    handles, labels = axes.get_legend_handles_labels()
-    order = slice(None, None, -1 if is_stacked else 1)
-    figure.legend(handles[order], labels[order], loc="outside right center", title=title)
-
-
-def _size_unit(size_bytes: int) -> tuple[int, str]:
-    """Bytes and name of the unit for an axis up to a size."""
-    return (1 << 30, "GiB") if size_bytes >= 1 << 30 else (1 << 20, "MiB")
-
-
-def _draw_residency(
-    axes: Axes,
-    times: npt.NDArray[np.float64],
-    resident_bytes: Integers,
-    end: float,
-    capacity_bytes: int,
-) -> None:
-    """Draw rows of residency over time as areas stacked by class, the first class lowest.
-
-    Each row holds from its time on, the last one until `end`. The unit follows from the capacity.
-    """
-    unit_bytes, unit_name = _size_unit(capacity_bytes)
-    shown = [member for member in TensorClass if resident_bytes[:, member.number].any()]
-    rows = np.vstack([resident_bytes, resident_bytes[-1:]]) / unit_bytes
-    if shown:
-        axes.stackplot(
-            np.append(times, end),
-            *(rows[:, member.number] for member in shown),
-            labels=[_words(member.value) for member in shown],
-            colors=[CLASS_COLOURS[member] for member in shown],
-            step="post",
-            linewidth=0,
-            # Thousands of rows; as paths they would make a vector picture of megabytes.
-            rasterized=True,
-        )
-    highest = max(capacity_bytes / unit_bytes, rows.sum(axis=1).max())
-    axes.set_ylim(0, 1.15 * max(highest, 1e-9))
-    axes.set_ylabel(f"on the device, {unit_name}")
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
 # --------------------------------------------------------------------------------- predictions
-
-
-@styled
-def link_figure(report: MigrationReport, hardware: Hardware) -> Figure:
-    """Draw the link's traffic over the step, each way, against the bandwidths of the hardware.
-
-    Only bandwidths of mechanisms that moved something are drawn, or that of pages if nothing moved.
-
-    Raises UmemError if the report has no timeline.
-    """
-    timeline = _require_timeline(report)
-    figure = new_figure(8.0, 4.6)
-    panels = figure.subplots(2, 1, sharex=True, sharey=True)
-    factor, unit = time_unit(report.step_s)
-    edges = np.arange(len(timeline.link_bytes) + 1) * timeline.link_bin_s * factor
-    rates = timeline.link_bytes / timeline.link_bin_s / 1e9
-    highest = rates.max(initial=0.0)
-    for way, (direction, colour) in enumerate(_DIRECTION_COLOURS.items()):
-        axes = panels[way]
-        axes.stairs(rates[:, way], edges, fill=True, color=colour, alpha=0.85)
-        for limit, name, place in _limits(report, hardware, direction):
-            _limit_line(axes, limit / 1e9, f"{name}: at most {limit / 1e9:.4g} GB/s", place)
-            highest = max(highest, limit / 1e9)
-        axes.set_ylabel(f"{direction.replace('_', ' the ')}, GB/s")
-        moved = f"{report.moved_bytes(direction) / 1e9:,.4g} GB in the step"
-        _note(axes, moved, (0.005, 0.97), xycoords="axes fraction", ha="left", va="top")
-    panels[0].set_xlim(0, edges[-1])
-    panels[0].set_ylim(0, 1.3 * highest)
-    panels[1].set_xlabel(f"time in the step, {unit}")
-    panels[0].set_title(_predicted_title(report))
-    return figure
-
-
-def _limits(
-    report: MigrationReport, hardware: Hardware, direction: Direction
-) -> list[tuple[float, str, float]]:
-    """Bandwidth and name of each mechanism that moved something, and the place of its label.
-
-    The places differ, because bandwidths may lie close together.
-    """
-    inward = direction == "to_device"
-    mapped = hardware.mapped_read_bytes_per_s if inward else hardware.mapped_write_bytes_per_s
-    copied = hardware.copy_to_device_bytes_per_s if inward else hardware.copy_to_host_bytes_per_s
-    pages = hardware.to_device_bytes_per_s if inward else hardware.to_host_bytes_per_s
-    limits = []
-    if report.moved_bytes(direction, "mapped"):
-        limits.append((mapped, "used in place", 0.66))
-    if report.moved_bytes(direction, "copy"):
-        limits.append((copied, "copies", 0.33))
-    by_others = report.moved_bytes(direction, "mapped") + report.moved_bytes(direction, "copy")
-    if not by_others or report.moved_bytes(direction) > by_others:
-        limits.append((pages, "prefetch" if inward else "eviction", 0.995))
-    return limits
 
 
 _PASSES = ("forward", "backward", "optimizer")
@@ -284,7 +164,6 @@ _MOST_PASSES = 12
 _NARROWEST_PASS = 0.05
 
 
-@styled
 def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Figure:
     """Draw the bytes on the device over the step, stacked by class, under the budget's line.
 
@@ -292,23 +171,39 @@ def residency_figure(report: MigrationReport, trace: Trace | None = None) -> Fig
 
     Raises UmemError if the report has no timeline.
     """
-    timeline = _require_timeline(report)
-    figure = new_figure(8.0, 4.2)
-    axes = figure.subplots()
+    timeline = report.timeline
+    if timeline is None:
+        raise UmemError(
+            f"the report on {report.workload} with {report.planner} has no timeline to draw: "
+            "simulate with timeline=True"
+        )
     factor, unit = time_unit(report.step_s)
-    budget_bytes = timeline.budget_bytes
     edges = np.append(timeline.phase_start_s, timeline.phase_end_s[-1:]) * factor
-    _draw_residency(axes, edges[:-1], timeline.resident_bytes, edges[-1], budget_bytes)
-    unit_bytes, unit_name = _size_unit(budget_bytes)
-    budget = budget_bytes / unit_bytes
-    _limit_line(axes, budget, f"device budget {budget:.4g} {unit_name}")
-    axes.set_xlim(0, max(edges[-1], report.step_s * factor))
-    if trace is not None:
-        _mark_passes(axes, trace, edges)
-    axes.set_xlabel(f"time in the step, {unit}")
-    axes.set_title(_predicted_title(report))
-    _legend(figure, axes, "tensor class", is_stacked=True)
-    return figure
+
+    def mark(axes: Axes, unit_bytes: float, unit_name: str) -> None:
+        budget = timeline.budget_bytes / unit_bytes
+        axes.axhline(budget, color="black", linewidth=1.0, linestyle=(0, (5, 2)))
+        _note(
+            axes,
+            f"device budget {budget:.4g} {unit_name}",
+            (0.995, budget),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+        )
+        axes.set_xlim(0, max(edges[-1], report.step_s * factor))
+        if trace is not None:
+            _mark_passes(axes, trace, edges)
+        axes.set_xlabel(f"time in the step, {unit}")
+        axes.set_title(
+            f"predicted: {report.workload}, planner {report.planner}, policy {report.policy}, on "
+            f"{report.hardware}\nstep {report.step_s * factor:.3g} {unit}, all resident "
+            f"{report.ideal_s * factor:.3g} {unit}"
+        )
+
+    return _picture(edges[:-1], timeline.resident_bytes, edges[-1], timeline.budget_bytes, mark)
 
 
 def _mark_passes(axes: Axes, trace: Trace, edges: npt.NDArray[np.float64]) -> None:
@@ -330,206 +225,12 @@ def _mark_passes(axes: Axes, trace: Trace, edges: npt.NDArray[np.float64]) -> No
             _note(axes, word, middle, xycoords=across, ha="center", va="top", color=GREY)
 
 
-_METRICS = (
-    ("um_ops_share", "by count"),
-    ("um_time_share", "by time"),
-    ("um_bytes_share", "by bytes"),
-)
-_GROUP_WIDTH = 0.8
-
-
-@styled
-def shares_figure(reports: Sequence[MigrationReport]) -> Figure:
-    """Draw the three shares of each report as bars, in groups by planner.
-
-    Where a share was published for a workload (:func:`published_share`), it is a group of its own
-    in all three panels, because the publication does not say what it is a share of.
-
-    Each pair of workload and planner comes once. Without reports it is a ValueError.
-    """
-    # Here, because it loads numba, which other commands do without.
-    from umem.trace.published import published_share
-
-    if not reports:
-        raise ValueError("there are no reports to draw")
-    workloads = list(dict.fromkeys(report.workload for report in reports))
-    planners = list(dict.fromkeys(report.planner for report in reports))
-    published = {report.workload: found for report in reports if (found := published_share(report))}
-    groups = ["published", *planners] if published else planners
-
-    figure = new_figure(9.0, 3.9)
-    panels = figure.subplots(1, len(_METRICS), sharey=True)
-    bar_width = _GROUP_WIDTH / len(workloads)
-    highest = 0.0
-    for axes, (metric, words) in zip(panels, _METRICS, strict=True):
-        shares = {(it.planner, it.workload): getattr(it, metric) for it in reports}
-        shares |= {("published", name): it.share for name, it in published.items()}
-        highest = max(highest, *shares.values())
-        for (group, workload), share in shares.items():
-            number, place = workloads.index(workload), groups.index(group)
-            bars = axes.bar(
-                place + (number - (len(workloads) - 1) / 2) * bar_width,
-                100 * share,
-                bar_width * 0.92,
-                color=_WORKLOAD_COLOURS[number % len(_WORKLOAD_COLOURS)],
-                hatch="////" if group == "published" else None,
-                edgecolor="white",
-                label=workload if group == planners[-1] else None,
-            )
-            axes.bar_label(bars, [_percent(share)], padding=2)
-        axes.set_xticks(np.arange(len(groups)), groups)
-        axes.tick_params(axis="x", length=0)
-        axes.set_title(words, loc="center", color="black")
-    panels[0].set_ylim(0, max(115 * highest, 1.0))
-    panels[0].set_ylabel("unified-memory transfers,\n% of all memory operations")
-    hardware = ", ".join(dict.fromkeys(report.hardware for report in reports))
-    policies = ", ".join(dict.fromkeys(report.policy for report in reports))
-    heading = f"predicted for {hardware}, policy {policies}"
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=9, color=GREY)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
-    if published:
-        source = next(iter(published.values())).source
-        words = f"published: {source}; whether by count, time or bytes was not published"
-        figure.supxlabel(words, x=0.995, ha="right", fontsize=8, color=GREY)
-    return figure
-
-
-def _percent(share: float) -> str:
-    return "0" if share == 0 else f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}"
-
-
-def _require_timeline(report: MigrationReport) -> Timeline:
-    if report.timeline is None:
-        raise UmemError(
-            f"the report on {report.workload} with {report.planner} has no timeline to draw: "
-            "simulate with timeline=True"
-        )
-    return report.timeline
-
-
-def _predicted_title(report: MigrationReport) -> str:
-    factor, unit = time_unit(report.step_s)
-    return (
-        f"predicted: {report.workload}, planner {report.planner}, policy {report.policy}, on "
-        f"{report.hardware}\nstep {report.step_s * factor:.3g} {unit}, all resident "
-        f"{report.ideal_s * factor:.3g} {unit}"
-    )
-
-
 # ---------------------------------------------------------------------------------- recordings
 
-_BINS = 400
 _MOST_MARKS = 60
 _LONGEST_TITLE = 120
 
 
-def link_bytes(recording: Recording, bins: int) -> npt.NDArray[np.float64]:
-    """Bytes that moved in equal parts of the recording; a transfer counts evenly over its time.
-
-    float64[3, 6, bins]: by direction (:data:`umem.telemetry.records.TRANSFERS`), cause and part.
-    """
-    records = recording.records.select(recording.records.is_transfer())
-    causes = len(CAUSE_OF_NUMBER)
-    edges = np.linspace(0.0, max(recording.duration_ns, 1), bins + 1)
-    moved = np.zeros((len(TRANSFERS), causes, bins))
-    start, length = records.start_ns, np.maximum(records.end_ns - records.start_ns, 1)
-    for kind in TRANSFERS:
-        for cause in range(causes):
-            rows = np.flatnonzero((records.kind == kind) & (records.cause == cause))
-            if len(rows):
-                moved[kind, cause] = _spread(start[rows], length[rows], records.bytes[rows], edges)
-    return moved
-
-
-def _spread(
-    start: Integers, length: Integers, size_bytes: Integers, edges: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    # Bytes moved until t are a sum of ramps: their slope changes only at starts and ends.
-    rate = size_bytes / length
-    times = np.concatenate([start, start + length]).astype(np.float64)
-    change = np.concatenate([rate, -rate])
-    order = np.argsort(times, kind="stable")
-    times, slope = times[order], np.cumsum(change[order])
-    until = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(times))])
-    # What continues after the last edge counts in the last part.
-    at_edges = np.interp(edges, times, until)
-    at_edges[-1] = float(size_bytes.sum())
-    return np.diff(at_edges)
-
-
-@styled
-def transfers_figure(recording: Recording) -> Figure:
-    """Draw the rate of unified-memory transfers over the recording, by direction and cause."""
-    moved = link_bytes(recording, _BINS)
-    directions = [kind for kind in TRANSFERS if kind < RecordKind.BETWEEN_DEVICES]
-    if moved[RecordKind.BETWEEN_DEVICES].any():
-        directions.append(RecordKind.BETWEEN_DEVICES)
-    figure = new_figure(8.0, 2.3 * len(directions))
-    panels = figure.subplots(len(directions), 1, sharex=True, sharey=True)
-    factor, unit = time_unit(recording.duration_ns * 1e-9)
-    edges = np.linspace(0.0, recording.duration_ns * 1e-9 * factor, _BINS + 1)
-    bin_s = max(recording.duration_ns, 1) * 1e-9 / _BINS
-    for kind, axes in zip(directions, panels, strict=True):
-        below = np.zeros(_BINS)
-        for number, cause in enumerate(CAUSE_OF_NUMBER):
-            if not moved[:, number].any():
-                continue
-            above = below + moved[kind, number] / bin_s / 1e9
-            axes.stairs(
-                above, edges, baseline=below, fill=True, color=_CAUSE_COLOURS[cause], label=cause
-            )
-            below = above
-        _mark_steps(axes, recording, factor)
-        words = DIRECTION_OF_KIND[kind].replace("to_", "to the ").replace("_", " ")
-        axes.set_ylabel(f"{words}, GB/s")
-    panels[0].set_xlim(0, edges[-1])
-    panels[-1].set_xlabel(f"time of the recording, {unit}")
-    panels[0].set_title(_measured_title(recording))
-    _legend(figure, panels[0], "cause")
-    return figure
-
-
-@styled
-def classes_figure(recording: Recording, report: MeasuredReport) -> Figure:
-    """Draw the bytes that moved in a typical step as bars by direction and cause, by class."""
-    rows: list[tuple[Direction, Cause]] = [
-        (direction, cause)
-        for direction in DIRECTION_OF_KIND.values()
-        for cause in (*UM_CAUSES, "copy")  # the hint engine counts its copies too
-        if report.moved_bytes(direction, cause)
-    ]
-    moved = np.zeros((len(TensorClass), len(rows)))
-    for entry in report.traffic:
-        if (entry.direction, entry.cause) in rows:
-            place = rows.index((entry.direction, entry.cause))
-            moved[entry.tensor_class.number, place] += entry.bytes / 1e9
-    figure = new_figure(8.0, 1.3 + 0.35 * len(rows))
-    axes = figure.subplots()
-    axes.grid(axis="y", visible=False)
-    axes.grid(axis="x")
-    places, below = np.arange(len(rows)), np.zeros(len(rows))
-    for member in TensorClass:
-        widths = moved[member.number]
-        if widths.any():
-            words, colour = _words(member.value), CLASS_COLOURS[member]
-            axes.barh(places, widths, left=below, color=colour, label=words)
-            below += widths
-    for place, row in enumerate(rows):
-        axes.annotate(
-            f" {format_bytes(report.moved_bytes(*row))}", (below[place], place), va="center"
-        )
-    axes.set_yticks(places, [f"{_words(direction)}: {cause}" for direction, cause in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * below.max(initial=1e-9))
-    what = "in a step" if recording.step_count else "in the whole recording"
-    axes.set_xlabel(f"moved {what}, GB")
-    axes.set_title(_measured_title(recording))
-    _legend(figure, axes, "tensor class")
-    return figure
-
-
-@styled
 def residency_over_run_figure(recording: Recording) -> Figure:
     """Draw the bytes on the device over the recording, stacked by class.
 
@@ -538,31 +239,19 @@ def residency_over_run_figure(recording: Recording) -> Figure:
     residency = recording.residency
     if residency is None:
         raise UmemError(f"the recording of {recording.workload} has no residency to draw")
-    figure = new_figure(8.0, 3.6)
-    axes = figure.subplots()
     factor, unit = time_unit(recording.duration_ns * 1e-9)
-    peak_bytes = residency.total_peak_bytes()
     end = max(recording.duration_ns, int(residency.time_ns[-1])) * 1e-9 * factor
     times = np.asarray(residency.time_ns * 1e-9 * factor, np.float64)
-    _draw_residency(axes, times, residency.resident_bytes, end, peak_bytes)
-    _mark_steps(axes, recording, factor)
-    axes.set_xlim(0, max(end, 1e-12))
-    axes.set_xlabel(f"time of the recording, {unit}")
-    axes.set_title(_measured_title(recording))
-    _legend(figure, axes, "tensor class", is_stacked=True)
-    return figure
-
-
-def _mark_steps(axes: Axes, recording: Recording, factor: float) -> None:
-    """Draw a line where each step begins, unless there are too many."""
-    if 0 < recording.step_count <= _MOST_MARKS:
-        for start in recording.step_start_ns:
-            axes.axvline(start * 1e-9 * factor, color=GREY, linewidth=0.5)
-
-
-def _measured_title(recording: Recording) -> str:
     how = "by the hint engine's own count" if recording.source == "hints" else "measured"
     words = f"{how}: {recording.workload}, policy {recording.policy}, on {recording.hardware}"
     # Names come from files, and matplotlib reads a dollar sign as mathematics.
     shown = "".join(mark if mark.isprintable() else "?" for mark in words[:_LONGEST_TITLE])
-    return shown.replace("$", r"\$")
+
+    def mark(axes: Axes, *_: object) -> None:
+        if recording.step_count <= _MOST_MARKS:
+            for start in recording.step_start_ns:
+                axes.axvline(start * 1e-9 * factor, color=GREY, linewidth=0.5)
+        axes.set_xlabel(f"time of the recording, {unit}")
+        axes.set_title(shown.replace("$", r"\$"))
+
+    return _picture(times, residency.resident_bytes, end, residency.total_peak_bytes(), mark)

@@ -1,4 +1,4 @@
-"""Recordings as files: saved profiles, and exports of Nsight Systems."""
+"""Recordings as files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import HintReport, Source, Traffic
 from umem.io.columns import Checker, Header, Items, read_columns, write_columns
-from umem.telemetry.nsys import EXPORT_AGAIN, is_nsys_export, read_nsys
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
     MAX_RECORDS,
@@ -32,7 +31,7 @@ from umem.telemetry.records import (
 )
 from umem.telemetry.reports import HINT_FIGURES, HINT_OPS, HINT_TOTALS
 
-__all__ = ["PROFILE_COLUMNS", "ProfileHeader", "load_recording", "read_recording", "save_recording"]
+__all__ = ["PROFILE_COLUMNS", "ProfileHeader", "load_recording", "save_recording"]
 
 PROFILE_FORMAT = "umem-profile/3"
 
@@ -50,7 +49,6 @@ _LARGEST_FIGURE = 2**53
 
 _LONGEST_S = 1e9
 _CLASSES = len(TensorClass)
-_REPORT_ENDINGS = (".nsys-rep", ".qdrep")
 
 _OWNER_COLUMNS: dict[str, Any] = {"tensor_class": np.int8, "tensor": np.int32}
 _STEP_COLUMNS: dict[str, Any] = {"step_start_ns": np.int64, "step_end_ns": np.int64}
@@ -133,6 +131,7 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
     Raises UmemError if the file cannot be read or holds no valid recording; the message names file,
     place and remedy.
     """
+    check_argument("path", path, (str, os.PathLike), "give the path of a profile")
     header, columns = read_columns(
         path, ProfileHeader, PROFILE_COLUMNS, noun="a profile of umem", error=UmemError
     )
@@ -152,28 +151,6 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
         residency=Residency(samples, sizes) if len(samples) else None,
         shares=Shares(*(columns[key] for key in _SHARE_COLUMNS)),
     )
-
-
-def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """Read a file of :meth:`umem.telemetry.Profile.save` or ``nsys export --type sqlite``.
-
-    Its content decides which; it may come from a stranger.
-
-    Raises UmemError if it is neither, or cannot be read; the message names file, place and remedy.
-    """
-    check_argument("path", path, (str, os.PathLike), "give the path of a profile or an export")
-    place = os.fspath(path)
-    if place.endswith(_REPORT_ENDINGS):
-        raise UmemError(
-            f"{place}: a report of Nsight Systems, which only it can read: export it with "
-            f"`nsys export --type sqlite {os.path.basename(place)}` and give the result"
-        )
-    if not is_nsys_export(path):
-        return load_recording(path)
-    recording = read_nsys(path)
-    # Its times may be years apart, or a transfer may take days: no figure of it would make sense.
-    _checked_columns(recording, Checker(place, UmemError, remedy=f": {EXPORT_AGAIN}"))
-    return recording
 
 
 # Checks that a profile does not contradict itself.

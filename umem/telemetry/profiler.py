@@ -35,7 +35,7 @@ from umem.telemetry.live import (
     name_numbers,
     policy_name,
 )
-from umem.telemetry.phases import Marks, nvtx_phases, watched_phases
+from umem.telemetry.phases import Marks, watched_phases
 from umem.telemetry.records import MigrationRecords, Recording, RecordKind, make_records
 from umem.telemetry.reports import report_of, step_reports
 from umem.torch_compat import torch_profiler_runs
@@ -94,7 +94,6 @@ class Profile:
         residency: Callable[[], Mapping[TensorClass, int] | None] = current_residency,
         blocks: Callable[[], Sequence[LiveTensor] | None] = live_blocks,
         ideal_s: float | None = None,
-        nvtx: bool = False,
     ) -> None:
         self._collector: _Collector | None = collector
         self._steps = steps
@@ -117,7 +116,6 @@ class Profile:
         self._residency = ResidencySampler(residency)
         self._sample_residency = self._guarded("residency", self._take_residency)
         self._ideal_s = ideal_s
-        self._wants_nvtx = nvtx
         self._hardware = ""
         self._begin_ns = 0
         self._is_entered = False
@@ -143,8 +141,6 @@ class Profile:
             self._installed.callback(hook.remove)
             self._installed.enter_context(watched_phases(self._sample_residency))
             self._installed.enter_context(copy_counts.timed())
-            if self._wants_nvtx:
-                self._installed.enter_context(nvtx_phases())
             self._wait()
             # Now, because a device that fails in the block does not give its name.
             self._hardware = device_name()
@@ -279,7 +275,6 @@ class Profile:
             # In any case: CUPTI would stay in use.
             records, dropped = self._stop_collector()
         self._take_snapshot()
-        self._marks.abandon_step()
         if not self._marks.steps:
             self._hints.mark()
             self._copies.mark()
@@ -431,9 +426,6 @@ def profile(
     required: bool = True,
     synchronize: bool = True,
     hints: Callable[[], HintStatistics | None] | None = None,
-    residency: Callable[[], Mapping[TensorClass, int] | None] | None = None,
-    ideal_s: float | None = None,
-    nvtx: bool = False,
 ) -> Profile:
     """Record what migrates while a ``with`` block runs.
 
@@ -456,14 +448,6 @@ def profile(
     hints
         Returns the statistics of the hint engine at the marks of steps, such as
         :meth:`HintEngine.statistics`. By default those of umem's executor, if it runs.
-    residency
-        Returns the bytes on the device by class, at the marks of steps and phases. By default the
-        executor's accounts, if it runs.
-    ideal_s
-        Time of a step with everything resident, from which the exposed stall follows. By default
-        that of the step that the executor has recorded, if it runs.
-    nvtx
-        Make NVTX ranges of the executor's phases while recording, as :func:`nvtx_phases` does.
 
     Returns
     -------
@@ -473,9 +457,9 @@ def profile(
     Raises
     ------
     TypeError
-        If `model`, `name` or `ideal_s` is of another type.
+        If `model` or `name` is of another type.
     ValueError
-        If `steps` is not a whole number above 0, or `ideal_s` is not a time above 0.
+        If `steps` is not a whole number above 0.
 
     Examples
     --------
@@ -491,11 +475,8 @@ def profile(
 
         check_argument("model", model, nn.Module, "give the module that is trained, or None")
     check_argument("name", name, (str, NoneType), "give a name for the workload, or None")
-    check_argument("ideal_s", ideal_s, (int, float, NoneType), "give a time in seconds, or None")
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ValueError(f"steps={steps!r}: give a whole number above 0, or None for all")
-    if ideal_s is not None and not 0 < ideal_s < float("inf"):
-        raise ValueError(f"ideal_s={ideal_s!r}: give a time above 0 in seconds, or None")
     return Profile(
         LiveCollector(),
         steps=steps,
@@ -504,7 +485,4 @@ def profile(
         required=required,
         synchronize=synchronize,
         hints=hints or current_statistics,
-        residency=residency or current_residency,
-        ideal_s=ideal_s,
-        nvtx=nvtx,
     )

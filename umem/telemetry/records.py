@@ -76,8 +76,8 @@ CAUSE_OF_NUMBER: tuple[Cause, ...] = (
     "eviction",
     "counter",
 )
-"""Causes by CUPTI's number (``CUpti_ActivityUnifiedMemoryMigrationCause``). Nsight Systems and the
-driver use the same numbers."""
+"""Causes by CUPTI's number (``CUpti_ActivityUnifiedMemoryMigrationCause``). The driver uses
+the same numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +264,7 @@ class Recording:
     @property
     def is_collected(self) -> bool:
         """Whether memory operations were recorded."""
-        return self.source in ("driver", "driver_only", "cupti", "nsys")
+        return self.source in ("driver", "driver_only", "cupti")
 
     @property
     def step_count(self) -> int:

@@ -20,7 +20,7 @@ from umem.pages.run.program import Hints, PhaseWork, Program
 from umem.pages.run.step_plan import MODEL, GroupKey, PhasePlan
 from umem.pages.run.tensor_addresses import storage_address, whole_blocks
 from umem.runtime.hints import HintOutcome
-from umem.telemetry import PhaseRanges
+from umem.telemetry import phase_begins
 
 __all__ = ["MAX_WAIT_S", "Runner"]
 
@@ -80,7 +80,6 @@ class Runner(StepListener):
         self._root = root
         self.counts = RunnerCounts()
         self._machine = machine
-        self._ranges = PhaseRanges()
         self._store = store
         self._program: Program | None = None
         self._is_on_track = False
@@ -153,7 +152,7 @@ class Runner(StepListener):
 
     def phase_begins(self, label: str) -> None:
         """Do the program's work for this phase, if the step still matches the recorded one."""
-        self._ranges.begin(label)
+        phase_begins()
         program = self._program
         if program is None or not self._is_on_track:
             return
@@ -233,7 +232,6 @@ class Runner(StepListener):
 
     def step_ends(self, is_broken: bool) -> None:
         """Count the step."""
-        self._ranges.end()
         program = self._program
         if program is None:
             return

@@ -345,7 +345,6 @@ def _advance(sim, way, activity, rate, seconds, is_done):
     """Let a direction do what it does for some seconds, to its end where it is done then."""
     direction = sim.directions[way]
     moved_bytes = rate * seconds
-    sim.link_bytes[sim.machine[0].phase, way] += moved_bytes
     if activity == CALLING:
         direction.call_s = 0.0 if is_done else direction.call_s - seconds
     elif activity == URGENT:
@@ -806,7 +805,6 @@ def run_step(sim):
     for phase in range(len(sim.duration_s)):
         m.stamp += 1
         m.phase = phase
-        sim.link_bytes[phase] = 0.0
         sim.phase_start_s[phase] = m.now_s
         first, last = sim.access_start[phase], sim.access_start[phase + 1]
         # Admission: what arrives ahead leaves room for what the phase at hand, and while it runs

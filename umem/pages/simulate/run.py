@@ -34,7 +34,6 @@ _LARGEST_SETTLING = 5
 _SETTLED = 1e-3
 """Steps whose times differ by less than this share are the same."""
 
-_LINK_BINS = 400
 
 _MAX_BLOCKS = 2**26
 """128 TiB of tensors in one step, the dead ones too; the books then take about 4 GiB."""
@@ -213,7 +212,6 @@ def build(
         resident_bytes=np.zeros((phases, classes), np.int64),
         phase_start_s=np.zeros(phases),
         phase_end_s=np.zeros(phases),
-        link_bytes=np.zeros((phases, 2)),
     )
     if not _engine.place_initially(sim, trace.persistent):
         kept_bytes = int(trace.tensor_bytes[schedule.residency == ResidencyMode.KEEP].sum())
@@ -294,7 +292,7 @@ def report(
         hints_late=int(machine["hints_late"]),
         hints_wasted=int(machine["hints_wasted"]),
         stall_s=dict(zip(_engine.STALLS, map(float, sim.stall_s), strict=True)),
-        timeline=_timeline(sim, outcome.step_s) if timeline else None,
+        timeline=_timeline(sim) if timeline else None,
     )
 
 
@@ -316,21 +314,12 @@ def _traffic(sim: Any) -> tuple[Traffic, ...]:
     )
 
 
-def _timeline(sim: Any, step_s: float) -> Timeline:
+def _timeline(sim: Any) -> Timeline:
     start_s = sim.phase_start_s - sim.phase_start_s[0]
     end_s = sim.phase_end_s - sim.phase_start_s[0]
-    # Evenly within a phase: the engine counts what crosses the link by phase.
-    edges_s = np.linspace(0.0, step_s, _LINK_BINS + 1)
-    knots_s = np.append(start_s, step_s)
-    bins = [
-        np.diff(np.interp(edges_s, knots_s, np.append(0.0, np.cumsum(sim.link_bytes[:, way]))))
-        for way in range(2)
-    ]
     return Timeline(
         phase_start_s=start_s,
         phase_end_s=end_s,
         resident_bytes=sim.resident_bytes.copy(),
         budget_bytes=int(sim.machine["capacity_bytes"][0]),
-        link_bin_s=step_s / _LINK_BINS,
-        link_bytes=np.stack(bins, axis=1).round().astype(np.int64),
     )

@@ -166,7 +166,6 @@ Sim = namedtuple(
         "resident_bytes",  # int64[P, classes]
         "phase_start_s",  # float64[P]
         "phase_end_s",  # float64[P]
-        "link_bytes",  # float64[P, 2]: during the phase and its stall
     ],
 )
 """Everything that the compiled functions work on."""
