@@ -35,15 +35,8 @@ from umem_bench.card import Card
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[1]
-SEARCHED = os.pathsep.join(
-    filter(
-        None,
-        (
-            *(str(ROOT / it) for it in ("benchmarks", "tests/support")),
-            os.environ.get("PYTHONPATH", ""),
-        ),
-    )
-)
+FOLDERS = (ROOT / "benchmarks", ROOT / "tests" / "support")
+SEARCHED = os.pathsep.join(filter(None, (*map(str, FOLDERS), os.environ.get("PYTHONPATH", ""))))
 
 SYSTEMS = (
     *("hf_trainer_device_map", "hf_trainer_qlora", "ddp", "trl_sft"),

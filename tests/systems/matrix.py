@@ -280,9 +280,9 @@ class Runner:
             with MemorySampler(card) as sampler, log.open("wb") as log_file:
                 if self.forked is not None and SYSTEMS[name].can_be_forked:
                     is_umem = command[: len(UMEM)] == [*UMEM]
-                    words = ["umem", *command[len(UMEM) - 1 :]] if is_umem else command[1:]
+                    arguments = ["umem", *command[len(UMEM) - 1 :]] if is_umem else command[1:]
                     status = self.forked.run(
-                        words, Path(folder), log, log, limit_s, variables=variables
+                        arguments, Path(folder), log, log, limit_s, variables=variables
                     )
                 else:
                     status = end_status(command, variables, Path(folder), log_file, limit_s, _END_S)
