@@ -8,13 +8,6 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7;
-constexpr std::size_t kHost = 64 * GiB;  // available host memory
-
-Machine machine_of(std::size_t budget_bytes) {
-  return Machine({.config = budget_config(budget_bytes), .virtual_memory = true});
-}
-
 // No physical memory is used at two addresses.
 void check_apart(const Machine& machine) {
   check_consistent(machine.device);

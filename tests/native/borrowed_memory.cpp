@@ -7,9 +7,7 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7;
 constexpr std::size_t kBudget = 64 * MiB;
-constexpr std::size_t kHost = 64 * GiB;  // available host memory
 
 std::size_t calls(const Machine& machine) {
   return mapped(machine).created() + mapped(machine).maps() + mapped(machine).unmaps();
@@ -51,7 +49,7 @@ TEST(a_stream_waits_for_another_and_the_host_does_not) {
 }
 
 TEST(the_smallest_block_that_is_enough_is_borrowed) {
-  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+  Machine machine = machine_of(kBudget);
   const std::uintptr_t large = machine.allocate(40 * MiB, kSide);
   const std::uintptr_t small = machine.allocate(24 * MiB, kSide + 1);
   machine.free(large, small);
@@ -61,7 +59,7 @@ TEST(the_smallest_block_that_is_enough_is_borrowed) {
 // A program may free what another stream reads, and have the owner wait for that before it asks for
 // memory again. The borrower cannot know.
 TEST(a_stream_waits_for_all_that_may_still_read_it) {
-  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+  Machine machine = machine_of(kBudget);
   machine.free(machine.allocate(4 * MiB));
   const std::uintptr_t address = machine.allocate(60 * MiB, kSide);
   const std::uint64_t read = machine.driver.launch(kMain);
@@ -126,7 +124,7 @@ TEST(handles_leave_a_stream_without_own_streams) {
 }
 
 TEST(own_streams_lend_last) {
-  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+  Machine machine = machine_of(kBudget);
   machine.device.add_own_stream(OwnStreams::kOwn);
   const std::uintptr_t programs = machine.allocate(40 * MiB, kSide);
   const std::uintptr_t own = machine.allocate(24 * MiB, OwnStreams::kOwn);
@@ -138,7 +136,7 @@ TEST(own_streams_lend_last) {
 
 // An update's temporary tensors may lie in the program's memory, which has other memory meanwhile.
 TEST(what_own_streams_have_borrowed_is_taken_back_last) {
-  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+  Machine machine = machine_of(kBudget);
   machine.device.add_own_stream(OwnStreams::kOwn);
   machine.allocate(4 * MiB, OwnStreams::kOwn);
   const std::uintptr_t main = machine.allocate(24 * MiB);

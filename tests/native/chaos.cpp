@@ -10,9 +10,7 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7, kGraph = 9;
-constexpr std::size_t kHost = 64 * GiB;  // available host memory
-constexpr PoolId kPool{0, 1};
+constexpr StreamId kGraph = 9;
 constexpr int kDevices = 2;
 constexpr std::size_t kUsedBeside = 24 * MiB;
 

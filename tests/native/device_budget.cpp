@@ -6,9 +6,6 @@
 namespace umem {
 namespace {
 
-constexpr PoolId kPool{0, 1};
-constexpr StreamId kCapture = 5, kSide = 7;
-
 std::size_t on_device(const Machine& machine) {
   return machine.source.held_bytes(MemoryKind::device);
 }

@@ -7,9 +7,6 @@
 namespace umem {
 namespace {
 
-constexpr PoolId kPool{0, 1};
-constexpr StreamId kCapture = 5, kSide = 7;
-
 std::size_t runs(const Machine& machine) { return machine.device.segments().size(); }
 
 // The statistics say to the byte what the card holds.
@@ -26,10 +23,6 @@ void check_exact(const Machine& machine) {
   CHECK_EQUAL(stats_of(machine, MemoryKind::device)
                   .reserved_bytes,
               bytes + machine.source.held_bytes(MemoryKind::device));
-}
-
-Machine machine_of(std::size_t budget_bytes) {
-  return Machine({.config = budget_config(budget_bytes), .virtual_memory = true});
 }
 
 TEST(tensors_lie_in_one_run) {

@@ -6,8 +6,6 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7;
-
 // Which rung serves a request.
 const char* serves(Machine& machine, std::size_t bytes, StreamId stream = kMain,
                    TensorClass tensor_class = TensorClass::activations) {
@@ -24,10 +22,6 @@ const char* serves(Machine& machine, std::size_t bytes, StreamId stream = kMain,
 void check_serves(const char* rung, Machine& machine, std::size_t bytes, StreamId stream = kMain,
                   TensorClass tensor_class = TensorClass::activations) {
   CHECK_EQUAL(std::string(serves(machine, bytes, stream, tensor_class)), rung);
-}
-
-Machine machine_of(std::size_t budget_bytes, bool virtual_memory = true) {
-  return Machine({.config = budget_config(budget_bytes), .virtual_memory = virtual_memory});
 }
 
 TEST(new_memory_and_the_cache) {

@@ -7,14 +7,6 @@
 namespace umem {
 namespace {
 
-constexpr PoolId kPool{0, 1};
-constexpr StreamId kCapture = 5, kSide = 7;
-constexpr std::size_t kHost = 64 * GiB;  // available host memory
-
-Machine machine_of(std::size_t budget_bytes) {
-  return Machine({.config = budget_config(budget_bytes), .virtual_memory = true});
-}
-
 template <class Call>
 std::string pause_error(Call call) {
   try {

@@ -6,10 +6,8 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7;
-
 TEST(frees_beside_pauses) {
-  Machine machine({.config = budget_config(0), .virtual_memory = true});
+  Machine machine = machine_of(0);
   std::vector<std::uintptr_t> live;
   for (int i = 0; i < 200; ++i) live.push_back(machine.allocate(MiB * (1 + i % 9), i % 3));
   std::thread other([&] {
@@ -31,7 +29,7 @@ TEST(frees_beside_pauses) {
 
 // A thread that allocates meets a paused device or one that runs, and gets an error or memory.
 TEST(allocations_beside_pauses) {
-  Machine machine({.config = budget_config(0), .virtual_memory = true});
+  Machine machine = machine_of(0);
   std::thread other([&] {
     for (int i = 0; i < 500; ++i) {
       try {

@@ -12,8 +12,6 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7, kCapture = 9;
-constexpr PoolId kPool{0, 1};
 constexpr std::size_t kBudget = 64 * MiB;
 constexpr std::array<std::size_t, 2> kSizes = {4096, 12 * MiB};
 
