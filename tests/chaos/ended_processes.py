@@ -24,8 +24,6 @@ from umem.cli import INTERRUPTED_STATUS
 from umem.core.errors import UmemError
 from umem.trace import load_trace
 
-__all__ = ["Ended", "Processes"]
-
 _HERE = Path(__file__).resolve().parent
 _STEPS = 12
 _LIMIT_S = 300.0

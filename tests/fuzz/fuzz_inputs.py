@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from umem.io.files import compress
 
-__all__ = ["archives", "damaged", "documents", "exports", "texts"]
-
 _NUMBERS = st.one_of(
     st.sampled_from([0, 1, -1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 10**400, 1e308, 5e-324]),
     st.integers(),

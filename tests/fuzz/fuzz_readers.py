@@ -38,8 +38,6 @@ from umem.telemetry.comparison import read_predictions
 from umem.telemetry.records import NamedRange, Residency, Shares
 from umem.trace import Trace, load_trace, save_trace, trace_fingerprint
 
-__all__ = ["READERS", "Reader", "Tally"]
-
 MOST_BYTES = 64 * 2**20
 """Most memory that an input may take."""
 

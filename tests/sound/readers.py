@@ -27,8 +27,6 @@ from torch.utils import dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["READERS", "Reader", "Wrapper"]
-
 Use = Callable[[Any, Any, Any], Any]
 Held = Generator[None, None, Any]
 

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ForkedPrograms"]
-
 
 class ForkedPrograms:
     """Runs one program at a time.

@@ -25,8 +25,6 @@ from umem.streaming.step import refusal
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner, tuner
 
-__all__ = ["Room", "Streams", "streaming", "three_ways"]
-
 _BASE = 10**6
 """Bytes of all that is not streamed, at any moment."""
 

@@ -10,18 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "DETERMINISTIC",
-    "FORK_WARNING",
-    "SIDE_BY_SIDE",
-    "Job",
-    "Pairs",
-    "Start",
-    "facts_of",
-    "start_pair",
-    "under",
-]
-
 SCRIPTS = Path(__file__).resolve().parents[1] / "gpu" / "scripts"
 JOB_TIMEOUT_S = 150
 POISON = "UMEM_POISON"

@@ -21,8 +21,6 @@ from umem.core.classes import TensorClass
 from umem.pages import ManagerStatus
 from umem.telemetry.comparison import moved_figures
 
-__all__ = ["KEPT_LOSSES", "Facts", "measured"]
-
 KEPT_LOSSES = 14
 """So many steps every process trains at least: under a plan, if there is one, in the last ones."""
 

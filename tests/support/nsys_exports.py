@@ -11,19 +11,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "ADDRESS",
-    "RUN",
-    "T0",
-    "Tables",
-    "cpu_fault",
-    "database",
-    "gpu_fault",
-    "memcpy",
-    "memset",
-    "nvtx",
-]
-
 SCHEMA = {
     "StringIds": "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL",
     "TARGET_INFO_GPU": "id INTEGER NOT NULL PRIMARY KEY, name TEXT, totalMemory INTEGER",

@@ -15,8 +15,6 @@ from fork_server import start_fork_server
 from once import made_once
 from torch import distributed
 
-__all__ = ["WarningLines", "meeting", "one_rank", "result_file", "run_ranks", "run_ranks_once"]
-
 
 class WarningLines(logging.Handler):
     """Collects what umem warns of, in a ``with`` block."""

@@ -15,15 +15,6 @@ from umem.telemetry import Recording
 from umem.telemetry.records import Residency, Shares
 from umem.trace import Trace
 
-__all__ = [
-    "KEY",
-    "exchange",
-    "predicted",
-    "small_recording",
-    "small_schedule",
-    "small_trace",
-]
-
 KEY = "0123456789abcdef" * 4
 MIB = 1 << 20
 WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE

@@ -17,8 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__: list[str] = []
-
 
 def become(job: dict[str, Any]) -> None:
     """Be the process of a job, and say so."""

@@ -10,8 +10,6 @@ import importlib
 import sys
 from contextlib import suppress
 
-__all__: list[str] = []
-
 _START_CUDA = ("bitsandbytes", "torchao", "deepspeed")
 
 for _name in _START_CUDA:

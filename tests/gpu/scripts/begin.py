@@ -12,8 +12,6 @@ from torch import distributed
 
 import umem
 
-__all__ = ["IS_MANAGED", "begin", "crc", "crcs", "print_of_all_ranks", "state_of"]
-
 IS_MANAGED = "UMEM_POLICY" in os.environ
 
 

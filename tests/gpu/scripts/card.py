@@ -10,8 +10,6 @@ from torch import nn
 
 from umem.cuda.bindings import device_pci_address, nvml_memory_bytes
 
-__all__ = ["CardMemory", "base_bytes", "used_bytes"]
-
 _address = cache(device_pci_address)
 
 
