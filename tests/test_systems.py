@@ -19,11 +19,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cuda_names import cuda_means_cpu
+from forked_programs import ForkedPrograms
 from matrix import PROGRAMS, Runner
 from rank_processes import result_file, run_ranks
 from shared import checksum
@@ -33,9 +35,8 @@ from umem_bench.card import Card
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[1]
-SEARCHED = os.pathsep.join(
-    filter(None, (str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")))
-)
+FOLDERS = (ROOT / "benchmarks", ROOT / "tests" / "support")
+SEARCHED = os.pathsep.join(filter(None, (*map(str, FOLDERS), os.environ.get("PYTHONPATH", ""))))
 
 SYSTEMS = (
     *("hf_trainer_device_map", "hf_trainer_qlora", "ddp", "trl_sft"),
@@ -83,7 +84,7 @@ def test_losses_equal_stocks(system: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_command_runs_stock_twice_and_umems_fallback(tmp_path: Path) -> None:
     file = tmp_path / "systems.jsonl"
     matrix(
-        *("--cpu", "--size", "tiny", "--deterministic"),
+        *("--cpu", "--size", "tiny", "--deterministic", "--forked"),
         *("--systems", "hf_trainer_sft", "--output", str(file)),
     )
     header, *rows = map(json.loads, file.read_text().splitlines())
@@ -209,44 +210,98 @@ def test_commands_of_two_gpus() -> None:
     assert str(PROGRAMS / "transformer_lens_cache.py") in lens
 
 
-@pytest.mark.parametrize(("name", "card"), list(zip(TWO_GPUS, (0, 1, 0), strict=True)))
-def test_the_card_of_the_rank_that_writes_is_sampled(
-    name: str, card: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampled: list[str] = []
+class Machine:
+    """In the place of processes, and of what NVML says of their memory."""
 
-    class Sampler(contextlib.nullcontext[Any]):
-        def __init__(self, card: Card) -> None:
-            super().__init__(self)
-            sampled.append(card.pci_address)
+    WORDS = "0.2 s of each step went to memory that had to be made free or put together first"
 
-        def figures(self) -> dict[str, int]:
-            return {"card_peak_bytes": 1100}
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sampled: list[str] = []
+        self.writers: list[str] = []
+        patch.setattr("matrix.is_installed", lambda _: True)
+        patch.setattr("matrix.MemorySampler", self.sampler)
+        patch.setattr("matrix.end_status", self.end_status)
 
-    words = "0.2 s of each step went to memory that had to be made free or put together first"
+    def sampler(self, card: Card) -> contextlib.AbstractContextManager[Any]:
+        self.sampled.append(card.pci_address)
+        return contextlib.nullcontext(
+            SimpleNamespace(figures=lambda: {"card_peak_bytes": 1100}),
+        )
 
-    def write(command: Sequence[str], _: object, __: Path, log: Any, *___: float) -> int:
-        log.write(f"umem: 9 steps of Net\numem: {words}\n".encode())
-        assert has_option(command, "--writer", str(card))
-        sizes = {"card_used_bytes": 900, "reserved_bytes": 800}
+    def end_status(self, command: Sequence[str], _: object, __: Path, log: Any, *___: float) -> int:
+        log.write(f"umem: 9 steps of Net\numem: {self.WORDS}\n".encode())
+        self.writers.append(command[command.index("--writer") + 1])
         found = {
             "losses": ["0x1p+1"],
+            "weights": "0x1p+1",
             "seconds": [1.0],
             "work_seconds": [1.0],
-            "weights": "0x1p+1",
-            **sizes,
+            "card_used_bytes": 900,
+            "reserved_bytes": 800,
         }
         Path(command[-1]).write_text(json.dumps(found))
         return 0
 
-    monkeypatch.setattr("matrix.is_installed", lambda _: True)
-    monkeypatch.setattr("matrix.MemorySampler", Sampler)
-    monkeypatch.setattr("matrix.end_status", write)
+
+@pytest.mark.parametrize(("name", "card"), list(zip(TWO_GPUS, (0, 1, 0), strict=True)))
+def test_the_card_of_the_rank_that_writes_is_sampled(
+    name: str, card: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
     stock = runner(2, 2).measure((name, "stock"), (), None)
     within = runner(2, 2).measure((name, "umem-budget"), (stock,), stock)
     assert within.budget_bytes == 600
-    assert within.notes == (words,)
-    assert sampled == [f"card {card}"] * 2
+    assert within.notes == (machine.WORDS,)
+    assert machine.sampled == [f"card {card}"] * 2
+    assert machine.writers == [str(card)] * 2
+
+
+@pytest.mark.parametrize(("used_until_s", "state"), [(40, "measured"), (70, "left out")])
+def test_a_card_that_others_use_is_waited_for(
+    used_until_s: float, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute at most, of a clock that goes on while the matrix sleeps."""
+    now_s = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    Machine(monkeypatch)
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(Card, "used_bytes", lambda _: (now_s[0] < used_until_s) * (979 << 20))
+    found = runner(1, 1).measure(("hf_trainer_sft", "stock"), (), None)
+    assert found.state == state
+    assert ("979 MiB more in use" in (found.reason or "")) == (state == "left out")
+
+
+def test_programs_are_forked_from_one_that_has_imported_their_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module is found that only this process's path leads to."""
+    (tmp_path / "imported_once.py").write_text("import os\nNUMBER = os.getpid()\n")
+    program, log = tmp_path / "program.py", tmp_path / "log"
+    program.write_text(
+        "import imported_once, os, sys, time\n"
+        "print(imported_once.NUMBER != os.getpid(), os.environ['WORD'], sys.argv[1:])\n"
+        "sys.stderr.write('the end')\n"
+        "time.sleep(float(sys.argv[1]))\n"
+        "sys.exit(7)\n"
+    )
+    with pytest.raises(OSError, match="ended"):
+        ForkedPrograms(["imported_once"], os.environ, 60)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with contextlib.closing(ForkedPrograms(["imported_once"], os.environ, 60)) as programs:
+        for seconds, limit_s, status in (("0", 60.0, 7), ("600", 2.0, None), ("0", 60.0, 7)):
+            words = [str(program), seconds]
+            ended = programs.run(
+                words, tmp_path, log, log, limit_s, variables={"WORD": f"for {seconds}"}
+            )
+            assert ended == status
+            if status is not None:
+                assert {"the end", f"True for {seconds} ['{seconds}']"} <= set(
+                    log.read_text().replace("the end", "the end\n").splitlines()
+                )
 
 
 def test_what_two_ranks_run() -> None:

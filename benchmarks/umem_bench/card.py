@@ -60,9 +60,9 @@ class Card(Record):
             before_bytes, used_bytes = used_bytes, self.used_bytes()
         return self.model_copy(update={"idle_bytes": self.idle_bytes + used_bytes})
 
-    def why_not_idle(self) -> str:
-        """Why nothing can be measured now; empty where the card is idle or becomes so."""
-        end_s = time.monotonic() + _IDLE_PATIENCE_S
+    def why_not_idle(self, patience_s: float = _IDLE_PATIENCE_S) -> str:
+        """Why nothing can be measured now; empty where the card is idle or becomes so in time."""
+        end_s = time.monotonic() + patience_s
         while (more_bytes := self.used_bytes()) >= _IDLE_MARGIN_BYTES:
             if time.monotonic() > end_s:
                 return f"the card has {format_bytes(more_bytes)} more in use than at the beginning"

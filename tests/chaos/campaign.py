@@ -32,8 +32,6 @@ from tallies import aligned, report
 
 from umem._version import __version__
 
-__all__ = ["ROWS", "Row", "Tally", "try_for"]
-
 _MOST_WRONG = 5
 _FAULTS, _FORKS = 20, 3
 _STEPS, _COMPARED = 100, 25

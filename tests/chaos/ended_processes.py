@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -17,14 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from forked_programs import ForkedPrograms
 from training_program import CHECKPOINT_BYTES
 
 import umem
 from umem.cli import INTERRUPTED_STATUS
 from umem.core.errors import UmemError
 from umem.trace import load_trace
-
-__all__ = ["Ended", "Processes"]
 
 _HERE = Path(__file__).resolve().parent
 _STEPS = 12
@@ -86,19 +84,14 @@ class Processes:
             "XDG_RUNTIME_DIR": str(self._root / "runtime"),
             "XDG_CACHE_HOME": str(self._root / "cache"),
             "TMPDIR": str(self._root / "tmp"),
-            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+            # umem may be found by this process's path only.
+            "PYTHONPATH": os.pathsep.join([*map(str, folders), *map(os.path.abspath, sys.path)]),
             "OMP_NUM_THREADS": "1",
             **({} if is_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         }
         self._trace = self._root / "trace.json"
         self._trace.write_text(json.dumps(_TRACE), encoding="utf-8")
-        self._zygote = subprocess.Popen(
-            [sys.executable, str(_HERE / "zygote.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=self._environment,
-        )
+        self._programs = ForkedPrograms(["preloaded"], self._environment, _LIMIT_S)
         self._training = [
             *("run", *(() if is_gpu else ("--fallback",)), str(_HERE / "training_program.py")),
             *(str(_STEPS), str(self._trace), str(self._root / "work")),
@@ -114,9 +107,7 @@ class Processes:
 
     def close(self) -> None:
         """End the process that starts the others."""
-        assert self._zygote.stdin is not None
-        self._zygote.stdin.close()
-        self._zygote.wait(_LIMIT_S)
+        self._programs.close()
         self._temporary.cleanup()
 
     # ------------------------------------------------------------------ what is tried
@@ -227,48 +218,19 @@ class Processes:
     def _run(
         self, words: list[str], number: signal.Signals | None = None, after_s: float = 0
     ) -> Ended:
-        job = {
-            "arguments": words,
-            "folder": str(self._root),
-            "output": str(self._root / "output"),
-            "errors": str(self._root / "errors"),
-        }
-        zygote = self._zygote
-        assert zygote.stdin is not None
-        zygote.stdin.write(json.dumps(job).encode() + b"\n")
+        output, errors = self._root / "output", self._root / "errors"
         began_s = time.monotonic()
-        process = os.pidfd_open(int(self._answer()))
-        try:
-            if number is not None:
-                time.sleep(after_s)
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(process, number)
-            status = int(self._answer())
-        except TimeoutError:
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-            self._answer()
-            raise AssertionError(f"a process hangs: {words}") from None
-        finally:
-            os.close(process)
-        return Ended(
-            status,
-            Path(job["output"]).read_text(encoding="utf-8"),  # type: ignore[arg-type]
-            Path(job["errors"]).read_text(encoding="utf-8"),  # type: ignore[arg-type]
-            time.monotonic() - began_s,
+        status = self._programs.run(
+            ["umem", *words], self._root, output, errors, _LIMIT_S, number=number, after_s=after_s
         )
-
-    def _answer(self) -> bytes:
-        """The next line of the process that starts others."""
-        zygote = self._zygote
-        assert zygote.stdout is not None
-        if not select.select([zygote.stdout], [], [], _LIMIT_S)[0]:
-            raise TimeoutError
-        return zygote.stdout.readline()
+        assert status is not None, f"a process hangs: {words}"
+        took_s = time.monotonic() - began_s
+        return Ended(status, output.read_text("utf-8"), errors.read_text("utf-8"), took_s)
 
     def _run_anew(self, words: list[str], number: signal.Signals, after_s: float) -> Ended:
         began_s = time.monotonic()
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("umem")), *words],
+            [sys.executable, "-m", "umem", *words],
             env=self._environment,
             cwd=self._root,
             stdout=subprocess.PIPE,

@@ -13,8 +13,6 @@ from random_training import Pair, RandomProgram, Step, values
 from umem.core.errors import PlanError
 from umem.streaming.stage import HostLanes
 
-__all__ = ["train_with_faults"]
-
 _SMALL = Step(rows=(2,))
 """What the program does where a step has failed."""
 

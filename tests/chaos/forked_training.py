@@ -14,8 +14,6 @@ from streamed_programs import WIDTH
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["train_beside_forks", "train_beside_loaders"]
-
 _ROWS = 4
 
 

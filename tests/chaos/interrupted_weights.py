@@ -23,8 +23,6 @@ from umem.runtime.torch_hooks import saved_tensors
 from umem.streaming.stage import HostLanes
 from umem.streaming.weights import ModelWeights
 
-__all__ = ["interrupt_streamed_weights"]
-
 
 class _Program:
     """Trains a model, and asks it."""

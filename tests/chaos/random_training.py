@@ -15,8 +15,6 @@ from torch import nn
 
 from umem.streaming.step import TemporaryPlan
 
-__all__ = ["Pair", "RandomProgram", "Step", "values"]
-
 UNITS = ("", "stem", *(f"layers.{number}" for number in range(4)), "norm", "head")
 
 BETWEEN_STEPS: tuple[Callable[[Program], None], ...] = (

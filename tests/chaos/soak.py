@@ -14,13 +14,6 @@ from random_training import Pair, clear
 from umem.runtime.guard import Guard
 from umem.streaming.training import StreamedTraining
 
-__all__ = [
-    "soak",
-    "soak_a_managed_training",
-    "soak_a_streamed_training",
-    "soak_many_trainings",
-]
-
 _MOST_OBJECTS = 1.02
 """Objects of Python, of those behind the warm-up: a random step keeps some more or fewer."""
 

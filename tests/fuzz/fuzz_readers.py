@@ -36,8 +36,6 @@ from umem.telemetry import load_recording, measured_row, save_recording
 from umem.telemetry.records import NamedRange, Residency, Shares
 from umem.trace import Trace, load_trace, save_trace
 
-__all__ = ["READERS", "Reader", "Tally"]
-
 MOST_BYTES = 64 * 2**20
 """Most memory that an input may take."""
 

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from gpu_jobs import Job, Start
 
 import umem
 
-SCRIPTS = Path(__file__).resolve().parent / "scripts"
 MANAGED_LIMIT = "8GiB"
-JOB_TIMEOUT_S = 150
-POISON = "UMEM_POISON"
-"""The variable that scripts get from the run of the tests: the whole suite can run under poison."""
-# Python 3.12 warns of every fork of a process with threads, which is what some scripts are about.
-FORK_WARNING = "ignore:This process:DeprecationWarning"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -80,59 +71,8 @@ def class_of() -> Callable[[torch.Tensor], umem.TensorClass | None]:
     return find
 
 
-class Job:
-    """A script in a process of its own: started at once, waited for when its result is asked."""
-
-    def __init__(
-        self,
-        script: str,
-        arguments: tuple[str, ...],
-        variables: dict[str, str],
-        launcher: tuple[str, ...] = (),
-    ) -> None:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name == POISON or not name.startswith("UMEM_")
-        }
-        self.command = " ".join([script, *arguments])
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-W", FORK_WARNING, *launcher),
-                *(str(SCRIPTS / script), *arguments),
-            ],
-            env={**kept, "UMEM_MANAGED_LIMIT": "2GiB", **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._done: subprocess.CompletedProcess[str] | None = None
-
-    def finish(self) -> subprocess.CompletedProcess[str]:
-        """The ended process. One that hangs is killed and fails the test."""
-        if self._done is None:
-            try:
-                out, error = self.process.communicate(timeout=JOB_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                out, error = self.process.communicate()
-                error += f"\n{self.command}: killed after {JOB_TIMEOUT_S} s"
-            self._done = subprocess.CompletedProcess(
-                self.command, self.process.returncode, out, error
-            )
-        return self._done
-
-    def facts(self) -> Any:
-        """What the script wrote as JSON in its last line. It must have ended well."""
-        done = self.finish()
-        assert done.returncode == 0, (
-            f"{self.command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-        )
-        return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
-def start() -> Iterator[Callable[..., Job]]:
+def start() -> Iterator[Start]:
     """Start scripts from ``scripts/``; keywords are environment variables.
 
     But `launcher` is what stands before the script, as options of Python's.

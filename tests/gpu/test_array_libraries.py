@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import Job, Start
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +18,7 @@ share: [numba, cupy]
 
 
 @pytest.fixture(scope="module")
-def jobs(start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+def jobs(start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     for module, package in (("numba", "numba"), ("numba_cuda", "numba-cuda"), ("cupy", "cupy")):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{package} is not installed")

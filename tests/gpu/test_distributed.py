@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import DETERMINISTIC, Job, Start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,11 +28,10 @@ UMEM_RUN = (
     "--policy",
     "managed",
 )
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @pytest.fixture(scope="module")
-def stock(start: Callable[..., Job]) -> dict[str, Any]:
+def stock(start: Start) -> dict[str, Any]:
     """What each rank of a stock run says, by wrapper."""
     jobs = {
         wrapper: start("ranks.py", wrapper, str(STEPS), launcher=TORCHRUN, **DETERMINISTIC)
@@ -45,7 +41,7 @@ def stock(start: Callable[..., Job]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def managed(start: Callable[..., Job], stock: dict[str, Any]) -> dict[str, Job]:
+def managed(start: Start, stock: dict[str, Any]) -> dict[str, Job]:
     """The same under umem, by wrapper, all at once."""
     return {
         wrapper: start(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import pytest
+from gpu_jobs import DETERMINISTIC, Job, Start, under
 
 from umem.policy import Refusable
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
 
 pytestmark = pytest.mark.gpu
 
@@ -21,19 +18,16 @@ PLANNERS = ("planned", "lookahead", "fault")
 ODD_TOKENS = "4100"
 """Activations of this many tokens do not fill whole pages."""
 
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-
 
 @pytest.fixture(scope="module")
-def stock(start: Callable[..., Job]) -> Any:
+def stock(start: Start) -> Any:
     return start("managing.py", "plain", str(STEPS), **DETERMINISTIC).facts()
 
 
 @pytest.fixture(scope="module")
-def odd(start: Callable[..., Job], budget_bytes: int) -> tuple[Job, Job]:
+def odd(start: Start, budget_bytes: int) -> tuple[Job, Job]:
     """A stock run of tensors of odd sizes, and one whose activations move as pages."""
-    budget = {"UMEM_DEVICE_BUDGET": str(budget_bytes), "UMEM_PLANNER": "lookahead"}
-    managed = {**DETERMINISTIC, "UMEM_POLICY": "managed", **budget}
+    managed = {**DETERMINISTIC, **under("managed", budget_bytes), "UMEM_PLANNER": "lookahead"}
     return (
         start("managing.py", "plain", str(STEPS), ODD_TOKENS, **DETERMINISTIC),
         start("managing.py", "sampled", str(STEPS), ODD_TOKENS, **managed),
@@ -46,31 +40,16 @@ def budget_bytes(stock: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def managed(start: Callable[..., Job], budget_bytes: int) -> dict[str, Job]:
+def managed(start: Start, budget_bytes: int) -> dict[str, Job]:
     """All jobs at once, with one that fits its budget, and one without a planner."""
-    common = {**DETERMINISTIC, "UMEM_POLICY": "managed"}
+    tight = {**DETERMINISTIC, **under("managed", budget_bytes)}
+    roomy = {**DETERMINISTIC, **under("managed", 4 * budget_bytes)}
     jobs = {
-        planner: start(
-            "managing.py",
-            "sampled",
-            str(STEPS),
-            UMEM_PLANNER=planner,
-            UMEM_DEVICE_BUDGET=str(budget_bytes),
-            **common,
-        )
+        planner: start("managing.py", "sampled", str(STEPS), UMEM_PLANNER=planner, **tight)
         for planner in PLANNERS
     }
-    jobs["roomy"] = start(
-        "managing.py", "plain", str(STEPS), UMEM_DEVICE_BUDGET=str(4 * budget_bytes), **common
-    )
-    jobs["none"] = start(
-        "managing.py",
-        "plain",
-        str(STEPS),
-        UMEM_PLANNER="none",
-        UMEM_DEVICE_BUDGET=str(budget_bytes),
-        **common,
-    )
+    jobs["roomy"] = start("managing.py", "plain", str(STEPS), **roomy)
+    jobs["none"] = start("managing.py", "plain", str(STEPS), UMEM_PLANNER="none", **tight)
     return jobs
 
 
@@ -90,18 +69,11 @@ def test_values_equal_those_of_a_stock_run(job: str, managed: dict[str, Job], st
 
 @pytest.mark.parametrize("words", [*get_args(Refusable), ",".join(get_args(Refusable))])
 def test_values_are_stocks_without_what_a_driver_may_refuse(
-    words: str, start: Callable[..., Job], budget_bytes: int, stock: Any
+    words: str, start: Start, budget_bytes: int, stock: Any
 ) -> None:
     """Each call is warned of once, and the training goes on without it."""
-    job = start(
-        "managing.py",
-        "sampled",
-        str(STEPS),
-        UMEM_POLICY="managed",
-        UMEM_DEVICE_BUDGET=str(budget_bytes),
-        UMEM_WITHOUT=words,
-        **DETERMINISTIC,
-    )
+    settings = {**DETERMINISTIC, **under("managed", budget_bytes), "UMEM_WITHOUT": words}
+    job = start("managing.py", "sampled", str(STEPS), **settings)
     facts, said = job.facts(), job.finish().stderr
     assert facts["losses"] == stock["losses"]
     assert facts["checksum"] == stock["checksum"]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import DETERMINISTIC, Start
 
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 BUDGET_MIB = 1536  # 1,280 MiB of tensors, and what lies between them
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 PLAIN = """
 name: plain
@@ -31,7 +27,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def changing(start: Callable[..., Job], policy: str) -> Any:
+def changing(start: Start, policy: str) -> Any:
     """The facts of one job, which has ended before another one uses the card: NVML counts all."""
     job = start("expandable.py", "changing", policy, UMEM_DEVICE_BUDGET=f"{BUDGET_MIB}MiB")
     facts = job.facts()
@@ -53,7 +49,7 @@ def test_changing_sizes_stay_within_the_budget(changing: Any) -> None:
     assert changing["broken"] == 0
 
 
-def test_streams_share_a_budget_in_turns(start: Callable[..., Job], policy: str) -> None:
+def test_streams_share_a_budget_in_turns(start: Start, policy: str) -> None:
     facts = start(
         "expandable.py", "borrowing", policy, UMEM_DEVICE_BUDGET=f"{BUDGET_MIB}MiB", **DETERMINISTIC
     ).facts()
@@ -63,7 +59,7 @@ def test_streams_share_a_budget_in_turns(start: Callable[..., Job], policy: str)
     assert facts["budget_peak_bytes"] <= BUDGET_MIB * MIB
 
 
-def test_a_training_is_stocks_to_the_last_bit(start: Callable[..., Job], policy: str) -> None:
+def test_a_training_is_stocks_to_the_last_bit(start: Start, policy: str) -> None:
     mapped = start("expandable.py", "train", policy, **DETERMINISTIC).facts()
     stock = start("expandable.py", "train", "stock", **DETERMINISTIC).facts()
     assert mapped["losses"] == stock["losses"]

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import DETERMINISTIC, Job, Start, under
 
 pytestmark = pytest.mark.gpu
 
 STEPS, MANY = 20, 200
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @pytest.fixture(scope="module")
-def stock(start: Callable[..., Job]) -> Any:
+def stock(start: Start) -> Any:
     return start("managing.py", "plain", str(MANY), **DETERMINISTIC).facts()
 
 
 @pytest.fixture(scope="module")
-def jobs(start: Callable[..., Job], stock: Any) -> dict[str, Job]:
+def jobs(start: Start, stock: Any) -> dict[str, Job]:
     """All at once."""
-    common = {**DETERMINISTIC, "UMEM_POLICY": "managed"}
-    tight = {**common, "UMEM_DEVICE_BUDGET": str(int(0.6 * stock["peak_bytes"]))}
+    tight = {**DETERMINISTIC, **under("managed", int(0.6 * stock["peak_bytes"]))}
     found = {"disturbed": start("managing.py", "disturbed", str(MANY), **tight)}
     for mode in ("broken", "profiled", "freed", "forked", "ended"):
         found[mode] = start("managing.py", mode, str(STEPS), **tight)
-    found["too small"] = start(
-        "managing.py", "patient", str(STEPS), **common, UMEM_DEVICE_BUDGET="48MiB"
-    )
+    too_small = {**DETERMINISTIC, **under("managed", "48MiB")}
+    found["too small"] = start("managing.py", "patient", str(STEPS), **too_small)
     return found
 
 

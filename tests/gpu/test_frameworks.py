@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import DETERMINISTIC, Job, Start
 
 pytestmark = pytest.mark.gpu
 
@@ -22,14 +19,14 @@ NEEDED = {
 
 
 @pytest.fixture(scope="module")
-def jobs(start: Callable[..., Job]) -> dict[tuple[str, str], Job]:
+def jobs(start: Start) -> dict[tuple[str, str], Job]:
     """Every installed framework, under both allocators, all at once."""
     return {
         (framework, allocator): start(
             "frameworks.py",
             framework,
             allocator,
-            CUBLAS_WORKSPACE_CONFIG=":4096:8",
+            **DETERMINISTIC,
             # With more, the Trainer would spread the batch.
             CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         )

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import pytest
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import Job, Start
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +32,7 @@ classes:
 
 
 @pytest.fixture(scope="module")
-def jobs(start: Callable[..., Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+def jobs(start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     """All jobs at once, each with its own policy."""
     folder = tmp_path_factory.mktemp("policies")
     for name, text in (("kinds", KINDS), ("plain", PLAIN), ("advice", ADVICE)):

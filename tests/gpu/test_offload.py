@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from gpu_jobs import Start
 
 from umem.offloading import ActivationStore, CudaMover
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +17,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def facts(start: Callable[..., Job]) -> dict[str, Any]:
+def facts(start: Start) -> dict[str, Any]:
     """Results of the runs, one after the other."""
     found = {}
     for policy in ("stock", "sft"):

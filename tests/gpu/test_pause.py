@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import SIDE_BY_SIDE, Start, under
 
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
-VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
 VALUES = ("losses", "weights", "state", "doubled")
 CASES = {"state": ("state", "1400MiB"), "weights": ("weights", "1GiB"), "all": ("state", "8GiB")}
 """The training, and a budget under which that part of it is streamed; `all` is resident. A plan for
@@ -24,15 +20,14 @@ KERNEL_BYTES = 128 * MIB
 
 
 @pytest.fixture(scope="module")
-def pairs(start: Callable[..., Job]) -> dict[str, tuple[Any, Any]]:
+def pairs(start: Start) -> dict[str, tuple[Any, Any]]:
     """Facts of the stock training and of the paused one. The latter are alone on the card: NVML
     counts all, and for a moment they take all of it."""
-    jobs = {name: start("pausing.py", name, **VARIABLES) for name in ("state", "weights")}
+    jobs = {name: start("pausing.py", name, **SIDE_BY_SIDE) for name in ("state", "weights")}
     stock = {name: job.facts() for name, job in jobs.items()}
 
     def paused(training: str, budget: str) -> Any:
-        settings = {"UMEM_POLICY": "sft", "UMEM_DEVICE_BUDGET": budget, **VARIABLES}
-        return start("pausing.py", training, **settings).facts()
+        return start("pausing.py", training, **under("sft", budget), **SIDE_BY_SIDE).facts()
 
     return {case: (stock[its[0]], paused(*its)) for case, its in CASES.items()}
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import pytest
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import Start
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +11,7 @@ ALL = 1000
 
 
 @pytest.mark.parametrize("policy", ["sft", "managed"])
-def test_new_and_freed_memory_is_nan_and_no_other(policy: str, start: Callable[..., Job]) -> None:
+def test_new_and_freed_memory_is_nan_and_no_other(policy: str, start: Start) -> None:
     facts = start("poison.py", policy, UMEM_POISON="1", UMEM_MANAGED_LIMIT="512MiB").facts()
     assert facts == {
         "new": ALL,

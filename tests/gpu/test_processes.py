@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from gpu_jobs import Job, Start
 
 import umem
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +36,7 @@ ENDINGS = {
 
 
 @pytest.fixture(scope="module")
-def jobs(start: Callable[..., Job]) -> dict[str, Job]:
+def jobs(start: Start) -> dict[str, Job]:
     """All at once."""
     jobs = {mode: start("lifecycle.py", mode) for mode in (*ENDINGS, "interrupt")}
     jobs["late"] = start("enabling.py")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import SIDE_BY_SIDE, Pairs, Start, facts_of, start_pair, under
 
 pytestmark = pytest.mark.gpu
 
-VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
 
 BUDGETS = {
     "nf4": "640MiB",
@@ -34,30 +30,25 @@ TRAININGS = ("qlora", "qlora_without_checkpoints", "ao_int8_adapters")
 
 
 @pytest.fixture(scope="module")
-def pairs(start: Callable[..., Job]) -> Callable[[str], tuple[Any, Any]]:
-    """What the program of a mode saw, stock and under a budget. All processes run at once."""
-    jobs = {
-        mode: (
-            start("quantised.py", mode, **VARIABLES),
-            start(
-                "quantised.py",
-                mode,
-                UMEM_POLICY="lora" if mode in TRAININGS else "inference",
-                UMEM_DEVICE_BUDGET=budget,
-                **VARIABLES,
-            ),
-        )
-        for mode, budget in BUDGETS.items()
-        if find_spec(library_of(mode))
-    }
+def pairs(start: Start) -> Pairs:
+    """All processes run at once."""
+    policies = {mode: "lora" if mode in TRAININGS else "inference" for mode in BUDGETS}
+    found = facts_of(
+        {
+            mode: start_pair(
+                start, "quantised.py", mode, umem=under(policies[mode], budget), **SIDE_BY_SIDE
+            )
+            for mode, budget in BUDGETS.items()
+            if find_spec(library_of(mode))
+        }
+    )
 
-    def facts_of(mode: str) -> tuple[Any, Any]:
-        if mode not in jobs:
+    def facts(mode: str) -> tuple[Any, Any]:
+        if not find_spec(library_of(mode)):
             pytest.skip(f"{library_of(mode)} is not installed")
-        stock, streamed = jobs[mode]
-        return stock.facts(), streamed.facts()
+        return found(mode)
 
-    return facts_of
+    return facts
 
 
 def library_of(mode: str) -> str:
@@ -65,7 +56,7 @@ def library_of(mode: str) -> str:
 
 
 @pytest.mark.parametrize("mode", BUDGETS)
-def test_all_bits_equal_the_stock_run(mode: str, pairs: Callable[[str], tuple[Any, Any]]) -> None:
+def test_all_bits_equal_the_stock_run(mode: str, pairs: Pairs) -> None:
     stock, facts = pairs(mode)
     print(facts)
     assert facts["seen"] == stock["seen"]
@@ -73,7 +64,7 @@ def test_all_bits_equal_the_stock_run(mode: str, pairs: Callable[[str], tuple[An
 
 # Layers of LLM.int8 have each weight by two tensors: it is used where it is.
 @pytest.mark.parametrize("mode", [it for it in BUDGETS if it != "llm_int8"])
-def test_quantised_weights_are_streamed(mode: str, pairs: Callable[[str], tuple[Any, Any]]) -> None:
+def test_quantised_weights_are_streamed(mode: str, pairs: Pairs) -> None:
     weights = pairs(mode)[1]["weights"]
     assert weights["streamed_bytes"] > 0
     assert weights["fetched"] > 20

@@ -5,14 +5,11 @@ On a GPU parameters are gathered on streams of FSDP2's own, which tests on the C
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import SIDE_BY_SIDE, Start, under
 
 pytestmark = pytest.mark.gpu
 
@@ -31,12 +28,11 @@ VALUES = ("losses", "seen", "weights", "state")
         ),
     ],
 )
-def test_deferred_steps_have_stocks_bits(ranks: int, start: Callable[..., Job]) -> None:
+def test_deferred_steps_have_stocks_bits(ranks: int, start: Start) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
-    stock: Any = start("sharding.py", str(STEPS), launcher=launcher, **variables).facts()
+    stock: Any = start("sharding.py", str(STEPS), launcher=launcher, **SIDE_BY_SIDE).facts()
     budget_bytes = int(SHARE * max(it["peak_bytes"] for it in stock))
-    variables |= {"UMEM_POLICY": "sft", "UMEM_DEVICE_BUDGET": str(budget_bytes)}
+    variables = {**SIDE_BY_SIDE, **under("sft", budget_bytes)}
     found: Any = start("sharding.py", str(STEPS), launcher=launcher, **variables).facts()
     assert len(found) == len(stock) == ranks
     for alone, run in zip(stock, found, strict=True):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
+from gpu_jobs import SIDE_BY_SIDE, Pairs, Start, facts_of, start_pair, under
 
 from umem.core.units import parse_bytes
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
 
 pytestmark = pytest.mark.gpu
 
@@ -37,9 +35,7 @@ STREAMED_MODES = (
     "evaluated_by_a_graph",
     "captured_with_a_fork",
     "copied_behind_any_event",
-    "graphed",
     "graphed_late",
-    "graphed_block",
     "scaled",
     "rate_changed",
     "storages_kept",
@@ -59,8 +55,6 @@ STATE_BYTES = 2 * 4 * (8 * 2 * 4 * 1024**2 + 1024**2)
 """Of the moments of all weight matrices."""
 
 
-# All processes run at once: together they stay below the limit for managed memory of one machine.
-VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
 TIGHT = "1400MiB"
 """A budget that not all of the state fits."""
 FEWER_ACTIVATIONS: dict[str, dict[str, str]] = {
@@ -84,47 +78,34 @@ def values(facts: Any) -> dict[str, Any]:
     return {name: facts[name] for name in VALUES}
 
 
-def streamed(start: Callable[..., Job], mode: str, **variables: str) -> Job:
-    """The program of a mode under a budget that not all of the state fits."""
-    return start(
-        "streaming.py",
-        mode,
-        str(STEPS),
-        UMEM_POLICY="sft",
-        UMEM_DEVICE_BUDGET=TIGHT_FOR_FEWER if mode in FEWER_ACTIVATIONS else TIGHT,
-        **VARIABLES,
-        **FEWER_ACTIVATIONS.get(mode, {}),
-        **variables,
+def common(mode: str) -> dict[str, str]:
+    """Variables of both runs of a mode."""
+    return SIDE_BY_SIDE | FEWER_ACTIVATIONS.get(mode, {})
+
+
+def tight(mode: str) -> dict[str, str]:
+    """A budget that not all of the state fits."""
+    return under("sft", TIGHT_FOR_FEWER if mode in FEWER_ACTIVATIONS else TIGHT)
+
+
+def start_pairs(start: Start, modes: Iterable[str]) -> Pairs:
+    return facts_of(
+        {
+            mode: start_pair(
+                start, "streaming.py", mode, str(STEPS), umem=tight(mode), **common(mode)
+            )
+            for mode in modes
+        }
     )
 
 
-Pairs = Callable[[str], tuple[Any, Any]]
-"""Returns what the program of a mode saw, stock and streamed."""
-
-
-def start_pairs(start: Callable[..., Job], modes: Iterable[str]) -> Pairs:
-    jobs = {
-        mode: (
-            start("streaming.py", mode, str(STEPS), **VARIABLES, **FEWER_ACTIVATIONS.get(mode, {})),
-            streamed(start, mode),
-        )
-        for mode in modes
-    }
-
-    def facts_of(mode: str) -> tuple[Any, Any]:
-        stock, other = jobs[mode]
-        return stock.facts(), other.facts()
-
-    return facts_of
-
-
 @pytest.fixture(scope="module")
-def pairs(start: Callable[..., Job]) -> Pairs:
+def pairs(start: Start) -> Pairs:
     return start_pairs(start, STREAMED_MODES)
 
 
 @pytest.fixture(scope="module")
-def address_pairs(start: Callable[..., Job]) -> Pairs:
+def address_pairs(start: Start) -> Pairs:
     """Beside none of the others: the host's memory is for so many processes."""
     if importlib.util.find_spec("cupy") is None:
         pytest.skip("CuPy is not installed")
@@ -142,10 +123,9 @@ def test_all_bits_equal_the_stock_run(mode: str, pairs: Pairs) -> None:
 
 
 @pytest.mark.parametrize("mode", POISONED_MODES)
-def test_nothing_reads_freed_or_new_memory(
-    mode: str, pairs: Pairs, start: Callable[..., Job]
-) -> None:
-    facts = streamed(start, mode, UMEM_POISON="1").facts()
+def test_nothing_reads_freed_or_new_memory(mode: str, pairs: Pairs, start: Start) -> None:
+    settings = common(mode) | tight(mode)
+    facts = start("streaming.py", mode, str(STEPS), UMEM_POISON="1", **settings).facts()
     assert values(facts) == values(pairs(mode)[0])
     assert facts["streaming"]["streamed"] >= STEPS - 1
 
@@ -193,19 +173,12 @@ def test_the_budget_holds_and_nothing_is_managed(pairs: Pairs) -> None:
     assert (streaming["managed_bytes"], streaming["hint_engines"]) == (0, 0)
 
 
-def test_a_tight_budget_streams_and_a_wide_one_does_not(start: Callable[..., Job]) -> None:
-    jobs = {
-        budget: start(
-            "streaming.py",
-            "plain",
-            str(STEPS),
-            UMEM_POLICY="sft",
-            UMEM_DEVICE_BUDGET=budget,
-            **VARIABLES,
-        )
+def test_a_tight_budget_streams_and_a_wide_one_does_not(start: Start) -> None:
+    jobs = [
+        start("streaming.py", "plain", str(STEPS), **under("sft", budget), **SIDE_BY_SIDE)
         for budget in (TIGHT, "8GiB")
-    }
-    tight, wide = (jobs[budget].facts() for budget in jobs)
+    ]
+    tight, wide = (job.facts() for job in jobs)
     assert tight["losses"] == wide["losses"]
     assert tight["weights"] == wide["weights"]
     assert tight["streaming"]["slots_bytes"] > 0
@@ -214,20 +187,12 @@ def test_a_tight_budget_streams_and_a_wide_one_does_not(start: Callable[..., Job
     assert tight["streaming"]["pinned_bytes"] >= STATE_BYTES / 2
 
 
-def test_activations_beyond_the_budget_are_copied(start: Callable[..., Job]) -> None:
+def test_activations_beyond_the_budget_are_copied(start: Start) -> None:
     """16,384 rows save 5 GiB. One process at a time, as NVML shows the whole card."""
-    rows, budget = {"ROWS": "16384"}, "4GiB"
-    stock = start("streaming.py", "plain", str(STEPS), **rows, **VARIABLES).facts()
-    job = start(
-        "streaming.py",
-        "plain",
-        str(STEPS),
-        UMEM_POLICY="sft",
-        UMEM_DEVICE_BUDGET=budget,
-        **rows,
-        **VARIABLES,
-    )
-    facts = job.facts()
+    settings, budget = {"ROWS": "16384", **SIDE_BY_SIDE}, "4GiB"
+    stock = start("streaming.py", "plain", str(STEPS), **settings).facts()
+    settings |= under("sft", budget)
+    facts = start("streaming.py", "plain", str(STEPS), **settings).facts()
     streaming = facts["streaming"]
     print(streaming)
     assert values(facts) == values(stock)
@@ -241,13 +206,13 @@ def test_activations_beyond_the_budget_are_copied(start: Callable[..., Job]) -> 
 @pytest.mark.parametrize("percent", [100, 60])
 @pytest.mark.parametrize("policy", ["sft", "lora"])
 def test_the_card_holds_the_budget_from_the_first_step_on(
-    policy: str, percent: int, start: Callable[..., Job]
+    policy: str, percent: int, start: Start
 ) -> None:
     """With changing batches, evaluations and checkpoints; one process at a time."""
-    settings = {"ROWS": "12288", **({"ADAPTED": "1"} if policy == "lora" else {}), **VARIABLES}
+    settings = {"ROWS": "12288", **({"ADAPTED": "1"} if policy == "lora" else {}), **SIDE_BY_SIDE}
     stock = start("streaming.py", "varied", str(STEPS), **settings).facts()
     budget_bytes = percent * stock["peak_bytes"] // 100
-    settings |= {"UMEM_POLICY": policy, "UMEM_DEVICE_BUDGET": f"{budget_bytes} B"}
+    settings |= under(policy, f"{budget_bytes} B")
     facts = start("streaming.py", "varied", str(STEPS), **settings).facts()
     print(budget_bytes, facts["streaming"])
     assert values(facts) == values(stock)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import pytest
+from gpu_jobs import SIDE_BY_SIDE, Pairs, Start, facts_of, start_pair, under
 
 from umem.core.units import parse_bytes
 
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
-
 pytestmark = pytest.mark.gpu
 
-VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
 WEIGHT_BYTES = 24 * 4 * 8 * 1024**2
 """Of all matrices of the layers."""
 
@@ -45,47 +40,32 @@ POLICIES = {
 }
 
 
-def test_the_card_holds_the_budget(start: Callable[..., Job]) -> None:
+def within_budget(mode: str) -> dict[str, str]:
+    return under(POLICIES.get(mode, "inference"), BUDGETS[mode])
+
+
+def test_the_card_holds_the_budget(start: Start) -> None:
     # The first test, alone on the card: NVML shows what all processes take.
-    stock = start("weights.py", "inference", **VARIABLES).facts()
+    stock = start("weights.py", "inference", **SIDE_BY_SIDE).facts()
     for mode in ("inference", "adapters"):
-        facts = start(
-            "weights.py",
-            mode,
-            UMEM_POLICY=POLICIES.get(mode, "inference"),
-            UMEM_DEVICE_BUDGET=BUDGETS[mode],
-            **VARIABLES,
-        ).facts()
+        facts = start("weights.py", mode, **within_budget(mode), **SIDE_BY_SIDE).facts()
         most = parse_bytes(BUDGETS[mode]) + stock["beside_bytes"] + MORE_BYTES
         assert facts["card_bytes"] <= most
 
 
 @pytest.fixture(scope="module")
-def pairs(start: Callable[..., Job]) -> Callable[[str], tuple[Any, Any]]:
-    """What the program of a mode saw, stock and under a budget. All processes run at once."""
-    jobs = {
-        mode: (
-            start("weights.py", mode, **VARIABLES),
-            start(
-                "weights.py",
-                mode,
-                UMEM_POLICY=POLICIES.get(mode, "inference"),
-                UMEM_DEVICE_BUDGET=budget,
-                **VARIABLES,
-            ),
-        )
-        for mode, budget in BUDGETS.items()
-    }
-
-    def facts_of(mode: str) -> tuple[Any, Any]:
-        stock, streamed = jobs[mode]
-        return stock.facts(), streamed.facts()
-
-    return facts_of
+def pairs(start: Start) -> Pairs:
+    """All processes run at once."""
+    return facts_of(
+        {
+            mode: start_pair(start, "weights.py", mode, umem=within_budget(mode), **SIDE_BY_SIDE)
+            for mode in BUDGETS
+        }
+    )
 
 
 @pytest.mark.parametrize("mode", BUDGETS)
-def test_all_bits_equal_the_stock_run(mode: str, pairs: Callable[[str], tuple[Any, Any]]) -> None:
+def test_all_bits_equal_the_stock_run(mode: str, pairs: Pairs) -> None:
     stock, facts = pairs(mode)
     print(facts["weights"])
     assert facts["seen"] == stock["seen"]
@@ -95,23 +75,19 @@ def test_all_bits_equal_the_stock_run(mode: str, pairs: Callable[[str], tuple[An
 
 
 @pytest.mark.parametrize("mode", ["trained", "managed_at_once"])
-def test_the_plan_of_a_training_decides_on_its_weights(
-    mode: str, pairs: Callable[[str], tuple[Any, Any]]
-) -> None:
+def test_the_plan_of_a_training_decides_on_its_weights(mode: str, pairs: Pairs) -> None:
     assert pairs(mode)[1]["weights"]["is_driven"]
 
 
 @pytest.mark.parametrize("mode", ["inference", "adapters", "trained", "managed_at_once"])
-def test_weights_come_ahead_of_their_use(
-    mode: str, pairs: Callable[[str], tuple[Any, Any]]
-) -> None:
+def test_weights_come_ahead_of_their_use(mode: str, pairs: Pairs) -> None:
     weights = pairs(mode)[1]["weights"]
     # At the begin of a plan, of a step that has changed weights, and of the passes between.
     assert weights["late"] <= weights["fetched"] // 4
 
 
 def test_experts_that_are_used_often_stay_on_the_device(
-    pairs: Callable[[str], tuple[Any, Any]],
+    pairs: Pairs,
 ) -> None:
     hits, misses = pairs("experts")[1]["weights"]["cached_experts"]
     assert hits > 0
@@ -119,7 +95,7 @@ def test_experts_that_are_used_often_stay_on_the_device(
 
 
 def test_homes_are_all_of_the_host_that_is_taken(
-    pairs: Callable[[str], tuple[Any, Any]],
+    pairs: Pairs,
 ) -> None:
     """Weights that a loader brings have one place, on the device or in page-locked memory."""
     facts = pairs("loaded")[1]

@@ -43,12 +43,13 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if torch.cuda.device_count() < ranks:
         pytest.skip("needs two GPUs")
     file = tmp_path_factory.mktemp("systems") / "systems.jsonl"
-    paths = (str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", ""))
+    folders = (ROOT / "benchmarks", ROOT / "tests" / "support")
+    paths = (*map(str, folders), os.environ.get("PYTHONPATH", ""))
     done = subprocess.run(
         [
             *(sys.executable, str(ROOT / "tests" / "systems" / "matrix.py"), "--deterministic"),
             *("--systems", request.param, "--size", "small", "--output", str(file)),
-            *("--ranks", str(ranks)),
+            *("--ranks", str(ranks), "--forked"),
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from gpu_jobs import DETERMINISTIC, Job, Start, under
 
 from umem.hardware.host_memory import PINNED_SHARE
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,11 +19,10 @@ MIB = 1 << 20
 STEPS, RANK_STEPS = 18, 6
 STREAMED_SHARE, MANAGED_SHARE = 0.8, 0.6
 HOST_BYTES = 2048 * MIB
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @pytest.fixture(scope="module")
-def stock(start: Callable[..., Job]) -> Any:
+def stock(start: Start) -> Any:
     """By device, what a stock training there says."""
     return start("two_cards.py", "both", str(STEPS), **DETERMINISTIC).facts()
 
@@ -36,16 +32,13 @@ def budget_bytes(share: float, stock: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def jobs(
-    start: Callable[..., Job], stock: Any, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Job]:
+def jobs(start: Start, stock: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     """Two ranks, and one process with both trainings; all at once."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks = {
         f"rank {number}": start(
             *("two_cards.py", "rank", str(RANK_STEPS), str(number), str(folder), str(HOST_BYTES)),
-            UMEM_POLICY="sft",
-            UMEM_DEVICE_BUDGET=str(budget_bytes(STREAMED_SHARE, stock)),
+            **under("sft", budget_bytes(STREAMED_SHARE, stock)),
             LOCAL_WORLD_SIZE="2",
             **DETERMINISTIC,
         )
@@ -53,8 +46,7 @@ def jobs(
     }
     both = start(
         *("two_cards.py", "both", str(STEPS)),
-        UMEM_POLICY="managed",
-        UMEM_DEVICE_BUDGET=str(budget_bytes(MANAGED_SHARE, stock)),
+        **under("managed", budget_bytes(MANAGED_SHARE, stock)),
         **DETERMINISTIC,
     )
     return ranks | {"both": both}

@@ -11,10 +11,6 @@ constexpr Advice kOnDevice{.placement = Placement::device};
 constexpr Advice kDuplicated{.placement = Placement::device, .read_mostly = true};
 constexpr Advice kOnHost{.placement = Placement::host};
 
-ClassSetting& setting_of(Config& config, TensorClass tensor_class) {
-  return config.classes[static_cast<std::size_t>(tensor_class)];
-}
-
 // Frozen weights are read-mostly, optimizer state lives on the host, the rest on the device.
 Config mixed_config() {
   Config config = config_of(MemoryKind::managed, kOnDevice);
@@ -34,7 +30,7 @@ std::map<std::uintptr_t, Advice> advice_by_page(const Machine& machine) {
 }
 
 // As with a driver that has neither call.
-void advice_and_prefetches_can_be_left_out() {
+TEST(advice_and_prefetches_can_be_left_out) {
   Config config = mixed_config();
   config.advises = config.prefetches = false;
   Machine machine({.config = config});
@@ -43,10 +39,9 @@ void advice_and_prefetches_can_be_left_out() {
   CHECK_EQUAL(machine.driver.advice().size(), 0U);
   CHECK_EQUAL(machine.driver.populated().size(), 0U);
   CHECK_EQUAL(machine.device.stats().num_failed_hints, 3);
-  check_consistent(machine.device);
 }
 
-void a_new_segment_is_advised_and_populated() {
+TEST(a_new_segment_is_advised_and_populated) {
   Machine machine({.config = mixed_config()});
   const std::uintptr_t address = machine.allocate(3 * MiB);
   const std::vector<AdviceCall> calls = machine.driver.advice();
@@ -62,14 +57,14 @@ void a_new_segment_is_advised_and_populated() {
   CHECK_EQUAL(machine.device.stats().num_failed_hints, 0);
 }
 
-void memory_on_the_host_is_not_populated() {
+TEST(memory_on_the_host_is_not_populated) {
   Machine machine({.config = mixed_config()});
   machine.allocate(3 * MiB, 0, TensorClass::optimizer_state);
   CHECK(machine.driver.advice().at(0).advice == kOnHost);
   CHECK(machine.driver.populated().empty());
 }
 
-void no_advice_where_the_policy_has_none() {
+TEST(no_advice_where_the_policy_has_none) {
   Machine machine({.config = config_of(MemoryKind::managed, Advice{.placement = Placement::any})});
   machine.free(machine.allocate(3 * MiB));
   machine.allocate(3 * MiB);
@@ -77,7 +72,7 @@ void no_advice_where_the_policy_has_none() {
   CHECK(machine.driver.populated().empty());
 }
 
-void system_memory_takes_advice_and_others_do_not() {
+TEST(system_memory_takes_advice_and_others_do_not) {
   for (const MemoryKind kind : {MemoryKind::device, MemoryKind::system, MemoryKind::pinned}) {
     Config config = config_of(kind, kOnDevice);
     setting_of(config, TensorClass::weights).advice = kDuplicated;
@@ -92,7 +87,7 @@ void system_memory_takes_advice_and_others_do_not() {
   }
 }
 
-void a_retagged_block_is_advised_and_its_next_owner_too() {
+TEST(a_retagged_block_is_advised_and_its_next_owner_too) {
   Machine machine({.config = mixed_config()});
   const std::uintptr_t address = machine.allocate(3 * MiB + 1, 0, TensorClass::weights);
   CHECK(machine.device.retag(address, TensorClass::frozen_weights));
@@ -112,7 +107,7 @@ void a_retagged_block_is_advised_and_its_next_owner_too() {
   CHECK_EQUAL(calls[2].range.bytes, 4 * MiB);
 }
 
-void a_class_with_the_same_advice_needs_no_call() {
+TEST(a_class_with_the_same_advice_needs_no_call) {
   Machine machine({.config = mixed_config()});
   const std::uintptr_t address = machine.allocate(3 * MiB, 0, TensorClass::weights);
   CHECK(machine.device.retag(address, TensorClass::gradients));
@@ -120,7 +115,7 @@ void a_class_with_the_same_advice_needs_no_call() {
 }
 
 // Small blocks share their page with others that are of another class.
-void small_blocks_keep_the_advice_of_their_segment() {
+TEST(small_blocks_keep_the_advice_of_their_segment) {
   Machine machine({.config = mixed_config()});
   const std::uintptr_t address = machine.allocate(MiB + MiB / 2, 0, TensorClass::weights);
   CHECK(machine.device.retag(address, TensorClass::frozen_weights));
@@ -132,7 +127,7 @@ void small_blocks_keep_the_advice_of_their_segment() {
 }
 
 // Its memory stays what it is until it is freed.
-void a_kind_is_not_changed_by_a_tag() {
+TEST(a_kind_is_not_changed_by_a_tag) {
   Config config = mixed_config();
   setting_of(config, TensorClass::gradients).kind = MemoryKind::device;
   Machine machine({.config = config});
@@ -142,12 +137,11 @@ void a_kind_is_not_changed_by_a_tag() {
   CHECK(machine.allocator.live_blocks().at(0).kind == MemoryKind::managed);
 }
 
-void parts_of_a_merged_block_are_advised_anew() {
+TEST(parts_of_a_merged_block_are_advised_anew) {
   Machine machine({.config = mixed_config()});
   const std::uintptr_t left = machine.allocate(4 * MiB), right = machine.allocate(4 * MiB);
   CHECK(machine.device.retag(right, TensorClass::frozen_weights));
-  machine.free(left);
-  machine.free(right);
+  machine.free(left, right);
   const std::size_t before = machine.driver.advice().size();
   CHECK_EQUAL(machine.allocate(6 * MiB - 64 * KiB), left);
   CHECK_EQUAL(machine.driver.advice().size(), before + 1);
@@ -158,7 +152,7 @@ void parts_of_a_merged_block_are_advised_anew() {
     if (page < left + 8 * MiB) CHECK(advice == kOnDevice);
 }
 
-void every_live_page_carries_its_class_advice() {
+TEST(every_live_page_carries_its_class_advice) {
   const Config config = mixed_config();
   Machine machine({.config = config});
   std::mt19937_64 random(3);
@@ -185,14 +179,14 @@ void every_live_page_carries_its_class_advice() {
   CHECK(!live.empty());
   for (const LiveBlock& block : machine.allocator.live_blocks()) {
     CHECK(live.at(block.address) == block.tensor_class);
-    const Advice& expected = config.classes[static_cast<std::size_t>(block.tensor_class)].advice;
+    const Advice& expected = config.classes[number_of(block.tensor_class)].advice;
     for (std::uintptr_t page = block.address; page < block.address + block.bytes;
          page += kLargeStepBytes)
       CHECK(by_page.at(page) == expected);
   }
 }
 
-void refused_hints_are_counted_and_harmless() {
+TEST(refused_hints_are_counted_and_harmless) {
   Machine machine({.config = mixed_config()});
   machine.driver.refuse_hints(true);
   const std::uintptr_t address = machine.allocate(3 * MiB, 0, TensorClass::weights);
@@ -207,19 +201,3 @@ void refused_hints_are_counted_and_harmless() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(advice_and_prefetches_can_be_left_out);
-  RUN(a_new_segment_is_advised_and_populated);
-  RUN(memory_on_the_host_is_not_populated);
-  RUN(no_advice_where_the_policy_has_none);
-  RUN(system_memory_takes_advice_and_others_do_not);
-  RUN(a_retagged_block_is_advised_and_its_next_owner_too);
-  RUN(a_class_with_the_same_advice_needs_no_call);
-  RUN(small_blocks_keep_the_advice_of_their_segment);
-  RUN(a_kind_is_not_changed_by_a_tag);
-  RUN(parts_of_a_merged_block_are_advised_anew);
-  RUN(every_live_page_carries_its_class_advice);
-  RUN(refused_hints_are_counted_and_harmless);
-}

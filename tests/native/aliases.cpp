@@ -8,13 +8,6 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7;
-constexpr std::size_t kHost = 64 * GiB;  // available host memory
-
-Machine machine_of(std::size_t budget_bytes) {
-  return Machine({.config = budget_config(budget_bytes), .virtual_memory = true});
-}
-
 // No physical memory is used at two addresses.
 void check_apart(const Machine& machine) {
   check_consistent(machine.device);
@@ -32,20 +25,17 @@ void check_apart(const Machine& machine) {
 }
 
 // Blocks that fill the budget; the first and the third are free.
-struct Holes {
+struct Holes : Machine {
   explicit Holes(std::size_t count = 5, std::size_t bytes = 24 * MiB)
-      : machine(machine_of(count * bytes)) {
-    while (blocks.size() < count) blocks.push_back(machine.allocate(bytes));
-    machine.free(blocks[0]);
-    machine.free(blocks[2]);
+      : Machine({.config = budget_config(count * bytes), .virtual_memory = true}) {
+    while (blocks.size() < count) blocks.push_back(allocate(bytes));
+    free(blocks[0], blocks[2]);
   }
-  Machine machine;
   std::vector<std::uintptr_t> blocks;
 };
 
-void free_memory_serves_at_once() {
-  Holes holes;
-  Machine& machine = holes.machine;
+TEST(free_memory_serves_at_once) {
+  Holes machine;
   machine.driver.launch(kMain);
   const std::size_t created = mapped(machine).created();
   const std::uintptr_t large = machine.allocate(48 * MiB);
@@ -62,33 +52,30 @@ void free_memory_serves_at_once() {
   check_apart(machine);
 }
 
-void it_returns_when_smaller_tensors_need_it() {
-  Holes holes;
-  Machine& machine = holes.machine;
+TEST(it_returns_when_smaller_tensors_need_it) {
+  Holes machine;
   const std::uintptr_t large = machine.allocate(48 * MiB);
   machine.free(large);
   CHECK_EQUAL(machine.allocate(47 * MiB), large);  // as many handles
   machine.free(large);
   const std::size_t maps = mapped(machine).maps();
   const std::uintptr_t first = machine.allocate(24 * MiB), second = machine.allocate(24 * MiB);
-  CHECK_EQUAL(std::min(first, second), holes.blocks[0]);
-  CHECK_EQUAL(std::max(first, second), holes.blocks[2]);
+  CHECK_EQUAL(std::min(first, second), machine.blocks[0]);
+  CHECK_EQUAL(std::max(first, second), machine.blocks[2]);
   CHECK_EQUAL(mapped(machine).maps(), maps);
   CHECK_EQUAL(mapped(machine).unmaps(), 0U);
   check_apart(machine);
 }
 
-void steps_that_repeat_call_nothing() {
-  Holes holes;
-  Machine& machine = holes.machine;
+TEST(steps_that_repeat_call_nothing) {
+  Holes machine;
   const auto step = [&] {
     const std::uintptr_t large = machine.allocate(48 * MiB);
     machine.driver.launch(kMain);
     machine.free(large);
     const std::uintptr_t first = machine.allocate(24 * MiB), second = machine.allocate(20 * MiB);
     machine.driver.launch(kMain);
-    machine.free(first);
-    machine.free(second);
+    machine.free(first, second);
   };
   step();
   const std::size_t maps = mapped(machine).maps();
@@ -100,14 +87,13 @@ void steps_that_repeat_call_nothing() {
 }
 
 // Few other handles are mapped where an alias was: behind its last use, not behind all work.
-void only_the_last_use_is_waited_for() {
-  Holes holes(7, 160 * MiB);
-  Machine& machine = holes.machine;
+TEST(only_the_last_use_is_waited_for) {
+  Holes machine(7, 160 * MiB);
   const std::uintptr_t large = machine.allocate(320 * MiB);
   const std::uint64_t used = machine.driver.launch(kMain);
   machine.free(large);
   machine.allocate(8 * MiB);  // ends it: two handles
-  machine.free(holes.blocks[4]);
+  machine.free(machine.blocks[4]);
   machine.driver.launch(kMain);
   CHECK_EQUAL(machine.driver.done(kMain), 0U);
   CHECK_EQUAL(machine.allocate(320 * MiB), large);
@@ -117,15 +103,14 @@ void only_the_last_use_is_waited_for() {
 }
 
 // Many are rather mapped at new addresses, while work uses the old ones.
-void work_is_not_waited_for_if_that_is_slower() {
+TEST(work_is_not_waited_for_if_that_is_slower) {
   for (const bool is_busy : {true, false}) {
-    Holes holes(7);
-    Machine& machine = holes.machine;
+    Holes machine(7);
     const std::uintptr_t large = machine.allocate(48 * MiB);
     machine.driver.launch(kMain);
     machine.free(large);
     machine.allocate(24 * MiB);  // ends it
-    machine.free(holes.blocks[4]);
+    machine.free(machine.blocks[4]);
     if (!is_busy) machine.driver.finish(kMain);
     const std::uint64_t done = machine.driver.done(kMain);
     CHECK_EQUAL(machine.allocate(48 * MiB) == large, !is_busy);
@@ -135,13 +120,11 @@ void work_is_not_waited_for_if_that_is_slower() {
   }
 }
 
-void other_streams_have_used_it_before() {
-  Holes holes;
-  Machine& machine = holes.machine;
+TEST(other_streams_have_used_it_before) {
+  Holes machine;
   const std::uintptr_t large = machine.allocate(48 * MiB);
   const std::uint64_t work = machine.driver.launch(kSide);
-  machine.device.record_stream(large, kSide);
-  machine.free(large);
+  machine.free_used(large, kSide);
   const std::uintptr_t small = machine.allocate(24 * MiB);
   CHECK(machine.driver.done(kSide) >= work || pinned_stats(machine).spilled_bytes != 0);
   machine.free(small);
@@ -149,14 +132,12 @@ void other_streams_have_used_it_before() {
 }
 
 // What another stream has used is free only once that is waited for: an alias too, which then ends.
-void one_that_is_waited_for_serves_more() {
-  Holes holes(7);
-  Machine& machine = holes.machine;
+TEST(one_that_is_waited_for_serves_more) {
+  Holes machine(7);
   const std::uintptr_t large = machine.allocate(48 * MiB);
   const std::uint64_t work = machine.driver.launch(kSide);
-  machine.device.record_stream(large, kSide);
-  machine.free(large);
-  machine.free(holes.blocks[4]);
+  machine.free_used(large, kSide);
+  machine.free(machine.blocks[4]);
   machine.allocate(72 * MiB);
   CHECK_EQUAL(machine.driver.done(kSide), work);
   CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
@@ -164,39 +145,36 @@ void one_that_is_waited_for_serves_more() {
 }
 
 // The free memory beside which a tensor would grow is none that can move there.
-void too_little_can_move_and_more_is_waited_for() {
+TEST(too_little_can_move_and_more_is_waited_for) {
   Machine machine = machine_of(120 * MiB);
   std::vector<std::uintptr_t> blocks;
   while (blocks.size() < 5) blocks.push_back(machine.allocate(24 * MiB));
   const std::uint64_t work = machine.driver.launch(kSide);
   machine.device.record_stream(blocks[2], kSide);
-  machine.free(blocks[2]);
-  machine.free(blocks[4]);
+  machine.free(blocks[2], blocks[4]);
   machine.allocate(40 * MiB);
   CHECK_EQUAL(machine.driver.done(kSide), work);
   CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
   check_apart(machine);
 }
 
-void all_of_it_goes_back() {
-  Holes holes;
-  Machine& machine = holes.machine;
+TEST(all_of_it_goes_back) {
+  Holes machine;
   const std::uintptr_t large = machine.allocate(48 * MiB);
   machine.device.empty_cache();
   CHECK_EQUAL(mapped(machine).held_bytes(), 120 * MiB);
   machine.free(large);
   machine.device.empty_cache();
   CHECK_EQUAL(mapped(machine).held_bytes(), 72 * MiB);
-  CHECK(!mapped(machine).is_mapped(large) && !mapped(machine).is_mapped(holes.blocks[0]));
+  CHECK(!mapped(machine).is_mapped(large) && !mapped(machine).is_mapped(machine.blocks[0]));
   machine.allocate(48 * MiB);
   machine.device.set_device_budget(72 * MiB);
   check_apart(machine);
 }
 
 // New handles fill the hole that an alias left: its own stay where they are.
-void a_hole_is_filled_meanwhile() {
-  Holes holes;
-  Machine& machine = holes.machine;
+TEST(a_hole_is_filled_meanwhile) {
+  Holes machine;
   const std::uintptr_t large = machine.allocate(48 * MiB);
   machine.device.set_device_budget(168 * MiB);
   const std::uint64_t work = machine.driver.launch(kMain);
@@ -211,10 +189,9 @@ void a_hole_is_filled_meanwhile() {
   check_apart(machine);
 }
 
-void a_pause_ends_it() {
+TEST(a_pause_ends_it) {
   for (const bool is_live : {true, false}) {
-    Holes holes;
-    Machine& machine = holes.machine;
+    Holes machine;
     const std::uintptr_t large = machine.allocate(48 * MiB);
     if (!is_live) machine.free(large);
     machine.device.pause(kHost);
@@ -228,9 +205,8 @@ void a_pause_ends_it() {
   }
 }
 
-void a_mapping_that_fails_changes_nothing() {
-  Holes holes;
-  Machine& machine = holes.machine;
+TEST(a_mapping_that_fails_changes_nothing) {
+  Holes machine;
   mapped(machine).refuse_maps(true);
   machine.allocate(48 * MiB);
   CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 48 * MiB);
@@ -241,9 +217,8 @@ void a_mapping_that_fails_changes_nothing() {
 }
 
 // A stream without events is not waited for, and an alias of it is mapped once only.
-void without_events_nothing_is_mapped_over() {
-  Holes holes;
-  Machine& machine = holes.machine;
+TEST(without_events_nothing_is_mapped_over) {
+  Holes machine;
   const std::uintptr_t large = machine.allocate(48 * MiB);
   machine.driver.refuse_events(true);
   machine.free(large);
@@ -254,13 +229,12 @@ void without_events_nothing_is_mapped_over() {
 }
 
 // A GPU that comes later may access what is used at a second address later still.
-void peers_have_access() {
+TEST(peers_have_access) {
   Machine machine({.config = budget_config(120 * MiB), .devices = 2, .virtual_memory = true});
   machine.allocator.allocate(512, 0, kMain);
   std::vector<std::uintptr_t> blocks;
   for (int i = 0; i < 5; ++i) blocks.push_back(machine.allocate(23 * MiB));
-  machine.free(blocks[0]);
-  machine.free(blocks[2]);
+  machine.free(blocks[0], blocks[2]);
   machine.free(machine.allocate(44 * MiB));
   machine.allocator.allocate(20 * MiB, 1, kMain);
   CHECK(mapped(machine).holds(machine.allocate(44 * MiB), 44 * MiB, {1}));
@@ -268,7 +242,7 @@ void peers_have_access() {
 }
 
 // Tensors of changing sizes that live and die in any order, within a budget that they all but fill.
-void random_tensors_never_share_memory() {
+TEST(random_tensors_never_share_memory) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     std::mt19937_64 random(seed);
     Machine machine = machine_of(1 * GiB);
@@ -305,7 +279,7 @@ void random_tensors_never_share_memory() {
 
 // Each hole between two tensors keeps less than two handles; all else serves, wherever it lies, and
 // however many large tensors there were before: their addresses are used again.
-void random_tensors_within_the_budget_are_on_the_card() {
+TEST(random_tensors_within_the_budget_are_on_the_card) {
   constexpr std::size_t kBudget = 8 * GiB;
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     std::mt19937_64 random(seed);
@@ -332,12 +306,11 @@ void random_tensors_within_the_budget_are_on_the_card() {
       live_bytes += bytes;
     }
     CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
-    check_consistent(machine.device);
   }
 }
 
 // In host memory, where a handle has the same contents at all of its addresses.
-void contents_stay() {
+TEST(contents_stay) {
   HostSource source(0);
   HostDriver driver(8 * GiB, std::make_unique<HostVirtualMemory>(0));
   SharedLimits limits{.managed = SharedLimit(0), .pinned = SharedLimit(0)};
@@ -376,24 +349,3 @@ void contents_stay() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(free_memory_serves_at_once);
-  RUN(it_returns_when_smaller_tensors_need_it);
-  RUN(steps_that_repeat_call_nothing);
-  RUN(only_the_last_use_is_waited_for);
-  RUN(work_is_not_waited_for_if_that_is_slower);
-  RUN(other_streams_have_used_it_before);
-  RUN(one_that_is_waited_for_serves_more);
-  RUN(too_little_can_move_and_more_is_waited_for);
-  RUN(all_of_it_goes_back);
-  RUN(a_hole_is_filled_meanwhile);
-  RUN(a_pause_ends_it);
-  RUN(a_mapping_that_fails_changes_nothing);
-  RUN(without_events_nothing_is_mapped_over);
-  RUN(peers_have_access);
-  RUN(random_tensors_never_share_memory);
-  RUN(random_tensors_within_the_budget_are_on_the_card);
-  RUN(contents_stay);
-}

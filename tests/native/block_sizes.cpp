@@ -11,7 +11,7 @@ std::size_t block_bytes_for(std::size_t bytes) {
   return round_up(bytes, bytes < 2 * MiB ? 512 : 64 * KiB);
 }
 
-void blocks_are_rounded_and_aligned() {
+TEST(blocks_are_rounded_and_aligned) {
   Machine machine;
   for (const std::size_t bytes :
        {std::size_t{1}, std::size_t{511}, std::size_t{512}, std::size_t{513}, MiB - 1, MiB, MiB + 1,
@@ -39,7 +39,7 @@ std::size_t segment_bytes_for(std::size_t bytes) {
 }
 
 // torch's own sizes, with 8 MiB where blocks of 1 to 2 MiB do not share a segment with larger ones.
-void segments_leave_room_for_more() {
+TEST(segments_leave_room_for_more) {
   CHECK_EQUAL(segment_bytes_for(1), 2 * MiB);
   CHECK_EQUAL(segment_bytes_for(MiB), 2 * MiB);
   CHECK_EQUAL(segment_bytes_for(MiB + 1), 8 * MiB);
@@ -52,7 +52,7 @@ void segments_leave_room_for_more() {
   CHECK_EQUAL(segment_bytes_for(100 * MiB), 100 * MiB);
 }
 
-void large_blocks_own_their_pages() {
+TEST(large_blocks_own_their_pages) {
   Machine machine;
   std::mt19937_64 random(1);
   std::vector<std::uintptr_t> addresses;
@@ -87,22 +87,20 @@ void large_blocks_own_their_pages() {
       CHECK_EQUAL(is_large(block), is_large(blocks[0]));
       CHECK(is_large(block) || block.tensor_class == blocks[0].tensor_class);
     }
-  check_consistent(machine.device);
 }
 
 // Neighbours of sizes a little above a multiple of 2 MiB lie close to each other.
-void large_blocks_are_packed() {
+TEST(large_blocks_are_packed) {
   Machine machine;
   const std::uintptr_t first = machine.allocate(2 * MiB + 1);
   CHECK_EQUAL(first % (2 * MiB), 0U);
   CHECK_EQUAL(machine.allocate(4 * MiB + 64 * KiB), first + 2 * MiB + 64 * KiB);
   CHECK_EQUAL(machine.allocate(2 * MiB), first + 6 * MiB + 128 * KiB);
   CHECK_EQUAL(machine.source.held_bytes(), 20 * MiB);
-  check_consistent(machine.device);
 }
 
 // A large block of one class may take what one of another class left; a small one may not.
-void classes_share_large_memory_only() {
+TEST(classes_share_large_memory_only) {
   Machine machine;
   const std::uintptr_t gradient = machine.allocate(3 * MiB, 0, TensorClass::gradients);
   machine.free(gradient);
@@ -114,9 +112,9 @@ void classes_share_large_memory_only() {
 }
 
 // What a policy says of placement is nothing to memory that takes no advice.
-void kinds_without_advice_share_large_memory() {
+TEST(kinds_without_advice_share_large_memory) {
   Config config = config_of(MemoryKind::device);
-  config.classes[static_cast<std::size_t>(TensorClass::gradients)].advice = {
+  setting_of(config, TensorClass::gradients).advice = {
       .placement = Placement::host, .read_mostly = true};
   Machine machine({.config = config});
   const std::uintptr_t gradient = machine.allocate(3 * MiB, 0, TensorClass::gradients);
@@ -131,7 +129,7 @@ MemoryKind kind_for(Machine& machine, std::size_t bytes) {
   return kind;
 }
 
-void blocks_below_the_minimum_are_device_memory() {
+TEST(blocks_below_the_minimum_are_device_memory) {
   for (const std::size_t min_bytes : {64 * KiB, MiB, 16 * MiB}) {
     Config config;
     config.classes[0].min_bytes = min_bytes;
@@ -143,14 +141,14 @@ void blocks_below_the_minimum_are_device_memory() {
   }
 }
 
-void nothing_for_zero_bytes() {
+TEST(nothing_for_zero_bytes) {
   Machine machine;
   CHECK_EQUAL(machine.allocate(0), 0U);
   CHECK_EQUAL(machine.device.stats().allocation.all.allocated, 0);
   CHECK_EQUAL(machine.source.requests(), 0U);
 }
 
-void enormous_sizes_are_out_of_memory() {
+TEST(enormous_sizes_are_out_of_memory) {
   Machine machine;
   const std::size_t negative = static_cast<std::size_t>(-1);
   std::int64_t refused = 0;
@@ -164,7 +162,7 @@ void enormous_sizes_are_out_of_memory() {
   machine.allocate(1);
 }
 
-void only_the_start_of_a_live_block_can_be_freed() {
+TEST(only_the_start_of_a_live_block_can_be_freed) {
   Machine machine({.config = {}, .devices = 2});
   const std::uintptr_t small = machine.allocate(1000);
   const std::uintptr_t large = machine.allocate(5 * MiB);
@@ -178,15 +176,13 @@ void only_the_start_of_a_live_block_can_be_freed() {
     CHECK(!machine.device.free(address));
   }
   CHECK_EQUAL(machine.device.stats().allocation.all.freed, 2);
-  check_consistent(machine.device);
 }
 
-void addresses_find_their_segment() {
+TEST(addresses_find_their_segment) {
   Machine machine({.config = {}, .devices = 2});
   const std::uintptr_t first = machine.allocate(3 * MiB);
   const std::uintptr_t second = machine.allocate(3 * MiB);
-  const auto elsewhere = reinterpret_cast<std::uintptr_t>(
-      machine.allocator.device(1).allocate(100, 0, TensorClass::other));
+  const std::uintptr_t elsewhere = machine.allocate_on(1, 100);
   for (const std::uintptr_t address : {first, first + 1, second, second + 3 * MiB - 1}) {
     const auto base = machine.allocator.base_allocation(address);
     CHECK(base.has_value());
@@ -202,18 +198,3 @@ void addresses_find_their_segment() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(blocks_are_rounded_and_aligned);
-  RUN(segments_leave_room_for_more);
-  RUN(large_blocks_own_their_pages);
-  RUN(large_blocks_are_packed);
-  RUN(classes_share_large_memory_only);
-  RUN(kinds_without_advice_share_large_memory);
-  RUN(blocks_below_the_minimum_are_device_memory);
-  RUN(nothing_for_zero_bytes);
-  RUN(enormous_sizes_are_out_of_memory);
-  RUN(only_the_start_of_a_live_block_can_be_freed);
-  RUN(addresses_find_their_segment);
-}

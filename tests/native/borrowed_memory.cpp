@@ -7,9 +7,7 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7;
 constexpr std::size_t kBudget = 64 * MiB;
-constexpr std::size_t kHost = 64 * GiB;  // available host memory
 
 std::size_t calls(const Machine& machine) {
   return mapped(machine).created() + mapped(machine).maps() + mapped(machine).unmaps();
@@ -18,53 +16,50 @@ std::size_t calls(const Machine& machine) {
 std::size_t spilled_bytes(const Machine& machine) { return pinned_stats(machine).spilled_bytes; }
 
 // The side stream has the whole budget, and work that may use it; none of it is live.
-struct Spent {
-  Machine machine{{.config = budget_config(kBudget), .virtual_memory = true}};
-  const std::uintptr_t address = machine.allocate(kBudget, kSide);
-  const std::uint64_t work = machine.driver.launch(kSide);
-  Spent() { machine.free(address); }
+struct Spent : Machine {
+  Spent() : Machine({.config = budget_config(kBudget), .virtual_memory = true}) { free(address); }
 
   // The main stream borrows a part of it, gets work and frees it: the mark of the work.
   std::uint64_t borrow_and_free() {
-    const std::uintptr_t borrowed = machine.allocate(40 * MiB);
-    const std::uint64_t work_of_borrower = machine.driver.launch(kMain);
-    machine.free(borrowed);
+    const std::uintptr_t borrowed = allocate(40 * MiB);
+    const std::uint64_t work_of_borrower = driver.launch(kMain);
+    free(borrowed);
     return work_of_borrower;
   }
 
   bool runs_behind(StreamId later, StreamId earlier, std::uint64_t mark) {
-    return machine.driver.runs_behind({0, later}, {0, earlier}, mark);
+    return driver.runs_behind({0, later}, {0, earlier}, mark);
   }
+
+  const std::uintptr_t address = allocate(kBudget, kSide);
+  const std::uint64_t work = driver.launch(kSide);
 };
 
-void a_stream_waits_for_another_and_the_host_does_not() {
-  Spent spent;
-  Machine& machine = spent.machine;
+TEST(a_stream_waits_for_another_and_the_host_does_not) {
+  Spent machine;
   const std::size_t before = calls(machine);
-  CHECK(!spent.runs_behind(kMain, kSide, spent.work));
-  CHECK_EQUAL(machine.allocate(40 * MiB), spent.address);
-  CHECK(spent.runs_behind(kMain, kSide, spent.work));
+  CHECK(!machine.runs_behind(kMain, kSide, machine.work));
+  CHECK_EQUAL(machine.allocate(40 * MiB), machine.address);
+  CHECK(machine.runs_behind(kMain, kSide, machine.work));
   CHECK_EQUAL(machine.driver.done(kSide), 0U);
   CHECK_EQUAL(calls(machine), before);
   CHECK_EQUAL(machine.driver.events(), 0U);
   CHECK_EQUAL(budget_bytes(machine), kBudget);
   CHECK_EQUAL(spilled_bytes(machine), 0U);
-  check_consistent(machine.device);
 }
 
-void the_smallest_block_that_is_enough_is_borrowed() {
-  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+TEST(the_smallest_block_that_is_enough_is_borrowed) {
+  Machine machine = machine_of(kBudget);
   const std::uintptr_t large = machine.allocate(40 * MiB, kSide);
   const std::uintptr_t small = machine.allocate(24 * MiB, kSide + 1);
-  machine.free(large);
-  machine.free(small);
+  machine.free(large, small);
   CHECK_EQUAL(machine.allocate(20 * MiB), small);
 }
 
 // A program may free what another stream reads, and have the owner wait for that before it asks for
 // memory again. The borrower cannot know.
-void a_stream_waits_for_all_that_may_still_read_it() {
-  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+TEST(a_stream_waits_for_all_that_may_still_read_it) {
+  Machine machine = machine_of(kBudget);
   machine.free(machine.allocate(4 * MiB));
   const std::uintptr_t address = machine.allocate(60 * MiB, kSide);
   const std::uint64_t read = machine.driver.launch(kMain);
@@ -100,7 +95,7 @@ struct OwnStreams {
   }
 };
 
-void own_streams_are_not_waited_for() {
+TEST(own_streams_are_not_waited_for) {
   OwnStreams streams(kSide);
   streams.machine.allocate(40 * MiB, OwnStreams::kLater);
   CHECK_EQUAL(spilled_bytes(streams.machine), 0U);
@@ -109,7 +104,7 @@ void own_streams_are_not_waited_for() {
   CHECK(!streams.waits_for(OwnStreams::kOther));
 }
 
-void own_streams_are_waited_for_where_memory_is_theirs() {
+TEST(own_streams_are_waited_for_where_memory_is_theirs) {
   OwnStreams streams(OwnStreams::kOwn);
   streams.machine.allocate(40 * MiB, OwnStreams::kLater);
   CHECK_EQUAL(spilled_bytes(streams.machine), 0U);
@@ -118,7 +113,7 @@ void own_streams_are_waited_for_where_memory_is_theirs() {
 }
 
 // The host waits for a stream whose memory goes to another one, and not for own streams.
-void handles_leave_a_stream_without_own_streams() {
+TEST(handles_leave_a_stream_without_own_streams) {
   OwnStreams streams(kSide, true);
   Machine& machine = streams.machine;
   machine.allocate(40 * MiB, OwnStreams::kLater);
@@ -128,21 +123,20 @@ void handles_leave_a_stream_without_own_streams() {
   CHECK_EQUAL(machine.driver.done(OwnStreams::kOther), 0U);
 }
 
-void own_streams_lend_last() {
-  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+TEST(own_streams_lend_last) {
+  Machine machine = machine_of(kBudget);
   machine.device.add_own_stream(OwnStreams::kOwn);
   const std::uintptr_t programs = machine.allocate(40 * MiB, kSide);
   const std::uintptr_t own = machine.allocate(24 * MiB, OwnStreams::kOwn);
-  machine.free(programs);
-  machine.free(own);
+  machine.free(programs, own);
   CHECK_EQUAL(machine.allocate(20 * MiB), programs);
   CHECK_EQUAL(machine.allocate(24 * MiB, kSide + 1), own);
   CHECK_EQUAL(spilled_bytes(machine), 0U);
 }
 
 // An update's temporary tensors may lie in the program's memory, which has other memory meanwhile.
-void what_own_streams_have_borrowed_is_taken_back_last() {
-  Machine machine({.config = budget_config(kBudget), .virtual_memory = true});
+TEST(what_own_streams_have_borrowed_is_taken_back_last) {
+  Machine machine = machine_of(kBudget);
   machine.device.add_own_stream(OwnStreams::kOwn);
   machine.allocate(4 * MiB, OwnStreams::kOwn);
   const std::uintptr_t main = machine.allocate(24 * MiB);
@@ -151,8 +145,7 @@ void what_own_streams_have_borrowed_is_taken_back_last() {
   machine.free(side);
   CHECK_EQUAL(machine.allocate(16 * MiB, OwnStreams::kOwn), side);
   const std::uint64_t work = machine.driver.launch(OwnStreams::kOwn);
-  machine.free(side);
-  machine.free(main);
+  machine.free(side, main);
   const auto waits = [&] {
     return machine.driver.runs_behind({0, kSide}, {0, OwnStreams::kOwn}, work);
   };
@@ -162,37 +155,31 @@ void what_own_streams_have_borrowed_is_taken_back_last() {
   CHECK(waits());
   CHECK_EQUAL(machine.driver.done(OwnStreams::kOwn), 0U);
   CHECK_EQUAL(spilled_bytes(machine), 0U);
-  check_consistent(machine.device);
 }
 
 // As long as its owner does not need it, nothing has to be waited for again.
-void the_borrower_uses_it_again() {
-  Spent spent;
-  Machine& machine = spent.machine;
+TEST(the_borrower_uses_it_again) {
+  Spent machine;
   machine.free(machine.allocate(40 * MiB));
   const std::uint64_t later = machine.driver.launch(kSide);
-  CHECK_EQUAL(machine.allocate(40 * MiB), spent.address);
-  CHECK(!spent.runs_behind(kMain, kSide, later));
-  CHECK_EQUAL(machine.allocate(24 * MiB, kSide), spent.address + 40 * MiB);
-  check_consistent(machine.device);
+  CHECK_EQUAL(machine.allocate(40 * MiB), machine.address);
+  CHECK(!machine.runs_behind(kMain, kSide, later));
+  CHECK_EQUAL(machine.allocate(24 * MiB, kSide), machine.address + 40 * MiB);
 }
 
-void the_owner_takes_back_what_is_free() {
-  Spent spent;
-  Machine& machine = spent.machine;
-  const std::uint64_t work = spent.borrow_and_free();
+TEST(the_owner_takes_back_what_is_free) {
+  Spent machine;
+  const std::uint64_t work = machine.borrow_and_free();
   const std::size_t before = calls(machine);
-  CHECK_EQUAL(machine.allocate(kBudget, kSide), spent.address);
-  CHECK(spent.runs_behind(kSide, kMain, work));
+  CHECK_EQUAL(machine.allocate(kBudget, kSide), machine.address);
+  CHECK(machine.runs_behind(kSide, kMain, work));
   CHECK_EQUAL(machine.driver.done(kMain), 0U);
   CHECK_EQUAL(calls(machine), before);
   CHECK_EQUAL(spilled_bytes(machine), 0U);
-  check_consistent(machine.device);
 }
 
-void the_owner_does_not_take_what_is_live() {
-  Spent spent;
-  Machine& machine = spent.machine;
+TEST(the_owner_does_not_take_what_is_live) {
+  Spent machine;
   const std::uintptr_t borrowed = machine.allocate(40 * MiB);
   machine.allocate(kBudget, kSide);
   CHECK_EQUAL(spilled_bytes(machine), kBudget);
@@ -200,28 +187,23 @@ void the_owner_does_not_take_what_is_live() {
   CHECK_EQUAL(spilled_bytes(machine), kBudget);
   machine.free(borrowed);
   CHECK_EQUAL(machine.allocate(40 * MiB, kSide), borrowed);
-  check_consistent(machine.device);
 }
 
 // A third stream gets what nobody uses, whoever has borrowed it.
-void a_third_stream_borrows_it_from_the_owner() {
-  Spent spent;
-  Machine& machine = spent.machine;
-  const std::uint64_t work = spent.borrow_and_free();
-  CHECK_EQUAL(machine.allocate(60 * MiB, kSide + 1), spent.address);
-  CHECK(spent.runs_behind(kSide + 1, kSide, spent.work));
-  CHECK(spent.runs_behind(kSide + 1, kMain, work));
+TEST(a_third_stream_borrows_it_from_the_owner) {
+  Spent machine;
+  const std::uint64_t work = machine.borrow_and_free();
+  CHECK_EQUAL(machine.allocate(60 * MiB, kSide + 1), machine.address);
+  CHECK(machine.runs_behind(kSide + 1, kSide, machine.work));
+  CHECK(machine.runs_behind(kSide + 1, kMain, work));
   CHECK_EQUAL(machine.driver.done(kMain) + machine.driver.done(kSide), 0U);
-  check_consistent(machine.device);
 }
 
 // Streams beside the borrower's, of which the owner's is one, are waited for as with any block.
-void recorded_streams_are_waited_for() {
-  Spent spent;
-  Machine& machine = spent.machine;
+TEST(recorded_streams_are_waited_for) {
+  Spent machine;
   const std::uintptr_t borrowed = machine.allocate(kBudget);
-  machine.device.record_stream(borrowed, kMain);
-  machine.free(borrowed);
+  machine.free_used(borrowed, kMain);
   CHECK_EQUAL(machine.driver.events(), 0U);
   CHECK_EQUAL(machine.allocate(kBudget), borrowed);
 
@@ -232,45 +214,39 @@ void recorded_streams_are_waited_for() {
   CHECK_EQUAL(machine.allocate(kBudget), borrowed);  // nothing else would be on the device
   CHECK_EQUAL(machine.driver.done(kSide), work);
   CHECK_EQUAL(machine.driver.events(), 0U);
-  check_consistent(machine.device);
 }
 
 // A capture cannot be put in order with other work: the host waits for the owner and moves handles,
 // or serves the request where the owner cannot be waited for either.
-void captures_neither_lend_nor_borrow() {
+TEST(captures_neither_lend_nor_borrow) {
   for (const StreamId capturing : {kMain, kSide}) {
-    Spent spent;
-    Machine& machine = spent.machine;
+    Spent machine;
     machine.driver.begin_capture(capturing);
-    CHECK(machine.allocate(40 * MiB) != spent.address);
-    CHECK_EQUAL(machine.driver.done(kSide), capturing == kMain ? spent.work : 0U);
+    CHECK(machine.allocate(40 * MiB) != machine.address);
+    CHECK_EQUAL(machine.driver.done(kSide), capturing == kMain ? machine.work : 0U);
     CHECK_EQUAL(spilled_bytes(machine), capturing == kMain ? 0U : 40 * MiB);
-    check_consistent(machine.device);
   }
 }
 
-void what_a_capture_has_borrowed_returns_after_it() {
-  Spent spent;
-  Machine& machine = spent.machine;
+TEST(what_a_capture_has_borrowed_returns_after_it) {
+  Spent machine;
   const std::uintptr_t borrowed = machine.allocate(40 * MiB);
   machine.driver.begin_capture(kMain);
   machine.free(borrowed);
   machine.allocate(kBudget, kSide);
   CHECK_EQUAL(spilled_bytes(machine), kBudget);
   machine.driver.end_capture(kMain);
-  CHECK_EQUAL(machine.allocate(kBudget, kSide), spent.address);
-  check_consistent(machine.device);
+  CHECK_EQUAL(machine.allocate(kBudget, kSide), machine.address);
 }
 
-void where_streams_cannot_be_put_in_order_nothing_is_borrowed() {
-  Spent spent;
-  Machine& machine = spent.machine;
+TEST(where_streams_cannot_be_put_in_order_nothing_is_borrowed) {
+  Spent machine;
   machine.driver.refuse_events(true);
   machine.allocate(40 * MiB);
   CHECK_EQUAL(spilled_bytes(machine), 40 * MiB);
   machine.driver.refuse_events(false);
   const std::uintptr_t borrowed = machine.allocate(48 * MiB);
-  CHECK_EQUAL(borrowed, spent.address);
+  CHECK_EQUAL(borrowed, machine.address);
   machine.free(borrowed);
   machine.driver.refuse_events(true);
   machine.device.empty_cache();
@@ -278,13 +254,11 @@ void where_streams_cannot_be_put_in_order_nothing_is_borrowed() {
   machine.driver.refuse_events(false);
   machine.device.empty_cache();
   CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
-  check_consistent(machine.device);
 }
 
-void it_goes_back_like_all_free_memory() {
-  Spent spent;
-  Machine& machine = spent.machine;
-  const std::uint64_t work = spent.borrow_and_free();
+TEST(it_goes_back_like_all_free_memory) {
+  Spent machine;
+  const std::uint64_t work = machine.borrow_and_free();
   bool was_over = true;
   mapped(machine).on_unmap([&] { was_over = was_over && machine.driver.done(kMain) >= work; });
   machine.device.set_device_budget(10 * MiB);
@@ -293,12 +267,10 @@ void it_goes_back_like_all_free_memory() {
   CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
   CHECK(was_over);
   CHECK_EQUAL(machine.driver.events(), 0U);
-  check_consistent(machine.device);
 }
 
-void it_outlasts_a_pause() {
-  Spent spent;
-  Machine& machine = spent.machine;
+TEST(it_outlasts_a_pause) {
+  Spent machine;
   const std::uintptr_t borrowed = machine.allocate(40 * MiB);
   const PauseReport report = machine.device.pause(kHost);
   CHECK_EQUAL(report.host_bytes, 40 * MiB);
@@ -310,11 +282,10 @@ void it_outlasts_a_pause() {
   machine.free(borrowed);
   machine.device.empty_cache();
   CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
-  check_consistent(machine.device);
 }
 
 // Others use the card too, or there is no budget.
-void a_card_that_is_full_lends_too() {
+TEST(a_card_that_is_full_lends_too) {
   Machine machine({.config = config_of(MemoryKind::device), .virtual_memory = true});
   mapped(machine).set_capacity(kBudget);
   const std::uintptr_t side = machine.allocate(kBudget, kSide);
@@ -325,31 +296,7 @@ void a_card_that_is_full_lends_too() {
   CHECK(machine.driver.runs_behind({0, kMain}, {0, kSide}, work));
   CHECK_EQUAL(machine.driver.done(kSide), 0U);
   CHECK_EQUAL(mapped(machine).unmaps(), unmaps);
-  check_consistent(machine.device);
 }
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(a_stream_waits_for_another_and_the_host_does_not);
-  RUN(the_smallest_block_that_is_enough_is_borrowed);
-  RUN(a_stream_waits_for_all_that_may_still_read_it);
-  RUN(own_streams_are_not_waited_for);
-  RUN(own_streams_are_waited_for_where_memory_is_theirs);
-  RUN(handles_leave_a_stream_without_own_streams);
-  RUN(own_streams_lend_last);
-  RUN(what_own_streams_have_borrowed_is_taken_back_last);
-  RUN(the_borrower_uses_it_again);
-  RUN(the_owner_takes_back_what_is_free);
-  RUN(the_owner_does_not_take_what_is_live);
-  RUN(a_third_stream_borrows_it_from_the_owner);
-  RUN(recorded_streams_are_waited_for);
-  RUN(captures_neither_lend_nor_borrow);
-  RUN(what_a_capture_has_borrowed_returns_after_it);
-  RUN(where_streams_cannot_be_put_in_order_nothing_is_borrowed);
-  RUN(it_goes_back_like_all_free_memory);
-  RUN(it_outlasts_a_pause);
-  RUN(a_card_that_is_full_lends_too);
-}

@@ -10,9 +10,7 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7, kGraph = 9;
-constexpr std::size_t kHost = 64 * GiB;  // available host memory
-constexpr PoolId kPool{0, 1};
+constexpr StreamId kGraph = 9;
 constexpr int kDevices = 2;
 constexpr std::size_t kUsedBeside = 24 * MiB;
 
@@ -164,7 +162,7 @@ class Program {
   std::size_t live_bytes_ = 0;
 };
 
-void each_call_of_the_allocator_fails_once() {
+TEST(each_call_of_the_allocator_fails_once) {
   std::int64_t calls = 0, raised = 0;
   for (const bool throws : {false, true})
     for (std::int64_t number = -1; number < calls; ++number) {
@@ -226,8 +224,8 @@ HintTotals totals(const HintStatistics& stats) {
     for (const HintCounts& counts : of_op) {
       found.requests += std::accumulate(counts.requests.begin(), counts.requests.end(),
                                         std::uint64_t{0});
-      found.bad += counts.requests[static_cast<std::size_t>(Outcome::failed)] +
-                   counts.requests[static_cast<std::size_t>(Outcome::dropped)];
+      found.bad += counts.requests[number_of(Outcome::failed)] +
+                   counts.requests[number_of(Outcome::dropped)];
       CHECK(counts.moved_bytes + counts.wasted_bytes <= counts.asked_bytes);
     }
   for (const HintFailure& failure : stats.failures) found.failures += failure.count;
@@ -237,7 +235,7 @@ HintTotals totals(const HintStatistics& stats) {
   return found;
 }
 
-void each_call_of_the_hint_engine_fails_once() {
+TEST(each_call_of_the_hint_engine_fails_once) {
   std::int64_t calls = 0, failed = 0;
   for (std::int64_t number = -1; number < calls; ++number) {
     HintMachine machine({.chunk_bytes = 4 * MiB, .in_flight_bytes = 16 * MiB});
@@ -269,9 +267,3 @@ void each_call_of_the_hint_engine_fails_once() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(each_call_of_the_allocator_fails_once);
-  RUN(each_call_of_the_hint_engine_fails_once);
-}

@@ -12,7 +12,7 @@ TensorClass current_in_another_thread(const ClassContext& classes) {
   return std::async(std::launch::async, [&] { return classes.current(); }).get();
 }
 
-void the_phase_is_everywhere() {
+TEST(the_phase_is_everywhere) {
   ClassContext classes;
   CHECK(classes.current() == TensorClass::weights);  // before the first forward
   classes.set_phase(TensorClass::activations);
@@ -21,7 +21,7 @@ void the_phase_is_everywhere() {
   CHECK(current_in_another_thread(classes) == TensorClass::activations);
 }
 
-void an_override_reaches_threads_without_their_own() {
+TEST(an_override_reaches_threads_without_their_own) {
   ClassContext classes;
   classes.set_phase(TensorClass::activations);
   const std::uint64_t token = classes.enter(TensorClass::other);
@@ -33,7 +33,7 @@ void an_override_reaches_threads_without_their_own() {
   CHECK(current_in_another_thread(classes) == TensorClass::activations);
 }
 
-void a_thread_keeps_its_own_override() {
+TEST(a_thread_keeps_its_own_override) {
   ClassContext classes;
   classes.set_phase(TensorClass::activations);
   const std::uint64_t mine = classes.enter(TensorClass::weights);
@@ -50,7 +50,7 @@ void a_thread_keeps_its_own_override() {
   CHECK(classes.current() == TensorClass::activations);
 }
 
-void overrides_nest() {
+TEST(overrides_nest) {
   ClassContext classes;
   const std::uint64_t outer = classes.enter(TensorClass::gradients);
   const std::uint64_t inner = classes.enter(TensorClass::other);
@@ -63,7 +63,7 @@ void overrides_nest() {
 }
 
 // Generators may end their contexts in any order.
-void overrides_may_end_out_of_order() {
+TEST(overrides_may_end_out_of_order) {
   ClassContext classes;
   const std::uint64_t first = classes.enter(TensorClass::gradients);
   const std::uint64_t second = classes.enter(TensorClass::other);
@@ -77,7 +77,7 @@ void overrides_may_end_out_of_order() {
   CHECK(classes.current() == TensorClass::weights);
 }
 
-void a_phase_set_within_an_override_shows_after_it() {
+TEST(a_phase_set_within_an_override_shows_after_it) {
   ClassContext classes;
   const std::uint64_t token = classes.enter(TensorClass::other);
   classes.set_phase(TensorClass::optimizer_state);
@@ -88,7 +88,7 @@ void a_phase_set_within_an_override_shows_after_it() {
   CHECK(current_in_another_thread(classes) == TensorClass::optimizer_state);
 }
 
-void contexts_do_not_mix() {
+TEST(contexts_do_not_mix) {
   ClassContext first, second;
   const std::uint64_t token = first.enter(TensorClass::gradients);
   const std::uint64_t other_token = second.enter(TensorClass::other);
@@ -100,7 +100,7 @@ void contexts_do_not_mix() {
   CHECK(second.leave(other_token));
 }
 
-void too_deep_a_nest_is_an_error() {
+TEST(too_deep_a_nest_is_an_error) {
   ClassContext classes;
   std::vector<std::uint64_t> tokens;
   for (int depth = 0; depth < 32; ++depth) tokens.push_back(classes.enter(TensorClass::other));
@@ -110,7 +110,7 @@ void too_deep_a_nest_is_an_error() {
   CHECK(classes.current() == TensorClass::weights);
 }
 
-void many_threads_agree_in_the_end() {
+TEST(many_threads_agree_in_the_end) {
   ClassContext classes;
   classes.set_phase(TensorClass::activations);
   std::vector<std::thread> threads;
@@ -130,16 +130,3 @@ void many_threads_agree_in_the_end() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(the_phase_is_everywhere);
-  RUN(an_override_reaches_threads_without_their_own);
-  RUN(a_thread_keeps_its_own_override);
-  RUN(overrides_nest);
-  RUN(overrides_may_end_out_of_order);
-  RUN(a_phase_set_within_an_override_shows_after_it);
-  RUN(contexts_do_not_mix);
-  RUN(too_deep_a_nest_is_an_error);
-  RUN(many_threads_agree_in_the_end);
-}

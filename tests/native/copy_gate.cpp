@@ -14,7 +14,7 @@ using namespace std::chrono_literals;
 
 std::uint32_t read(std::uint32_t& word) { return std::atomic_ref(word).load(); }
 
-void closed_while_inside() {
+TEST(closed_while_inside) {
   std::uint32_t word = 0;
   CopyGate gate(word, 1h);
   for (int i = 0; i < 3; ++i) {
@@ -26,7 +26,7 @@ void closed_while_inside() {
   }
 }
 
-void closed_until_the_last_one_leaves() {
+TEST(closed_until_the_last_one_leaves) {
   std::uint32_t word = 0;
   CopyGate gate(word, 1h);
   {
@@ -41,7 +41,7 @@ void closed_until_the_last_one_leaves() {
 }
 
 // Each time anew: a thread that was inside for too long does not open it for later ones.
-void opens_at_its_limit() {
+TEST(opens_at_its_limit) {
   std::uint32_t word = 0;
   CopyGate gate(word, 1ms);
   for (int i = 0; i < 3; ++i) {
@@ -51,16 +51,16 @@ void opens_at_its_limit() {
   CHECK_EQUAL(read(word), 0U);
 }
 
-void no_gate() { const CopyGate::Closed closed(nullptr); }
+TEST(no_gate) { const CopyGate::Closed closed(nullptr); }
 
-void is_open_behind_its_end() {
+TEST(is_open_behind_its_end) {
   std::uint32_t word = 1;
   { const CopyGate gate(word, 1h); }
   CHECK_EQUAL(read(word), 0U);
 }
 
 // Of many threads, none sees the gate open while it is inside.
-void many_threads() {
+TEST(many_threads) {
   std::uint32_t word = 0;
   {
     CopyGate gate(word, 1h);
@@ -79,13 +79,3 @@ void many_threads() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(closed_while_inside);
-  RUN(closed_until_the_last_one_leaves);
-  RUN(opens_at_its_limit);
-  RUN(no_gate);
-  RUN(is_open_behind_its_end);
-  RUN(many_threads);
-}

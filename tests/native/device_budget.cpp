@@ -6,14 +6,11 @@
 namespace umem {
 namespace {
 
-constexpr PoolId kPool{0, 1};
-constexpr StreamId kCapture = 5, kSide = 7;
-
 std::size_t on_device(const Machine& machine) {
   return machine.source.held_bytes(MemoryKind::device);
 }
 
-void device_memory_beyond_the_budget_is_page_locked() {
+TEST(device_memory_beyond_the_budget_is_page_locked) {
   for (const MemoryKind kind : {MemoryKind::device, MemoryKind::system}) {
     Machine machine({.config = budget_config(32 * MiB, kind)});
     machine.allocate(30 * MiB);
@@ -31,12 +28,11 @@ void device_memory_beyond_the_budget_is_page_locked() {
     machine.free(spilled);
     machine.device.empty_cache();
     CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
-    check_consistent(machine.device);
   }
 }
 
 // A class that the policy keeps in page-locked memory is not spilled, and the budget ignores it.
-void pinned_classes_are_outside_the_budget() {
+TEST(pinned_classes_are_outside_the_budget) {
   Machine machine({.config = budget_config(8 * MiB, MemoryKind::pinned)});
   machine.allocate(30 * MiB);
   CHECK_EQUAL(pinned_stats(machine).reserved_bytes, 30 * MiB);
@@ -44,7 +40,7 @@ void pinned_classes_are_outside_the_budget() {
   CHECK_EQUAL(budget_bytes(machine), 0U);
 }
 
-void small_tensors_count() {
+TEST(small_tensors_count) {
   Config config = budget_config(4 * MiB, MemoryKind::pinned);
   for (ClassSetting& setting : config.classes) setting.min_bytes = MiB;
   Machine machine({.config = config});
@@ -54,13 +50,12 @@ void small_tensors_count() {
   machine.allocate(700 * KiB);
   CHECK_EQUAL(on_device(machine), 4 * MiB);
   CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 2 * MiB);
-  check_consistent(machine.device);
 }
 
 // Whichever stream, class and kind it served.
-void the_cache_of_all_heaps_gives_way() {
+TEST(the_cache_of_all_heaps_gives_way) {
   Config config = budget_config(40 * MiB);
-  config.classes[static_cast<std::size_t>(TensorClass::weights)].kind = MemoryKind::managed;
+  setting_of(config, TensorClass::weights).kind = MemoryKind::managed;
   Machine machine({.config = config});
   machine.free(machine.allocate(16 * MiB, kSide));
   machine.free(machine.allocate(12 * MiB, kMain, TensorClass::weights));
@@ -72,16 +67,14 @@ void the_cache_of_all_heaps_gives_way() {
   CHECK_EQUAL(machine.device.stats().num_alloc_retries, 0);
   machine.allocate(2 * MiB, kMain, TensorClass::weights);
   CHECK_EQUAL(machine.device.kind_stats()[0].spilled_bytes, 20 * MiB);
-  check_consistent(machine.device);
 }
 
 // Only as much as is needed, and nothing where that does not suffice.
-void no_more_is_given_back_than_helps() {
+TEST(no_more_is_given_back_than_helps) {
   Machine machine({.config = budget_config(64 * MiB)});
   const std::uintptr_t small = machine.allocate(12 * MiB, kSide);
   const std::uintptr_t large = machine.allocate(40 * MiB, kSide);
-  machine.free(small);
-  machine.free(large);
+  machine.free(small, large);
   machine.allocate(24 * MiB);
   CHECK_EQUAL(machine.device.stats().num_device_free, 1);
   CHECK_EQUAL(on_device(machine), 64 * MiB);
@@ -89,35 +82,30 @@ void no_more_is_given_back_than_helps() {
   CHECK_EQUAL(machine.device.stats().num_device_free, 1);
   CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 60 * MiB);
   CHECK_EQUAL(machine.allocate(40 * MiB, kSide), large);
-  check_consistent(machine.device);
 }
 
-void pending_events_are_finished_if_that_helps() {
+TEST(pending_events_are_finished_if_that_helps) {
   Machine machine({.config = budget_config(40 * MiB)});
   const std::uintptr_t pending = machine.allocate(20 * MiB, kSide);
   machine.driver.launch(kMain);
-  machine.device.record_stream(pending, kMain);
-  machine.free(pending);
+  machine.free_used(pending, kMain);
   machine.allocate(60 * MiB);  // waiting would not help
   CHECK_EQUAL(machine.driver.events(), 1U);
   machine.allocate(30 * MiB);
   CHECK_EQUAL(machine.driver.events(), 0U);
   CHECK_EQUAL(on_device(machine), 30 * MiB);
-  check_consistent(machine.device);
 }
 
-void a_pending_block_of_the_heap_is_used() {
+TEST(a_pending_block_of_the_heap_is_used) {
   Machine machine({.config = budget_config(40 * MiB)});
   const std::uintptr_t pending = machine.allocate(30 * MiB);
   machine.driver.launch(kSide);
-  machine.device.record_stream(pending, kSide);
-  machine.free(pending);
+  machine.free_used(pending, kSide);
   CHECK_EQUAL(machine.allocate(24 * MiB), pending);
   CHECK_EQUAL(machine.device.stats().num_device_alloc, 1);
-  check_consistent(machine.device);
 }
 
-void memory_of_graphs_stays() {
+TEST(memory_of_graphs_stays) {
   Machine machine({.config = budget_config(40 * MiB)});
   machine.device.begin_pool(kPool, [](StreamId stream) { return stream == kCapture; });
   const std::uintptr_t scratch = machine.allocate(30 * MiB, kCapture);
@@ -133,15 +121,13 @@ void memory_of_graphs_stays() {
   machine.allocate(40 * MiB);
   CHECK_EQUAL(on_device(machine), 40 * MiB);
   CHECK(machine.device.pool_stats().empty());
-  check_consistent(machine.device);
 }
 
-void requests_return_to_the_device() {
+TEST(requests_return_to_the_device) {
   Machine machine({.config = budget_config(32 * MiB)});
   const std::uintptr_t first = machine.allocate(30 * MiB);
   const std::uintptr_t spilled = machine.allocate(30 * MiB);
-  machine.free(first);
-  machine.free(spilled);
+  machine.free(first, spilled);
   CHECK_EQUAL(machine.allocate(30 * MiB), first);
   machine.free(first);
   machine.allocate(32 * MiB);  // the host's 30 MiB are cached all the while
@@ -151,13 +137,13 @@ void requests_return_to_the_device() {
 // A class at home in page-locked memory, and others on the device.
 Config config_with_homes(std::size_t budget) {
   Config config = budget_config(budget);
-  config.classes[static_cast<std::size_t>(TensorClass::optimizer_state)].kind = MemoryKind::pinned;
+  setting_of(config, TensorClass::optimizer_state).kind = MemoryKind::pinned;
   return config;
 }
 
 // Weights that were loaded beyond the budget are exchanged for others: page-locking takes longer than
 // copying.
-void spilled_memory_serves_page_locked_classes_when_it_is_free() {
+TEST(spilled_memory_serves_page_locked_classes_when_it_is_free) {
   Machine machine({.config = config_with_homes(32 * MiB)});
   machine.allocate(30 * MiB);
   const std::uintptr_t spilled = machine.allocate(20 * MiB);
@@ -178,10 +164,9 @@ void spilled_memory_serves_page_locked_classes_when_it_is_free() {
   machine.free(spilled + 12 * MiB);
   machine.device.empty_cache();
   CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
-  check_consistent(machine.device);
 }
 
-void page_tables_of_page_locked_memory_count() {
+TEST(page_tables_of_page_locked_memory_count) {
   Machine machine({.config = config_with_homes(40 * MiB)});
   const auto page_lock = [&](std::size_t bytes) {
     return machine.allocate(bytes, kMain, TensorClass::optimizer_state);
@@ -203,7 +188,7 @@ void page_tables_of_page_locked_memory_count() {
   CHECK_EQUAL(machine.device.stats().budget_bytes.peak, static_cast<std::int64_t>(40 * MiB));
 }
 
-void page_tables_of_others_count() {
+TEST(page_tables_of_others_count) {
   Machine machine({.config = config_with_homes(40 * MiB)});
   machine.device.count_page_locked(3 * GiB);
   CHECK_EQUAL(budget_bytes(machine), 6 * MiB);
@@ -216,7 +201,7 @@ void page_tables_of_others_count() {
   CHECK_EQUAL(budget_bytes(machine), 0U);
 }
 
-void a_class_may_have_room_on_the_device() {
+TEST(a_class_may_have_room_on_the_device) {
   Machine machine({.config = config_with_homes(64 * MiB)});
   const auto allocate = [&](std::size_t bytes) {
     machine.allocate(bytes, kMain, TensorClass::optimizer_state);
@@ -233,12 +218,12 @@ void a_class_may_have_room_on_the_device() {
   CHECK_EQUAL(allocate(10 * MiB), 30 * MiB);
   CHECK_EQUAL(give(0), 2 * MiB);
   CHECK_EQUAL(allocate(2 * MiB), 30 * MiB);
-  const auto number = static_cast<std::size_t>(TensorClass::optimizer_state);
+  const auto number = number_of(TensorClass::optimizer_state);
   CHECK_EQUAL(machine.device.stats().by_class.at(number).allocated_bytes.current,
               static_cast<std::int64_t>(56 * MiB));
 }
 
-void a_smaller_budget_takes_the_cache_back() {
+TEST(a_smaller_budget_takes_the_cache_back) {
   Machine machine({.config = budget_config(0)});
   const std::uintptr_t kept = machine.allocate(10 * MiB);
   const std::uintptr_t pending = machine.allocate(20 * MiB);
@@ -251,11 +236,10 @@ void a_smaller_budget_takes_the_cache_back() {
   machine.device.set_device_budget(4 * MiB);
   CHECK_EQUAL(on_device(machine), 10 * MiB);
   machine.free(kept);
-  check_consistent(machine.device);
 }
 
 // A device that others use too may be full before the budget is spent.
-void a_full_device_is_as_a_spent_budget() {
+TEST(a_full_device_is_as_a_spent_budget) {
   Machine machine({.config = budget_config(64 * MiB)});
   machine.source.set_capacity(MemoryKind::device, 20 * MiB);
   machine.allocate(20 * MiB);
@@ -266,7 +250,7 @@ void a_full_device_is_as_a_spent_budget() {
   CHECK(contains(out_of_memory_text(machine, 30 * MiB), "The memory resource has no more"));
 }
 
-void alignment_counts() {
+TEST(alignment_counts) {
   Machine machine({.config = budget_config(33 * MiB), .offset_bytes = 256});
   machine.allocate(30 * MiB);
   CHECK_EQUAL(on_device(machine), 32 * MiB);
@@ -277,7 +261,7 @@ void alignment_counts() {
   CHECK_EQUAL(pinned_stats(tight).spilled_bytes, 30 * MiB);
 }
 
-void the_error_says_what_holds_the_budget() {
+TEST(the_error_says_what_holds_the_budget) {
   Config config = config_with_homes(64 * MiB);
   config.pinned_limit_bytes = 2 * GiB + 16 * MiB;
   Machine machine({.config = config});
@@ -297,22 +281,21 @@ void the_error_says_what_holds_the_budget() {
   machine.source.set_capacity(machine.source.held_bytes());
   const std::string refused = out_of_memory_text(machine, 11 * MiB);
   CHECK(contains(refused, "device budget, 64.00 MiB"));
-  check_consistent(machine.device);
 }
 
-void the_pinned_limit_counts_all_devices() {
+TEST(the_pinned_limit_counts_all_devices) {
   Config config = config_of(MemoryKind::pinned);
   config.pinned_limit_bytes = 64 * MiB;
   Machine machine({.config = config, .devices = 2});
   machine.allocate(30 * MiB);
-  void* cached = machine.allocator.allocate(30 * MiB, 1, kMain);
+  const std::uintptr_t cached = machine.allocate_on(1, 30 * MiB);
   CHECK(contains(out_of_memory_text(machine, 12 * MiB), "64.00 MiB, holds 60.00 MiB"));
-  CHECK(machine.allocator.device(1).free(reinterpret_cast<std::uintptr_t>(cached)));
+  CHECK(machine.allocator.device(1).free(cached));
   CHECK(machine.allocator.allocate(12 * MiB, 0, kMain) != nullptr);
   CHECK_EQUAL(machine.source.held_bytes(), 60 * MiB);  // as much again as was in use
 }
 
-void the_pinned_limit_moves_with_what_is_held() {
+TEST(the_pinned_limit_moves_with_what_is_held) {
   Config config = config_of(MemoryKind::pinned);
   config.pinned_limit_bytes = 64 * MiB;
   Machine machine({.config = config});
@@ -341,10 +324,9 @@ void check_settles(Machine& machine, const Step& step, std::size_t budget, int f
   CHECK_EQUAL(stats.num_device_free, settled.num_device_free);
   CHECK_EQUAL(stats.num_alloc_retries, 0);
   CHECK(stats.budget_bytes.peak <= static_cast<std::int64_t>(budget));
-  check_consistent(machine.device);
 }
 
-void a_step_that_fits_settles_on_the_device() {
+TEST(a_step_that_fits_settles_on_the_device) {
   Machine machine({.config = budget_config(200 * MiB)});
   machine.allocate(60 * MiB, kMain, TensorClass::weights);
   std::vector<Request> blocks(12, {.bytes = 3 * MiB});
@@ -354,7 +336,7 @@ void a_step_that_fits_settles_on_the_device() {
   CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
 }
 
-void a_step_that_does_not_fit_settles_on_the_host() {
+TEST(a_step_that_does_not_fit_settles_on_the_host) {
   Machine machine({.config = budget_config(100 * MiB)});
   const Step step = {{{.bytes = 60 * MiB}, {.bytes = 60 * MiB}, {.bytes = 30 * MiB}},
                      {{.bytes = 90 * MiB}, {.bytes = 700 * KiB}}};
@@ -364,14 +346,14 @@ void a_step_that_does_not_fit_settles_on_the_host() {
 
 // What one phase caches is in the way of the next one, and the other way round: the smaller
 // requests end on the host, and the large one on the device.
-void heaps_do_not_take_segments_from_each_other_for_ever() {
+TEST(heaps_do_not_take_segments_from_each_other_for_ever) {
   const std::vector<Request> small(40, {.bytes = 500 * KiB});
   const std::vector<Request> side = {{.bytes = 40 * MiB, .stream = kSide}};
   const std::vector<Request> managed = {
       {.bytes = 40 * MiB, .stream = kMain, .tensor_class = TensorClass::weights}};
   for (const std::vector<Request>& other : {small, side, managed}) {
     Config config = budget_config(100 * MiB);
-    config.classes[static_cast<std::size_t>(TensorClass::weights)].kind = MemoryKind::managed;
+    setting_of(config, TensorClass::weights).kind = MemoryKind::managed;
     Machine machine({.config = config});
     check_settles(machine, {other, {{.bytes = 92 * MiB}}}, 100 * MiB);
     CHECK(on_device(machine) >= 92 * MiB);
@@ -379,14 +361,14 @@ void heaps_do_not_take_segments_from_each_other_for_ever() {
 }
 
 // The same for streams whose segments have one size.
-void equal_heaps_do_not_take_segments_from_each_other_for_ever() {
+TEST(equal_heaps_do_not_take_segments_from_each_other_for_ever) {
   Machine machine({.config = budget_config(60 * MiB)});
   check_settles(machine, {{{.bytes = 40 * MiB}}, {{.bytes = 40 * MiB, .stream = kSide}}},
                 60 * MiB);
 }
 
 // A heap that is used no more gives way in the end, however often its segments were missed before.
-void patience_ends() {
+TEST(patience_ends) {
   Machine machine({.config = budget_config(60 * MiB)});
   const Step both = {{{.bytes = 40 * MiB}}, {{.bytes = 40 * MiB, .stream = kSide}}};
   for (int i = 0; i < 5; ++i) run_step(machine, both);
@@ -404,7 +386,7 @@ void patience_ends() {
   CHECK(requests > 10000);  // many steps
 }
 
-void a_training_settles_whatever_its_budget() {
+TEST(a_training_settles_whatever_its_budget) {
   std::int64_t peak_bytes = 0;
   for (const double share : {0.0, 1.05, 1.02, 1.0, 0.95, 0.8}) {  // of the peak; 0: no budget
     const auto budget = static_cast<std::size_t>(share * static_cast<double>(peak_bytes));
@@ -424,11 +406,10 @@ void a_training_settles_whatever_its_budget() {
       CHECK(stats.budget_bytes.peak <=
             static_cast<std::int64_t>(budget + pinned_stats(machine).reserved_bytes / 512));
     if (share == 1.05) CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 0U);
-    check_consistent(machine.device);
   }
 }
 
-void random_steps_settle() {
+TEST(random_steps_settle) {
   for (std::uint64_t seed = 0; seed < 40; ++seed) {
     std::mt19937_64 random(seed);
     Step step(6);
@@ -439,7 +420,7 @@ void random_steps_settle() {
                          .stream = random() % 4 == 0 ? kSide : kMain,
                          .tensor_class = static_cast<TensorClass>(random() % kClasses)});
     Config config = budget_config(160 * MiB);
-    config.classes[static_cast<std::size_t>(TensorClass::weights)].kind = MemoryKind::managed;
+    setting_of(config, TensorClass::weights).kind = MemoryKind::managed;
     Machine machine({.config = config});
     check_settles(machine, step, 160 * MiB, 10);
   }
@@ -447,33 +428,3 @@ void random_steps_settle() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(device_memory_beyond_the_budget_is_page_locked);
-  RUN(pinned_classes_are_outside_the_budget);
-  RUN(small_tensors_count);
-  RUN(the_cache_of_all_heaps_gives_way);
-  RUN(no_more_is_given_back_than_helps);
-  RUN(pending_events_are_finished_if_that_helps);
-  RUN(a_pending_block_of_the_heap_is_used);
-  RUN(memory_of_graphs_stays);
-  RUN(requests_return_to_the_device);
-  RUN(spilled_memory_serves_page_locked_classes_when_it_is_free);
-  RUN(page_tables_of_page_locked_memory_count);
-  RUN(page_tables_of_others_count);
-  RUN(a_class_may_have_room_on_the_device);
-  RUN(a_smaller_budget_takes_the_cache_back);
-  RUN(a_full_device_is_as_a_spent_budget);
-  RUN(alignment_counts);
-  RUN(the_error_says_what_holds_the_budget);
-  RUN(the_pinned_limit_counts_all_devices);
-  RUN(the_pinned_limit_moves_with_what_is_held);
-  RUN(a_step_that_fits_settles_on_the_device);
-  RUN(a_step_that_does_not_fit_settles_on_the_host);
-  RUN(heaps_do_not_take_segments_from_each_other_for_ever);
-  RUN(equal_heaps_do_not_take_segments_from_each_other_for_ever);
-  RUN(patience_ends);
-  RUN(a_training_settles_whatever_its_budget);
-  RUN(random_steps_settle);
-}

@@ -7,9 +7,6 @@
 namespace umem {
 namespace {
 
-constexpr PoolId kPool{0, 1};
-constexpr StreamId kCapture = 5, kSide = 7;
-
 std::size_t runs(const Machine& machine) { return machine.device.segments().size(); }
 
 // The statistics say to the byte what the card holds.
@@ -23,16 +20,12 @@ void check_exact(const Machine& machine) {
     CHECK(mapped(machine).holds(segment.address, segment.bytes));
   }
   CHECK_EQUAL(mapped(machine).held_bytes(), bytes);
-  CHECK_EQUAL(machine.device.kind_stats()[static_cast<std::size_t>(MemoryKind::device)]
+  CHECK_EQUAL(stats_of(machine, MemoryKind::device)
                   .reserved_bytes,
               bytes + machine.source.held_bytes(MemoryKind::device));
 }
 
-Machine machine_of(std::size_t budget_bytes) {
-  return Machine({.config = budget_config(budget_bytes), .virtual_memory = true});
-}
-
-void tensors_lie_in_one_run() {
+TEST(tensors_lie_in_one_run) {
   Machine machine = machine_of(0);
   const std::uintptr_t first = machine.allocate(20 * MiB);
   const std::uintptr_t second = machine.allocate(30 * MiB);
@@ -46,14 +39,13 @@ void tensors_lie_in_one_run() {
   check_exact(machine);
 
   // Together what they left serves a tensor that none of them would.
-  machine.free(first);
-  machine.free(second);
+  machine.free(first, second);
   CHECK_EQUAL(machine.allocate(50 * MiB), first);
   CHECK_EQUAL(mapped(machine).held_bytes(), round_up(53 * MiB, kHandle));
   check_exact(machine);
 }
 
-void small_tensors_have_handles_of_their_own() {
+TEST(small_tensors_have_handles_of_their_own) {
   Machine machine = machine_of(0);
   const std::uintptr_t small = machine.allocate(100);
   machine.allocate(3 * MiB);
@@ -66,7 +58,7 @@ void small_tensors_have_handles_of_their_own() {
 }
 
 // Only plain device memory is mapped by handles.
-void other_kinds_come_from_their_source() {
+TEST(other_kinds_come_from_their_source) {
   for (const MemoryKind kind : {MemoryKind::managed, MemoryKind::pinned, MemoryKind::system}) {
     Machine machine({.config = config_of(kind), .virtual_memory = true});
     machine.allocate(20 * MiB);
@@ -75,7 +67,7 @@ void other_kinds_come_from_their_source() {
   }
 }
 
-void without_addresses_segments_are_the_sources() {
+TEST(without_addresses_segments_are_the_sources) {
   Machine machine = machine_of(64 * MiB);
   mapped(machine).refuse_addresses(true);
   machine.allocate(20 * MiB);
@@ -88,15 +80,13 @@ void without_addresses_segments_are_the_sources() {
   check_exact(machine);
 }
 
-void all_that_is_free_goes_back() {
+TEST(all_that_is_free_goes_back) {
   Machine machine = machine_of(0);
   const std::uintptr_t first = machine.allocate(40 * MiB);
   const std::uintptr_t kept = machine.allocate(5 * MiB);
   const std::uintptr_t last = machine.allocate(60 * MiB);
   const std::uintptr_t small = machine.allocate(100, kSide);
-  machine.free(first);
-  machine.free(last);
-  machine.free(small);
+  machine.free(first, last, small);
   machine.device.empty_cache();
   CHECK_EQUAL(mapped(machine).held_bytes(), kHandle);  // what the kept one touches
   CHECK(mapped(machine).holds(kept, 5 * MiB));
@@ -121,13 +111,12 @@ void leave_two_holes(Machine& machine) {
 }
 
 // Unmapping waits for nothing, so what streams still have to do is waited for before.
-void no_handle_leaves_under_work() {
+TEST(no_handle_leaves_under_work) {
   Machine machine = machine_of(80 * MiB);
   const std::uintptr_t side = machine.allocate(40 * MiB, kSide);
   const std::uintptr_t hole = machine.allocate(24 * MiB);
   machine.allocate(8 * MiB);
-  machine.free(side);
-  machine.free(hole);
+  machine.free(side, hole);
   const std::uint64_t side_work = machine.driver.launch(kSide);
   const std::uint64_t main_work = machine.driver.launch(kMain);
   mapped(machine).on_unmap([&] {
@@ -141,7 +130,7 @@ void no_handle_leaves_under_work() {
 }
 
 // Not even under that of a stream that has none of it: a program may free what another stream reads.
-void no_handle_leaves_under_a_reader() {
+TEST(no_handle_leaves_under_a_reader) {
   Machine machine = machine_of(72 * MiB);
   machine.allocate(8 * MiB);
   leave_two_holes(machine);
@@ -154,7 +143,7 @@ void no_handle_leaves_under_a_reader() {
 }
 
 // A stream without events cannot be waited for.
-void without_events_nothing_is_unmapped() {
+TEST(without_events_nothing_is_unmapped) {
   Machine machine = machine_of(64 * MiB);
   machine.free(machine.allocate(64 * MiB, kSide));
   machine.driver.refuse_events(true);
@@ -164,12 +153,11 @@ void without_events_nothing_is_unmapped() {
   check_exact(machine);
 }
 
-void holes_move_within_a_range() {
+TEST(holes_move_within_a_range) {
   Machine machine = machine_of(120 * MiB);
   std::vector<std::uintptr_t> blocks;
   for (int i = 0; i < 5; ++i) blocks.push_back(machine.allocate(24 * MiB));
-  machine.free(blocks[0]);
-  machine.free(blocks[2]);
+  machine.free(blocks[0], blocks[2]);
   CHECK_EQUAL(budget_bytes(machine), 120 * MiB);
   const std::size_t created = mapped(machine).created();
   const std::uintptr_t large = machine.allocate(48 * MiB);
@@ -182,7 +170,7 @@ void holes_move_within_a_range() {
 }
 
 // Where a hole between tensors needs few handles, they are mapped there.
-void holes_are_filled() {
+TEST(holes_are_filled) {
   Machine machine = machine_of(0);
   const std::uintptr_t first = machine.allocate(40 * MiB);
   machine.allocate(8 * MiB);
@@ -197,7 +185,7 @@ void holes_are_filled() {
   check_exact(machine);
 }
 
-void handles_move_between_streams() {
+TEST(handles_move_between_streams) {
   Machine machine = machine_of(64 * MiB);
   leave_two_holes(machine);
   const std::size_t created = mapped(machine).created();
@@ -212,7 +200,7 @@ void handles_move_between_streams() {
   check_exact(machine);
 }
 
-void handles_of_small_tensors_move_to_large_ones() {
+TEST(handles_of_small_tensors_move_to_large_ones) {
   Machine machine = machine_of(64 * MiB);
   std::vector<std::uintptr_t> small;
   for (int i = 0; i < 64; ++i) small.push_back(machine.allocate(MiB));
@@ -227,9 +215,9 @@ void handles_of_small_tensors_move_to_large_ones() {
   check_exact(machine);
 }
 
-void other_kinds_get_room_too() {
+TEST(other_kinds_get_room_too) {
   Config config = budget_config(64 * MiB);
-  config.classes[static_cast<std::size_t>(TensorClass::weights)].kind = MemoryKind::managed;
+  setting_of(config, TensorClass::weights).kind = MemoryKind::managed;
   Machine machine({.config = config, .virtual_memory = true});
   machine.free(machine.allocate(64 * MiB));
   machine.allocate(20 * MiB, kMain, TensorClass::weights);
@@ -243,13 +231,12 @@ void other_kinds_get_room_too() {
   check_exact(machine);
 }
 
-void a_pending_block_is_waited_for_if_that_helps() {
+TEST(a_pending_block_is_waited_for_if_that_helps) {
   Machine machine = machine_of(64 * MiB);
   const std::uintptr_t pending = machine.allocate(40 * MiB, kSide);
   machine.allocate(24 * MiB, kSide);
   machine.driver.launch(kMain);
-  machine.device.record_stream(pending, kMain);
-  machine.free(pending);
+  machine.free_used(pending, kMain);
   machine.allocate(60 * MiB);  // waiting would not help
   CHECK_EQUAL(machine.driver.events(), 1U);
   CHECK_EQUAL(pinned_stats(machine).spilled_bytes, 60 * MiB);
@@ -261,7 +248,7 @@ void a_pending_block_is_waited_for_if_that_helps() {
 
 // On a card that others use too, free handles move before the budget is spent, and then the host
 // serves. Without a budget it is an out-of-memory.
-void a_full_card_moves_handles_and_then_spills() {
+TEST(a_full_card_moves_handles_and_then_spills) {
   for (const std::size_t budget : {std::size_t{0}, 200 * MiB}) {
     Machine machine = machine_of(budget);
     mapped(machine).set_capacity(96 * MiB);
@@ -286,7 +273,7 @@ void a_full_card_moves_handles_and_then_spills() {
   }
 }
 
-void a_mapping_that_fails_leaves_nothing() {
+TEST(a_mapping_that_fails_leaves_nothing) {
   Machine machine = machine_of(64 * MiB);
   leave_two_holes(machine);
   mapped(machine).refuse_maps(true);
@@ -300,7 +287,7 @@ void a_mapping_that_fails_leaves_nothing() {
 }
 
 // A graph writes to its pool's memory at each replay: it stays where it is.
-void memory_of_graphs_is_not_mapped() {
+TEST(memory_of_graphs_is_not_mapped) {
   Machine machine = machine_of(64 * MiB);
   machine.device.begin_pool(kPool, [](StreamId stream) { return stream == kCapture; });
   machine.driver.begin_capture(kCapture);
@@ -319,7 +306,7 @@ void memory_of_graphs_is_not_mapped() {
   check_exact(machine);
 }
 
-void the_fraction_bounds_what_is_mapped() {
+TEST(the_fraction_bounds_what_is_mapped) {
   Machine machine(
       {.config = config_of(MemoryKind::device), .device_bytes = 100 * MiB, .virtual_memory = true});
   machine.device.set_memory_fraction(0.5);
@@ -341,46 +328,39 @@ void the_fraction_bounds_what_is_mapped() {
 }
 
 // Other GPUs of the process have access from their first allocation on.
-void peers_have_access() {
+TEST(peers_have_access) {
   Machine machine(
       {.config = config_of(MemoryKind::device), .devices = 3, .virtual_memory = true});
-  const auto allocate = [&](int device) {
-    return reinterpret_cast<std::uintptr_t>(machine.allocator.allocate(20 * MiB, device, kMain));
-  };
-  const std::uintptr_t first = allocate(0);
+  const std::uintptr_t first = machine.allocate_on(0, 20 * MiB);
   CHECK(mapped(machine).holds(first, 20 * MiB, {}));
-  const std::uintptr_t second = allocate(2);
+  const std::uintptr_t second = machine.allocate_on(2, 20 * MiB);
   CHECK(mapped(machine).holds(first, 20 * MiB, {2}));
   CHECK(mapped(machine).holds(second, 20 * MiB, {0}));
-  CHECK(mapped(machine).holds(allocate(0), 20 * MiB, {2}));
+  CHECK(mapped(machine).holds(machine.allocate_on(0, 20 * MiB), 20 * MiB, {2}));
 }
 
 // Memory that a GPU without access could not even copy.
-void refused_peers_get_memory_of_the_source() {
+TEST(refused_peers_get_memory_of_the_source) {
   Machine machine(
       {.config = config_of(MemoryKind::device), .devices = 2, .virtual_memory = true});
   mapped(machine).refuse_peers(true);
-  const auto allocate = [&](int device) {
-    return reinterpret_cast<std::uintptr_t>(machine.allocator.allocate(20 * MiB, device, kMain));
-  };
-  const std::uintptr_t before = allocate(0);
-  machine.free(allocate(0));
+  const std::uintptr_t before = machine.allocate_on(0, 20 * MiB);
+  machine.free(machine.allocate_on(0, 20 * MiB));
   CHECK(mapped(machine).is_mapped(before));
   for (const int device : {1, 0}) {
-    const std::uintptr_t after = allocate(device);
+    const std::uintptr_t after = machine.allocate_on(device, 20 * MiB);
     CHECK(machine.source.holds(after, 20 * MiB));
     CHECK(machine.allocator.device(device).free(after));
   }
   CHECK_EQUAL(mapped(machine).held_bytes(), round_up(20 * MiB, kHandle));  // what is in use
   machine.free(before);
-  check_consistent(machine.device);
 }
 
 // ---- traces ----
 
 // Tensors of changing sizes that live and die in any order. Each hole between them keeps less than
 // two handles: with so much above the live memory, nothing has to go to the host.
-void fragmentation_is_bounded() {
+TEST(fragmentation_is_bounded) {
   constexpr std::size_t kMostLive = 8 * GiB, kMostBlocks = 60;
   constexpr std::size_t kSlack = 2 * kHandle * (kMostBlocks + 2);
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
@@ -416,7 +396,7 @@ void fragmentation_is_bounded() {
 
 // With 2 % above what its tensors take, a training settles; with less, it keeps the budget, and
 // less is on the host than without mapped memory.
-void a_training_settles() {
+TEST(a_training_settles) {
   std::int64_t peak_bytes = 0;
   for (const double share : {0.0, 1.02, 1.01, 0.9}) {  // of the peak; 0: no budget
     const auto budget = static_cast<std::size_t>(share * static_cast<double>(peak_bytes));
@@ -443,7 +423,7 @@ void a_training_settles() {
 
 // Two streams that want the same memory in each step pass it on for ever: neither is served from the
 // host.
-void streams_share_memory_in_every_step() {
+TEST(streams_share_memory_in_every_step) {
   Machine machine = machine_of(64 * MiB);
   const Step step = {{{.bytes = 40 * MiB}}, {{.bytes = 40 * MiB, .stream = kSide}}};
   for (int i = 0; i < 4; ++i) run_step(machine, step);
@@ -454,7 +434,7 @@ void streams_share_memory_in_every_step() {
   check_exact(machine);
 }
 
-void two_threads() {
+TEST(two_threads) {
   Machine machine = machine_of(300 * MiB);
   const auto work = [&](StreamId stream, std::uint64_t seed) {
     std::mt19937_64 random(seed);
@@ -479,7 +459,7 @@ void two_threads() {
 }
 
 // An allocator that ends with live tensors gives all handles and addresses back: the fakes check.
-void an_allocator_may_end_with_live_tensors() {
+TEST(an_allocator_may_end_with_live_tensors) {
   Machine machine = machine_of(0);
   const std::uintptr_t hole = machine.allocate(40 * MiB);
   machine.allocate(30 * MiB);
@@ -490,32 +470,3 @@ void an_allocator_may_end_with_live_tensors() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(tensors_lie_in_one_run);
-  RUN(small_tensors_have_handles_of_their_own);
-  RUN(other_kinds_come_from_their_source);
-  RUN(without_addresses_segments_are_the_sources);
-  RUN(all_that_is_free_goes_back);
-  RUN(no_handle_leaves_under_work);
-  RUN(no_handle_leaves_under_a_reader);
-  RUN(without_events_nothing_is_unmapped);
-  RUN(holes_move_within_a_range);
-  RUN(holes_are_filled);
-  RUN(handles_move_between_streams);
-  RUN(handles_of_small_tensors_move_to_large_ones);
-  RUN(other_kinds_get_room_too);
-  RUN(a_pending_block_is_waited_for_if_that_helps);
-  RUN(a_full_card_moves_handles_and_then_spills);
-  RUN(a_mapping_that_fails_leaves_nothing);
-  RUN(memory_of_graphs_is_not_mapped);
-  RUN(the_fraction_bounds_what_is_mapped);
-  RUN(peers_have_access);
-  RUN(refused_peers_get_memory_of_the_source);
-  RUN(fragmentation_is_bounded);
-  RUN(a_training_settles);
-  RUN(streams_share_memory_in_every_step);
-  RUN(two_threads);
-  RUN(an_allocator_may_end_with_live_tensors);
-}

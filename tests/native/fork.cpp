@@ -22,7 +22,7 @@ void use(Allocator& allocator, int device, StreamId stream) {
   CHECK(classes.leave(token));
 }
 
-void a_child_can_allocate() {
+TEST(a_child_can_allocate) {
   Machine machine({.config = {}, .devices = 2});
   Allocator& allocator = machine.allocator;
   std::atomic<bool> stop{false};
@@ -55,5 +55,3 @@ void a_child_can_allocate() {
 
 }  // namespace
 }  // namespace umem
-
-int main() { RUN(umem::a_child_can_allocate); }

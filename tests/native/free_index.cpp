@@ -58,13 +58,13 @@ void random_operations(std::size_t granule_bytes, std::size_t max_granules, std:
   CHECK(index.best_fit(granule_bytes) == nullptr);
 }
 
-void small_blocks() { random_operations(kMinBlockBytes, 4096, 200); }
-void few_blocks_of_many_sizes() { random_operations(kMinBlockBytes, 4096, 3); }
-void beyond_the_lists() { random_operations(kMinBlockBytes, 20000, 200); }
-void large_blocks() { random_operations(kLargeStepBytes, 8192, 200); }
+TEST(small_blocks) { random_operations(kMinBlockBytes, 4096, 200); }
+TEST(few_blocks_of_many_sizes) { random_operations(kMinBlockBytes, 4096, 3); }
+TEST(beyond_the_lists) { random_operations(kMinBlockBytes, 20000, 200); }
+TEST(large_blocks) { random_operations(kLargeStepBytes, 8192, 200); }
 
 // Warm in the caches, and the order that torch's users are used to.
-void last_freed_first() {
+TEST(last_freed_first) {
   FreeIndex index(kMinBlockBytes);
   std::array<Block, 3> blocks;
   for (Block& block : blocks) {
@@ -77,7 +77,7 @@ void last_freed_first() {
   }
 }
 
-void first_and_last_lists() {
+TEST(first_and_last_lists) {
   for (const std::size_t granules : {1, 63, 64, 65, 4031, 4032, 4095, 4096, 4097}) {
     FreeIndex index(kMinBlockBytes);
     Block block;
@@ -93,13 +93,3 @@ void first_and_last_lists() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(small_blocks);
-  RUN(few_blocks_of_many_sizes);
-  RUN(beyond_the_lists);
-  RUN(large_blocks);
-  RUN(last_freed_first);
-  RUN(first_and_last_lists);
-}

@@ -14,7 +14,7 @@ std::vector<HintRequest> apart(std::size_t count) {
   return requests;
 }
 
-void one_event_and_consecutive_tickets() {
+TEST(one_event_and_consecutive_tickets) {
   HintMachine machine;
   HintBatch batch(0, {entry(HintOp::prefetch, blocks(0, 1)), entry(HintOp::evict, blocks(4, 1)),
                       entry(HintOp::discard, blocks(8, 1))});
@@ -27,24 +27,24 @@ void one_event_and_consecutive_tickets() {
   for (Ticket ticket = span.first; ticket <= span.last; ++ticket) machine.expect_open(ticket);
   machine.driver.finish(0, 7);
   for (Ticket ticket = span.first; ticket <= span.last; ++ticket)
-    machine.expect(ticket, Outcome::done);
+    machine.expect_done(ticket);
   CHECK(machine.engine.find(span.first + 1)->request.op == HintOp::evict);
   CHECK_EQUAL(machine.driver.events(), 0U);  // released by the engine itself
 
   const TicketSpan again = machine.engine.submit_batch(batch, 7);
   CHECK_EQUAL(again.first, span.last + 1);
   CHECK_EQUAL(batch.tickets().last, again.last);
-  machine.expect(again.last, Outcome::done);
+  machine.expect_done(again.last);
 }
 
-void an_entry_without_an_address_is_skipped() {
+TEST(an_entry_without_an_address_is_skipped) {
   HintMachine machine;
   HintBatch batch(0, apart(4));
   batch.set_address(1, 0);
   batch.set_address(2, at(100));
   TicketSpan span = machine.engine.submit_batch(batch, 7);
   CHECK_EQUAL(span.last - span.first, 2U);
-  machine.expect(span.last, Outcome::done);
+  machine.expect_done(span.last);
   CHECK_EQUAL(machine.engine.find(span.first + 1)->request.range.address, at(100));
 
   for (std::size_t i = 0; i < 4; ++i) batch.set_address(i, 0);
@@ -54,7 +54,7 @@ void an_entry_without_an_address_is_skipped() {
   CHECK_EQUAL(machine.engine.statistics().refused, 0U);
 }
 
-void a_full_queue_refuses_the_last_ones() {
+TEST(a_full_queue_refuses_the_last_ones) {
   HintMachine machine({.capacity = 5, .prefetch_workers = 1});
   machine.driver.hold("prefetch");
   HintBatch batch(0, apart(8));
@@ -66,11 +66,11 @@ void a_full_queue_refuses_the_last_ones() {
   CHECK_EQUAL(machine.engine.statistics().refused, 11U);
   machine.driver.let_go("prefetch");
   for (Ticket ticket = span.first; ticket <= span.last; ++ticket)
-    machine.expect(ticket, Outcome::done);
+    machine.expect_done(ticket);
   CHECK_EQUAL(machine.driver.events(), 0U);
 }
 
-void what_entries_come_after_is_told_of_each_or_of_none() {
+TEST(what_entries_come_after_is_told_of_each_or_of_none) {
   HintMachine machine;
   HintBatch batch(0, apart(2));
   const std::vector<Ticket> too_few{1};
@@ -78,7 +78,7 @@ void what_entries_come_after_is_told_of_each_or_of_none() {
   CHECK_EQUAL(machine.driver.count("record"), 0U);
 }
 
-void without_an_event_all_are_dropped() {
+TEST(without_an_event_all_are_dropped) {
   HintMachine machine;
   machine.driver.fail("record", 1);
   HintBatch batch(0, apart(2));
@@ -88,7 +88,7 @@ void without_an_event_all_are_dropped() {
   CHECK_EQUAL(machine.driver.calls().size(), 0U);
 }
 
-void after_the_end_all_are_refused() {
+TEST(after_the_end_all_are_refused) {
   HintMachine machine;
   machine.engine.shutdown(kPatienceNs);
   HintBatch batch(0, apart(3));
@@ -98,7 +98,7 @@ void after_the_end_all_are_refused() {
   CHECK_EQUAL(machine.driver.count("record"), 0U);
 }
 
-void what_cannot_be_meant_is_refused() {
+TEST(what_cannot_be_meant_is_refused) {
   CHECK_THROWS(std::invalid_argument, HintBatch(-1, apart(1)));
   CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::copy_in, blocks(0, 1))}));
   CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::advise, blocks(0, 1))}));
@@ -109,11 +109,11 @@ void what_cannot_be_meant_is_refused() {
   CHECK_THROWS(std::invalid_argument, batch.set_address(0, UINTPTR_MAX - 5));
   HintMachine machine;
   const TicketSpan span = machine.engine.submit_batch(batch, 7);
-  machine.expect(span.last, Outcome::done);
+  machine.expect_done(span.last);
   CHECK(machine.engine.find(span.first)->request.range == blocks(0, 1));  // as before
 }
 
-void addresses_may_change_while_others_fire() {
+TEST(addresses_may_change_while_others_fire) {
   HintMachine machine;
   HintBatch batch(0, apart(16));
   std::atomic<bool> stop{false};
@@ -131,15 +131,3 @@ void addresses_may_change_while_others_fire() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(one_event_and_consecutive_tickets);
-  RUN(an_entry_without_an_address_is_skipped);
-  RUN(a_full_queue_refuses_the_last_ones);
-  RUN(what_entries_come_after_is_told_of_each_or_of_none);
-  RUN(without_an_event_all_are_dropped);
-  RUN(after_the_end_all_are_refused);
-  RUN(what_cannot_be_meant_is_refused);
-  RUN(addresses_may_change_while_others_fire);
-}

@@ -8,9 +8,6 @@
 namespace umem {
 namespace {
 
-constexpr HintSettings kOneLane{.chunk_bytes = 8 * MiB,
-                                .in_flight_bytes = 64 * MiB,
-                                .prefetch_workers = 1};
 constexpr std::uintptr_t kHost = std::uintptr_t{1} << 44;
 
 Ticket copy(HintMachine& machine, HintOp op, Range range, std::uintptr_t host = kHost) {
@@ -23,10 +20,10 @@ std::string names(FakeHintDriver& driver) {
   return all;
 }
 
-void out_copies_all_and_then_frees() {
+TEST(out_copies_all_and_then_frees) {
   HintMachine machine(kOneLane);
   machine.engine.set_resident(0, blocks(0, 10), true);
-  machine.expect(copy(machine, HintOp::copy_out, blocks(0, 10)), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_out, blocks(0, 10)));
   CHECK_EQUAL(names(machine.driver), std::string("copy copy copy discard "));
   const std::vector<HintCall> calls = machine.driver.calls();
   CHECK(calls[1].range == Range(kHost + 8 * MiB, 8 * MiB));
@@ -35,9 +32,9 @@ void out_copies_all_and_then_frees() {
   CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 0U);
 }
 
-void in_brings_pages_and_then_copies() {
+TEST(in_brings_pages_and_then_copies) {
   HintMachine machine(kOneLane);
-  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 5)), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_in, blocks(0, 5)));
   CHECK_EQUAL(names(machine.driver), std::string("prefetch copy prefetch copy "));
   const std::vector<HintCall> calls = machine.driver.calls();
   CHECK(calls[3].range == blocks(4, 1));
@@ -45,7 +42,7 @@ void in_brings_pages_and_then_copies() {
   CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 10 * MiB);
 }
 
-void copies_keep_their_order() {
+TEST(copies_keep_their_order) {
   HintMachine machine(kOneLane);
   machine.driver.hold("copy");
   const Ticket out = copy(machine, HintOp::copy_out, blocks(0, 5));
@@ -57,30 +54,25 @@ void copies_keep_their_order() {
   machine.expect_open(hint);
   machine.expect_open(out);
   machine.driver.let_go("copy");
-  machine.expect(out, Outcome::done);
-  machine.expect(in, Outcome::done);
-  machine.expect(hint, Outcome::done);
+  machine.expect_done(out, in, hint);
   CHECK_EQUAL(names(machine.driver),
               std::string("copy copy discard prefetch copy prefetch copy prefetch "));
 }
 
-void copies_replace_hints_and_are_not_replaced() {
+TEST(copies_replace_hints_and_are_not_replaced) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("evict");
-  machine.evict(blocks(100, 1));
-  machine.driver.wait_until_held("evict");
+  machine.hold(HintOp::evict, blocks(100, 1));
   const Ticket hint = machine.evict(blocks(0, 1));
   const Ticket out = copy(machine, HintOp::copy_out, blocks(0, 1));
   machine.expect(hint, Outcome::superseded);
   const Ticket in = machine.prefetch(blocks(0, 1));
   machine.expect_open(in);
   machine.driver.let_go("evict");
-  machine.expect(out, Outcome::done);
-  machine.expect(in, Outcome::done);
+  machine.expect_done(out, in);
 }
 
 // Half of it is on the host only in the copy: the device still has all, and keeps it.
-void a_failed_copy_out_leaves_the_contents() {
+TEST(a_failed_copy_out_leaves_the_contents) {
   HintMachine machine(kOneLane);
   machine.driver.hold("copy");
   const Ticket out = copy(machine, HintOp::copy_out, blocks(0, 12));
@@ -91,55 +83,54 @@ void a_failed_copy_out_leaves_the_contents() {
   machine.expect(out, Outcome::failed);
   CHECK_EQUAL(machine.driver.count("discard"), 0U);
 
-  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 12)), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_in, blocks(0, 12)));
   CHECK_EQUAL(machine.driver.count("prefetch"), 0U);  // there was nothing to bring back
   machine.expect(copy(machine, HintOp::copy_in, blocks(4, 2)), Outcome::failed);
 
   const std::size_t copies = machine.driver.count("copy");
-  machine.expect(copy(machine, HintOp::copy_out, blocks(0, 12)), Outcome::done);
-  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 12)), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_out, blocks(0, 12)));
+  machine.expect_done(copy(machine, HintOp::copy_in, blocks(0, 12)));
   CHECK_EQUAL(machine.driver.count("copy"), copies + 6);
 }
 
 // What a copy out of a part has taken away is on the device no more; the rest still is.
-void a_part_that_left_is_not_there() {
+TEST(a_part_that_left_is_not_there) {
   HintMachine machine(kOneLane);
   machine.driver.fail("copy", 4);
   machine.expect(copy(machine, HintOp::copy_out, blocks(0, 12)), Outcome::failed);
   constexpr std::uintptr_t kElsewhere = kHost + GiB;
-  machine.expect(copy(machine, HintOp::copy_out, blocks(0, 2), kElsewhere), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_out, blocks(0, 2), kElsewhere));
   const std::size_t copies = machine.driver.count("copy");
   machine.expect(copy(machine, HintOp::copy_in, blocks(0, 12)), Outcome::failed);
   CHECK_EQUAL(machine.driver.count("copy"), copies);  // none over live contents
-  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 2), kElsewhere), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_in, blocks(0, 2), kElsewhere));
   CHECK_EQUAL(machine.driver.count("copy"), copies + 1);
-  machine.expect(copy(machine, HintOp::copy_in, blocks(2, 10), kHost + 4 * MiB), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_in, blocks(2, 10), kHost + 4 * MiB));
   CHECK_EQUAL(machine.driver.count("copy"), copies + 1);  // it never left
 }
 
-void parts_that_failed_are_all_there() {
+TEST(parts_that_failed_are_all_there) {
   HintMachine machine(kOneLane);
   constexpr std::uintptr_t kElsewhere = kHost + GiB;
   machine.driver.fail("copy", 4, 2);
   machine.expect(copy(machine, HintOp::copy_out, blocks(0, 4)), Outcome::failed);
   machine.expect(copy(machine, HintOp::copy_out, blocks(0, 2), kElsewhere), Outcome::failed);
-  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 4)), Outcome::done);
-  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 2), kElsewhere), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_in, blocks(0, 4)));
+  machine.expect_done(copy(machine, HintOp::copy_in, blocks(0, 2), kElsewhere));
   CHECK_EQUAL(machine.driver.count("copy"), 2U);
   CHECK(machine.engine.forget(blocks(3, 1), kPatienceNs));
   machine.expect(copy(machine, HintOp::copy_in, blocks(0, 4)), Outcome::failed);
-  machine.expect(copy(machine, HintOp::copy_in, blocks(3, 1), kElsewhere), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_in, blocks(3, 1), kElsewhere));
   CHECK_EQUAL(machine.driver.count("copy"), 3U);
 }
 
 // A copy in that needs no copy ends without a call: whoever waits behind it hears of it.
-void a_copy_in_without_a_copy_keeps_nobody() {
+TEST(a_copy_in_without_a_copy_keeps_nobody) {
   for (int round = 0; round < 20; ++round) {
     HintMachine machine(kOneLane);
     machine.driver.fail("copy", 4);
     machine.expect(copy(machine, HintOp::copy_out, blocks(0, 2)), Outcome::failed);
-    machine.driver.launch(0, 7);
-    const EventId event = machine.engine.record(0, 7);
+    const EventId event = machine.busy_event();
     const Ticket in = machine.engine.submit({.op = HintOp::copy_in,
                                              .range = blocks(0, 2),
                                              .event = event,
@@ -148,12 +139,11 @@ void a_copy_in_without_a_copy_keeps_nobody() {
     machine.engine.release(event);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     machine.driver.finish(0, 7);
-    machine.expect(in, Outcome::done);
-    machine.expect(out, Outcome::done);
+    machine.expect_done(in, out);
   }
 }
 
-void a_host_block_keeps_its_order() {
+TEST(a_host_block_keeps_its_order) {
   HintMachine machine(kOneLane);
   machine.driver.hold("copy");
   const Ticket out = copy(machine, HintOp::copy_out, blocks(0, 8));  // in two chunks
@@ -164,26 +154,21 @@ void a_host_block_keeps_its_order() {
   machine.expect_open(in);
   CHECK_EQUAL(machine.driver.calls().back().from, kHost + 16 * MiB);
   machine.driver.let_go("copy");
-  machine.expect(out, Outcome::done);
-  machine.expect(in, Outcome::done);
-  machine.expect(beside, Outcome::done);
+  machine.expect_done(out, in, beside);
 }
 
 // The host block may be managed memory itself, with hints of its own.
-void a_host_block_waits_for_the_running_call() {
+TEST(a_host_block_waits_for_the_running_call) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("prefetch");
-  const Ticket hint = machine.prefetch(blocks(0, 1));
-  machine.driver.wait_until_held("prefetch");
+  const Ticket hint = machine.hold(HintOp::prefetch, blocks(0, 1));
   const Ticket out = copy(machine, HintOp::copy_out, blocks(100, 1), at(0));
   machine.expect_open(out);
   CHECK_EQUAL(machine.driver.count("copy"), 0U);
   machine.driver.let_go("prefetch");
-  machine.expect(hint, Outcome::done);
-  machine.expect(out, Outcome::done);
+  machine.expect_done(hint, out);
 }
 
-void a_host_block_can_be_freed() {
+TEST(a_host_block_can_be_freed) {
   HintMachine machine(kOneLane);
   machine.driver.hold("copy");
   const Ticket running = copy(machine, HintOp::copy_out, blocks(0, 8));
@@ -199,7 +184,7 @@ void a_host_block_can_be_freed() {
   CHECK_EQUAL(names(machine.driver), std::string("copy "));  // nothing was discarded
 }
 
-void a_copy_out_without_its_event_leaves_the_contents() {
+TEST(a_copy_out_without_its_event_leaves_the_contents) {
   HintMachine machine(kOneLane);
   const Ticket out = machine.engine.submit({.op = HintOp::copy_out,
                                             .range = blocks(0, 1),
@@ -207,20 +192,20 @@ void a_copy_out_without_its_event_leaves_the_contents() {
                                             .host_address = kHost});
   const Ticket in = copy(machine, HintOp::copy_in, blocks(0, 1));
   machine.expect(out, Outcome::dropped);
-  machine.expect(in, Outcome::done);
+  machine.expect_done(in);
   CHECK(machine.driver.calls().empty());
 }
 
-void a_failed_release_fails_no_copy() {
+TEST(a_failed_release_fails_no_copy) {
   HintMachine machine(kOneLane);
   machine.driver.fail("discard", 4);
-  machine.expect(copy(machine, HintOp::copy_out, blocks(0, 1)), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_out, blocks(0, 1)));
   CHECK_EQUAL(machine.engine.statistics().failures.at(0).call, std::string("discard"));
-  machine.expect(copy(machine, HintOp::copy_in, blocks(0, 1)), Outcome::done);
+  machine.expect_done(copy(machine, HintOp::copy_in, blocks(0, 1)));
   CHECK_EQUAL(machine.driver.count("copy"), 2U);
 }
 
-void a_freed_range_is_not_freed_again() {
+TEST(a_freed_range_is_not_freed_again) {
   HintMachine machine(kOneLane);
   machine.driver.hold("copy");
   const Ticket out = copy(machine, HintOp::copy_out, blocks(0, 8));
@@ -237,7 +222,7 @@ void a_freed_range_is_not_freed_again() {
 }
 
 // Real bytes, out and back, while the hints beside them come and go.
-void values_survive() {
+TEST(values_survive) {
   constexpr std::size_t kBytes = 3 * MiB + 12345;
   HintEngine engine({.chunk_bytes = 2 * MiB, .in_flight_bytes = 4 * MiB},
                     std::make_unique<HostHintDriver>(1, 0));
@@ -263,22 +248,3 @@ void values_survive() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(out_copies_all_and_then_frees);
-  RUN(in_brings_pages_and_then_copies);
-  RUN(copies_keep_their_order);
-  RUN(copies_replace_hints_and_are_not_replaced);
-  RUN(a_failed_copy_out_leaves_the_contents);
-  RUN(a_part_that_left_is_not_there);
-  RUN(parts_that_failed_are_all_there);
-  RUN(a_copy_in_without_a_copy_keeps_nobody);
-  RUN(a_host_block_keeps_its_order);
-  RUN(a_host_block_waits_for_the_running_call);
-  RUN(a_host_block_can_be_freed);
-  RUN(a_copy_out_without_its_event_leaves_the_contents);
-  RUN(a_failed_release_fails_no_copy);
-  RUN(a_freed_range_is_not_freed_again);
-  RUN(values_survive);
-}

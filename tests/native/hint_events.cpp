@@ -13,24 +13,23 @@ std::int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
 
-void a_request_waits_for_its_event() {
+TEST(a_request_waits_for_its_event) {
   HintMachine machine;
-  machine.driver.launch(0, kStream);
-  const EventId event = machine.engine.record(0, kStream);
+  const EventId event = machine.busy_event(kStream);
   const Ticket waiting = machine.prefetch(blocks(0, 1), event);
-  machine.expect(machine.prefetch(blocks(10, 1)), Outcome::done);  // waits for nothing: goes ahead
+  machine.expect_done(machine.prefetch(blocks(10, 1)));  // waits for nothing: goes ahead
   machine.expect_open(waiting);
   CHECK_EQUAL(machine.driver.count("prefetch"), 1U);
   machine.driver.finish(0, kStream);
-  machine.expect(waiting, Outcome::done);
-  machine.expect(machine.prefetch(blocks(20, 1), event), Outcome::done);  // over already
+  machine.expect_done(waiting);
+  machine.expect_done(machine.prefetch(blocks(20, 1), event));  // over already
   machine.engine.release(event);
   const auto record = machine.engine.find(waiting);
   CHECK(record->ready_ns - record->asked_ns >= kSoonNs);
   CHECK(machine.counts(HintOp::prefetch).event_wait_ns >= kSoonNs);
 }
 
-void streams_do_not_wait_for_each_other() {
+TEST(streams_do_not_wait_for_each_other) {
   HintMachine machine;
   machine.driver.launch(0, kStream);
   machine.driver.launch(0, kOtherStream);
@@ -41,19 +40,18 @@ void streams_do_not_wait_for_each_other() {
   machine.engine.release(one);
   machine.engine.release(other);
   machine.driver.finish(0, kOtherStream);
-  machine.expect(on_other, Outcome::done);
+  machine.expect_done(on_other);
   machine.expect_open(on_one);
   machine.driver.finish(0, kStream);
-  machine.expect(on_one, Outcome::done);
+  machine.expect_done(on_one);
 }
 
 // Of a stream, only the next event is asked about, however many wait.
-void a_long_queue_asks_little() {
+TEST(a_long_queue_asks_little) {
   HintMachine machine({.poll_ns = 1'000'000});
   std::vector<Ticket> tickets;
   for (std::size_t i = 0; i < 200; ++i) {
-    machine.driver.launch(0, kStream);
-    const EventId event = machine.engine.record(0, kStream);
+    const EventId event = machine.busy_event(kStream);
     tickets.push_back(machine.prefetch(blocks(2 * i, 1), event));
     machine.engine.release(event);
   }
@@ -63,10 +61,10 @@ void a_long_queue_asks_little() {
   // One look each poll, by one worker: 20 or so in 20 ms, and a few for late wake-ups.
   CHECK(machine.driver.count("query") - before <= 60);
   machine.driver.finish(0, kStream);
-  for (const Ticket ticket : tickets) machine.expect(ticket, Outcome::done);
+  for (const Ticket ticket : tickets) machine.expect_done(ticket);
 }
 
-void events_are_given_back() {
+TEST(events_are_given_back) {
   HintMachine machine;
   for (int i = 0; i < 20; ++i) {
     const EventId event = machine.engine.record(0, kStream);
@@ -83,7 +81,7 @@ void events_are_given_back() {
 }
 
 // Without an event nobody knows when the work is over: such a request is not risked.
-void no_event_means_no_hint() {
+TEST(no_event_means_no_hint) {
   HintMachine machine;
   machine.driver.fail("record", 5);
   const EventId event = machine.engine.record(0, kStream);
@@ -93,10 +91,9 @@ void no_event_means_no_hint() {
   CHECK(machine.driver.calls().empty());
 }
 
-void an_event_that_fails_drops_its_requests() {
+TEST(an_event_that_fails_drops_its_requests) {
   HintMachine machine;
-  machine.driver.launch(0, kStream);
-  const EventId event = machine.engine.record(0, kStream);
+  const EventId event = machine.busy_event(kStream);
   machine.driver.fail("query", 9);
   machine.expect(machine.evict(blocks(0, 1), event), Outcome::dropped);
   machine.expect(machine.prefetch(blocks(0, 1), event), Outcome::dropped);
@@ -112,7 +109,7 @@ double median(std::vector<double> values) {
 }
 
 // All workers in the driver, thousands of requests queued: the caller notices neither.
-void submitting_does_not_wait() {
+TEST(submitting_does_not_wait) {
   HintMachine machine({.chunk_bytes = 2 * MiB, .capacity = 20'000});
   machine.driver.hold("prefetch");
   machine.driver.hold("evict");
@@ -121,8 +118,7 @@ void submitting_does_not_wait() {
   machine.evict(blocks(20, 1));
   machine.driver.wait_until_held("prefetch", 2);
   machine.driver.wait_until_held("evict");
-  machine.driver.launch(0, kStream);
-  const EventId event = machine.engine.record(0, kStream);
+  const EventId event = machine.busy_event(kStream);
   std::vector<double> submit_ns;
   for (std::size_t i = 0; i < 10'000; ++i) {
     const std::int64_t before = now_ns();
@@ -140,14 +136,3 @@ void submitting_does_not_wait() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(a_request_waits_for_its_event);
-  RUN(streams_do_not_wait_for_each_other);
-  RUN(a_long_queue_asks_little);
-  RUN(events_are_given_back);
-  RUN(no_event_means_no_hint);
-  RUN(an_event_that_fails_drops_its_requests);
-  RUN(submitting_does_not_wait);
-}

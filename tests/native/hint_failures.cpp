@@ -23,7 +23,7 @@ std::uint64_t failures(HintMachine& machine, const std::string& call) {
   return count;
 }
 
-void any_call_may_fail_once() {
+TEST(any_call_may_fail_once) {
   for (std::size_t op = 0; op < kHintOps; ++op)
     for (const std::string call :
          {"open", "second_context", "load", "query", "prefetch", "evict", "discard", "copy",
@@ -51,12 +51,12 @@ void any_call_may_fail_once() {
       machine.driver.fail(call, kError, 0);  // no more
       const EventId again = machine.engine.record(0, 7);
       const Ticket second = machine.engine.submit(request_for(static_cast<HintOp>(op), again));
-      machine.expect(second, Outcome::done);
+      machine.expect_done(second);
       machine.engine.release(again);
     }
 }
 
-void every_call_may_fail_always() {
+TEST(every_call_may_fail_always) {
   HintMachine machine;
   for (const std::string call : {"prefetch", "evict", "discard", "copy", "advise"})
     machine.driver.fail(call, kError, 1'000'000);
@@ -72,7 +72,7 @@ void every_call_may_fail_always() {
   for (const HintFailure& failure : stats.failures) counted += failure.count;
   for (const auto& of_op : stats.counts)
     for (const HintCounts& counts : of_op) {
-      failed += counts.requests[static_cast<std::size_t>(Outcome::failed)];
+      failed += counts.requests[number_of(Outcome::failed)];
       CHECK_EQUAL(counts.wasted_bytes, counts.asked_bytes);
     }
   CHECK_EQUAL(failed, 300U);
@@ -82,16 +82,16 @@ void every_call_may_fail_always() {
 }
 
 // Such as under MPS, or on a full card. It is asked for once: making a context takes long.
-void without_a_second_context_evictions_go_on() {
+TEST(without_a_second_context_evictions_go_on) {
   HintMachine machine;
   machine.driver.fail("second_context", kError, 1'000'000);
-  for (std::size_t i = 0; i < 5; ++i) machine.expect(machine.evict(blocks(10 * i, 1)), Outcome::done);
+  for (std::size_t i = 0; i < 5; ++i) machine.expect_done(machine.evict(blocks(10 * i, 1)));
   CHECK_EQUAL(machine.driver.count("second_context"), 1U);
   CHECK_EQUAL(failures(machine, "second_context"), 1U);
 }
 
 // What the user switches off is as if the driver refused it, and no call is made.
-void what_is_switched_off_is_not_called() {
+TEST(what_is_switched_off_is_not_called) {
   HintMachine machine({.without = {.second_context = true,
                                    .prefetch = true,
                                    .advice = true,
@@ -108,7 +108,7 @@ void what_is_switched_off_is_not_called() {
   CHECK_EQUAL(machine.engine.statistics().failures.size(), 5U);
 }
 
-void one_failed_chunk_spares_the_others() {
+TEST(one_failed_chunk_spares_the_others) {
   HintMachine machine({.chunk_bytes = 2 * MiB, .in_flight_bytes = 64 * MiB, .prefetch_workers = 1});
   machine.driver.fail("prefetch", kError);
   machine.expect(machine.prefetch(blocks(0, 4)), Outcome::failed);
@@ -117,7 +117,7 @@ void one_failed_chunk_spares_the_others() {
 }
 
 // After a call that failed, what it may have begun is waited for all the same.
-void a_failed_call_is_still_waited_for() {
+TEST(a_failed_call_is_still_waited_for) {
   HintMachine machine;
   machine.driver.fail("prefetch", kError);
   machine.driver.hold("synchronize");
@@ -129,12 +129,10 @@ void a_failed_call_is_still_waited_for() {
 }
 
 // A worker that finds no host memory ends all: nothing stays open, nothing is held.
-void a_worker_that_dies_keeps_nobody() {
+TEST(a_worker_that_dies_keeps_nobody) {
   HintMachine machine({.prefetch_workers = 1});
   machine.engine.set_budget(0, 4 * MiB);
-  machine.driver.hold("evict");
-  const Ticket running = machine.evict(blocks(100, 1));
-  machine.driver.wait_until_held("evict");
+  const Ticket running = machine.hold(HintOp::evict, blocks(100, 1));
   const Ticket queued = machine.evict(blocks(200, 1));
   machine.driver.run_out_of_memory();
   machine.driver.fail("prefetch", kError);
@@ -144,13 +142,13 @@ void a_worker_that_dies_keeps_nobody() {
   CHECK_EQUAL(machine.engine.statistics().in_flight_bytes[0], 0U);
   CHECK_EQUAL(machine.prefetch(blocks(0, 1)), 0U);
   machine.driver.let_go("evict");
-  machine.expect(running, Outcome::done);
+  machine.expect_done(running);
   CHECK(machine.engine.shutdown(kPatienceNs));
   CHECK_EQUAL(machine.engine.statistics().open_requests, 0U);
 }
 
 // The host's driver fails where it is asked to, for runs of whole programs: once, and in that call.
-void the_host_fails_on_purpose() {
+TEST(the_host_fails_on_purpose) {
   std::array<char, 64> device{}, host{};
   const Range copied{reinterpret_cast<std::uintptr_t>(device.data()), device.size()};
   const auto failures_of = [&](const std::map<std::string, std::int64_t>& fail) {
@@ -191,15 +189,3 @@ void the_host_fails_on_purpose() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(any_call_may_fail_once);
-  RUN(every_call_may_fail_always);
-  RUN(without_a_second_context_evictions_go_on);
-  RUN(what_is_switched_off_is_not_called);
-  RUN(one_failed_chunk_spares_the_others);
-  RUN(a_failed_call_is_still_waited_for);
-  RUN(a_worker_that_dies_keeps_nobody);
-  RUN(the_host_fails_on_purpose);
-}

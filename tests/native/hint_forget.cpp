@@ -4,32 +4,24 @@
 namespace umem {
 namespace {
 
-constexpr HintSettings kOneLane{.chunk_bytes = 8 * MiB,
-                                .in_flight_bytes = 64 * MiB,
-                                .prefetch_workers = 1};
-
-void what_is_queued_is_dropped() {
+TEST(what_is_queued_is_dropped) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("prefetch");
-  const Ticket busy = machine.prefetch(blocks(500, 1));
-  machine.driver.wait_until_held("prefetch");
+  const Ticket busy = machine.hold(HintOp::prefetch, blocks(500, 1));
   const Ticket whole = machine.prefetch(blocks(0, 2));
   const Ticket part = machine.prefetch(blocks(10, 10));
   CHECK(machine.engine.forget(blocks(0, 12), kPatienceNs));
   machine.driver.unmap(blocks(0, 12));
   machine.expect(whole, Outcome::forgotten);
   machine.driver.let_go("prefetch");
-  machine.expect(busy, Outcome::done);
+  machine.expect_done(busy);
   machine.expect(part, Outcome::forgotten);
   CHECK_EQUAL(machine.counts(HintOp::prefetch).wasted_bytes, 8 * MiB);
   CHECK_EQUAL(machine.counts(HintOp::prefetch).moved_bytes, 18 * MiB);
 }
 
-void it_waits_for_the_running_call() {
+TEST(it_waits_for_the_running_call) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("evict");
-  const Ticket ticket = machine.evict(blocks(0, 12));
-  machine.driver.wait_until_held("evict");
+  const Ticket ticket = machine.hold(HintOp::evict, blocks(0, 12));
   CHECK(!machine.engine.forget(blocks(2, 1), kSoonNs));  // bounded: the driver is still at it
   std::atomic<bool> returned{false};
   std::thread freeing([&] {
@@ -46,7 +38,7 @@ void it_waits_for_the_running_call() {
 }
 
 // The call has returned, but what it asked for is done by the device later.
-void it_waits_for_the_device_too() {
+TEST(it_waits_for_the_device_too) {
   HintMachine machine(kOneLane);
   machine.driver.hold("synchronize");
   machine.prefetch(blocks(0, 1));
@@ -56,20 +48,17 @@ void it_waits_for_the_device_too() {
   CHECK(machine.engine.forget(blocks(0, 1), kPatienceNs));
 }
 
-void it_does_not_wait_for_other_ranges() {
+TEST(it_does_not_wait_for_other_ranges) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("evict");
-  const Ticket ticket = machine.evict(blocks(0, 4));
-  machine.driver.wait_until_held("evict");
+  const Ticket ticket = machine.hold(HintOp::evict, blocks(0, 4));
   CHECK(machine.engine.forget(blocks(4, 4), 0));
   machine.driver.let_go("evict");
-  machine.expect(ticket, Outcome::done);
+  machine.expect_done(ticket);
 }
 
-void it_does_not_wait_for_events() {
+TEST(it_does_not_wait_for_events) {
   HintMachine machine(kOneLane);
-  machine.driver.launch(0, 7);
-  const EventId event = machine.engine.record(0, 7);
+  const EventId event = machine.busy_event();
   const Ticket ticket = machine.prefetch(blocks(0, 4), event);
   machine.engine.release(event);
   machine.expect_open(ticket);
@@ -80,7 +69,7 @@ void it_does_not_wait_for_events() {
   CHECK_EQUAL(machine.driver.events(), 0U);
 }
 
-void the_range_may_be_used_again() {
+TEST(the_range_may_be_used_again) {
   HintMachine machine(kOneLane);
   for (int i = 0; i < 50; ++i) {
     machine.driver.map_again(blocks(0, 8));
@@ -90,15 +79,13 @@ void the_range_may_be_used_again() {
     machine.driver.unmap(blocks(0, 8));
   }
   machine.driver.map_again(blocks(0, 8));
-  machine.expect(machine.prefetch(blocks(0, 8)), Outcome::done);
+  machine.expect_done(machine.prefetch(blocks(0, 8)));
 }
 
 // What was on the device counts no more against the budget, an arriving chunk included.
-void a_forgotten_range_is_not_resident() {
+TEST(a_forgotten_range_is_not_resident) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("prefetch");
-  machine.prefetch(blocks(0, 4));
-  machine.driver.wait_until_held("prefetch");
+  machine.hold(HintOp::prefetch, blocks(0, 4));
   std::thread freeing([&] { CHECK(machine.engine.forget(blocks(0, 4), kPatienceNs)); });
   std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
   machine.driver.let_go("prefetch");
@@ -107,19 +94,17 @@ void a_forgotten_range_is_not_resident() {
 }
 
 // Nor when nobody waited for its end.
-void what_is_forgotten_in_vain_is_not_resident() {
+TEST(what_is_forgotten_in_vain_is_not_resident) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("prefetch");
-  const Ticket ticket = machine.prefetch(blocks(0, 4));
-  machine.driver.wait_until_held("prefetch");
+  const Ticket ticket = machine.hold(HintOp::prefetch, blocks(0, 4));
   CHECK(!machine.engine.forget(blocks(1, 2), 0));
   machine.driver.let_go("prefetch");
-  machine.expect(ticket, Outcome::done);
+  machine.expect_done(ticket);
   CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 4 * MiB);
 }
 
 // The discard that follows a copy out would hit whoever has the memory by then.
-void what_is_forgotten_in_vain_is_not_discarded() {
+TEST(what_is_forgotten_in_vain_is_not_discarded) {
   HintMachine machine(kOneLane);
   machine.driver.hold("copy");
   const Ticket ticket = machine.engine.submit({.op = HintOp::copy_out,
@@ -134,16 +119,3 @@ void what_is_forgotten_in_vain_is_not_discarded() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(what_is_queued_is_dropped);
-  RUN(it_waits_for_the_running_call);
-  RUN(it_waits_for_the_device_too);
-  RUN(it_does_not_wait_for_other_ranges);
-  RUN(it_does_not_wait_for_events);
-  RUN(the_range_may_be_used_again);
-  RUN(a_forgotten_range_is_not_resident);
-  RUN(what_is_forgotten_in_vain_is_not_resident);
-  RUN(what_is_forgotten_in_vain_is_not_discarded);
-}

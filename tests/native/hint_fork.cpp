@@ -38,7 +38,7 @@ void use_in_child(std::unique_ptr<HintEngine> engine, Ticket ticket) {
   engine.reset();
 }
 
-void a_child_refuses_everything() {
+TEST(a_child_refuses_everything) {
   auto owner = std::make_unique<FakeHintDriver>();
   FakeHintDriver& driver = *owner;
   auto engine = std::make_unique<HintEngine>(HintSettings{}, std::move(owner));
@@ -55,9 +55,9 @@ void a_child_refuses_everything() {
   CHECK(engine->wait(running, kPatienceNs) == Outcome::done);
 }
 
-void a_child_may_fork_again() {
+TEST(a_child_may_fork_again) {
   HintMachine machine;
-  machine.expect(machine.prefetch(blocks(0, 1)), Outcome::done);
+  machine.expect_done(machine.prefetch(blocks(0, 1)));
   const pid_t child = fork();
   if (child == 0) {
     alarm(kDeadlockSeconds);
@@ -70,7 +70,7 @@ void a_child_may_fork_again() {
 }
 
 // Forks at any moment of a busy engine, whose threads are in locks, calls and waits.
-void a_busy_engine_can_be_forked() {
+TEST(a_busy_engine_can_be_forked) {
   auto owner = std::make_unique<FakeHintDriver>();
   auto engine =
       std::make_unique<HintEngine>(HintSettings{.chunk_bytes = 2 * MiB}, std::move(owner));
@@ -104,7 +104,7 @@ void a_busy_engine_can_be_forked() {
 // ThreadSanitizer forbids threads in the child of a process that had some; AddressSanitizer's
 // allocator may be locked there for ever, by a worker of the parent.
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-void a_child_may_make_its_own() {
+TEST(a_child_may_make_its_own) {
   HintMachine parent;
   parent.expect(parent.prefetch(blocks(0, 1)), Outcome::done);
   const pid_t child = fork();
@@ -122,13 +122,3 @@ void a_child_may_make_its_own() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(a_child_refuses_everything);
-  RUN(a_child_may_fork_again);
-  RUN(a_busy_engine_can_be_forked);
-#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-  RUN(a_child_may_make_its_own);
-#endif
-}

@@ -4,32 +4,26 @@
 namespace umem {
 namespace {
 
-constexpr HintSettings kOneLane{.chunk_bytes = 8 * MiB,
-                                .in_flight_bytes = 64 * MiB,
-                                .prefetch_workers = 1};
-
-void requests_run_in_order_of_submission() {
+TEST(requests_run_in_order_of_submission) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("prefetch");
-  const Ticket first = machine.prefetch(blocks(0, 1));
-  machine.driver.wait_until_held("prefetch");
+  const Ticket first = machine.hold(HintOp::prefetch, blocks(0, 1));
   std::vector<Ticket> tickets;
   for (const std::size_t block : {30U, 10U, 20U, 40U})
     tickets.push_back(machine.prefetch(blocks(block, 1)));
   CHECK(tickets.front() == first + 1 && tickets.back() == first + 4);
   machine.driver.let_go("prefetch");
-  for (const Ticket ticket : tickets) machine.expect(ticket, Outcome::done);
+  for (const Ticket ticket : tickets) machine.expect_done(ticket);
   const std::vector<HintCall> calls = machine.driver.calls();
   CHECK_EQUAL(calls.size(), 5U);
   for (std::size_t i = 0; i < 5; ++i)
     CHECK_EQUAL(calls[i].range.address, at(std::array{0U, 30U, 10U, 20U, 40U}[i]));
 }
 
-void long_ranges_go_in_chunks_that_end_on_block_boundaries() {
+TEST(long_ranges_go_in_chunks_that_end_on_block_boundaries) {
   HintMachine machine(kOneLane);
   // Starts a page before a boundary: 8 MiB chunks would each cut a block in two.
   const Range range{at(1) - kHostPageBytes, 20 * MiB};
-  machine.expect(machine.prefetch(range), Outcome::done);
+  machine.expect_done(machine.prefetch(range));
   std::uintptr_t next = range.address;
   for (const HintCall& call : machine.driver.calls()) {
     CHECK_EQUAL(call.range.address, next);
@@ -43,7 +37,7 @@ void long_ranges_go_in_chunks_that_end_on_block_boundaries() {
   CHECK_EQUAL(machine.counts(HintOp::prefetch).moved_bytes, 20 * MiB);
 }
 
-void one_request_is_shared_between_workers() {
+TEST(one_request_is_shared_between_workers) {
   HintMachine machine({.chunk_bytes = 8 * MiB, .in_flight_bytes = 64 * MiB});
   machine.driver.hold("prefetch");
   const Ticket ticket = machine.prefetch({at(0), 32 * MiB});
@@ -54,14 +48,12 @@ void one_request_is_shared_between_workers() {
   CHECK(calls[1].range == Range(at(4), 8 * MiB));
   CHECK(calls[0].lane.number != calls[1].lane.number);
   machine.driver.let_go("prefetch");
-  machine.expect(ticket, Outcome::done);
+  machine.expect_done(ticket);
 }
 
-void neighbours_go_together() {
+TEST(neighbours_go_together) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("prefetch");
-  const Ticket first = machine.prefetch(blocks(50, 1));
-  machine.driver.wait_until_held("prefetch");
+  const Ticket first = machine.hold(HintOp::prefetch, blocks(50, 1));
   std::vector<Ticket> tickets;
   // 11 and 10 follow and precede 12 by address; 14 is apart; 13 fills the last of 8 MiB.
   for (const std::size_t block : {12U, 14U, 11U, 10U, 13U})
@@ -69,8 +61,8 @@ void neighbours_go_together() {
   tickets.push_back(machine.evict(blocks(15, 1)));                              // other direction
   tickets.push_back(machine.ask(HintOp::prefetch, blocks(9, 1), 0, 1));         // other device
   machine.driver.let_go("prefetch");
-  for (const Ticket ticket : tickets) machine.expect(ticket, Outcome::done);
-  machine.expect(first, Outcome::done);
+  for (const Ticket ticket : tickets) machine.expect_done(ticket);
+  machine.expect_done(first);
   std::vector<Range> prefetches;
   for (const HintCall& call : machine.driver.calls())
     if (call.name == "prefetch" && call.device == 0) prefetches.push_back(call.range);
@@ -82,11 +74,9 @@ void neighbours_go_together() {
   CHECK_EQUAL(machine.requests(HintOp::prefetch, Outcome::done), 7U);
 }
 
-void evictions_go_with_those_of_their_class() {
+TEST(evictions_go_with_those_of_their_class) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("evict");
-  const Ticket first = machine.evict(blocks(50, 1));
-  machine.driver.wait_until_held("evict");
+  const Ticket first = machine.hold(HintOp::evict, blocks(50, 1));
   std::vector<Ticket> tickets{first};
   for (const auto& [block, tensor_class] :
        {std::pair{10U, TensorClass::frozen_weights}, std::pair{11U, TensorClass::frozen_weights},
@@ -94,7 +84,7 @@ void evictions_go_with_those_of_their_class() {
     tickets.push_back(machine.engine.submit(
         {.op = HintOp::evict, .range = blocks(block, 1), .tensor_class = tensor_class}));
   machine.driver.let_go("evict");
-  for (const Ticket ticket : tickets) machine.expect(ticket, Outcome::done);
+  for (const Ticket ticket : tickets) machine.expect_done(ticket);
   std::vector<Range> evictions;
   for (const HintCall& call : machine.driver.calls())
     if (call.name == "evict") evictions.push_back(call.range);
@@ -103,16 +93,13 @@ void evictions_go_with_those_of_their_class() {
   CHECK(evictions[2] == blocks(12, 1));
 }
 
-void a_neighbour_gives_a_part_of_itself() {
+TEST(a_neighbour_gives_a_part_of_itself) {
   HintMachine machine(kOneLane);
-  machine.driver.hold("prefetch");
-  machine.prefetch(blocks(50, 1));
-  machine.driver.wait_until_held("prefetch");
+  machine.hold(HintOp::prefetch, blocks(50, 1));
   const Ticket small = machine.prefetch(blocks(0, 1));
   const Ticket large = machine.prefetch(blocks(1, 8));
   machine.driver.let_go("prefetch");
-  machine.expect(small, Outcome::done);
-  machine.expect(large, Outcome::done);
+  machine.expect_done(small, large);
   const std::vector<HintCall> calls = machine.driver.calls();
   CHECK_EQUAL(calls.size(), 4U);
   CHECK(calls[1].range == blocks(0, 4));
@@ -120,7 +107,7 @@ void a_neighbour_gives_a_part_of_itself() {
   CHECK(calls[3].range == blocks(8, 1));
 }
 
-void each_direction_has_its_workers() {
+TEST(each_direction_has_its_workers) {
   HintMachine machine({.chunk_bytes = 2 * MiB, .in_flight_bytes = 64 * MiB});
   std::vector<Ticket> tickets;
   for (std::size_t i = 0; i < 40; ++i) {
@@ -129,7 +116,7 @@ void each_direction_has_its_workers() {
     tickets.push_back(machine.ask(HintOp::discard, blocks(10 * i + 4, 1)));
     tickets.push_back(machine.ask(HintOp::advise, blocks(10 * i + 6, 1)));
   }
-  for (const Ticket ticket : tickets) machine.expect(ticket, Outcome::done);
+  for (const Ticket ticket : tickets) machine.expect_done(ticket);
   for (const HintCall& call : machine.driver.calls()) {
     CHECK((call.name == "prefetch") == (call.lane.direction == Direction::to_device));
     CHECK_EQUAL(call.lane.direction == Direction::to_host, call.lane.number == 2);
@@ -137,56 +124,54 @@ void each_direction_has_its_workers() {
 }
 
 // A blocked eviction keeps no prefetch waiting, and the other way round.
-void directions_do_not_wait_for_each_other() {
+TEST(directions_do_not_wait_for_each_other) {
   HintMachine machine;
-  machine.driver.hold("evict");
-  const Ticket out = machine.evict(blocks(0, 1));
-  machine.driver.wait_until_held("evict");
-  machine.expect(machine.prefetch(blocks(10, 1)), Outcome::done);
+  const Ticket out = machine.hold(HintOp::evict, blocks(0, 1));
+  machine.expect_done(machine.prefetch(blocks(10, 1)));
   machine.expect_open(out);
   machine.driver.hold("prefetch");
   machine.driver.let_go("evict");
-  machine.expect(out, Outcome::done);
+  machine.expect_done(out);
   const Ticket in = machine.prefetch(blocks(20, 1));
   machine.driver.wait_until_held("prefetch");
-  machine.expect(machine.evict(blocks(30, 1)), Outcome::done);
+  machine.expect_done(machine.evict(blocks(30, 1)));
   machine.driver.let_go("prefetch");
-  machine.expect(in, Outcome::done);
+  machine.expect_done(in);
 }
 
-void advice_arrives_whole_and_as_given() {
+TEST(advice_arrives_whole_and_as_given) {
   HintMachine machine(kOneLane);
   const Advice advice{.placement = Placement::host, .accessed_by_device = true};
   const Ticket ticket = machine.engine.submit(
       {.op = HintOp::advise, .range = {at(0), 1 * GiB}, .advice = advice});
-  machine.expect(ticket, Outcome::done);
+  machine.expect_done(ticket);
   const std::vector<HintCall> calls = machine.driver.calls();
   CHECK_EQUAL(calls.size(), 1U);
   CHECK(calls[0].advice == advice);
   CHECK(calls[0].range == Range(at(0), 1 * GiB));
 }
 
-void discards_touch_whole_pages_only() {
+TEST(discards_touch_whole_pages_only) {
   HintMachine machine(kOneLane);
-  machine.expect(machine.ask(HintOp::discard, {at(0) + 100, kHostPageBytes}), Outcome::done);
+  machine.expect_done(machine.ask(HintOp::discard, {at(0) + 100, kHostPageBytes}));
   CHECK(machine.driver.calls().empty());
-  machine.expect(machine.ask(HintOp::discard, {at(0) + 100, 3 * kHostPageBytes}), Outcome::done);
+  machine.expect_done(machine.ask(HintOp::discard, {at(0) + 100, 3 * kHostPageBytes}));
   CHECK(machine.driver.calls().at(0).range == Range(at(0) + kHostPageBytes, 2 * kHostPageBytes));
 }
 
-void workers_are_started_ahead_on_demand() {
+TEST(workers_are_started_ahead_on_demand) {
   HintMachine machine;
   CHECK_EQUAL(machine.driver.count("open"), 0U);
   machine.driver.hold("open");
   machine.engine.start(0);
   machine.driver.wait_until_held("open", 3);
   machine.driver.let_go("open");
-  machine.expect(machine.prefetch(blocks(0, 1)), Outcome::done);
-  machine.expect(machine.evict(blocks(0, 1)), Outcome::done);
+  machine.expect_done(machine.prefetch(blocks(0, 1)));
+  machine.expect_done(machine.evict(blocks(0, 1)));
   CHECK_EQUAL(machine.driver.count("open"), 3U);
 }
 
-void what_cannot_be_meant_is_refused_at_once() {
+TEST(what_cannot_be_meant_is_refused_at_once) {
   HintMachine machine;
   const auto submit = [&](HintRequest request) { return machine.engine.submit(request); };
   CHECK_THROWS(std::invalid_argument, submit({.range = {0, 10}}));
@@ -203,19 +188,3 @@ void what_cannot_be_meant_is_refused_at_once() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(requests_run_in_order_of_submission);
-  RUN(long_ranges_go_in_chunks_that_end_on_block_boundaries);
-  RUN(one_request_is_shared_between_workers);
-  RUN(neighbours_go_together);
-  RUN(evictions_go_with_those_of_their_class);
-  RUN(a_neighbour_gives_a_part_of_itself);
-  RUN(each_direction_has_its_workers);
-  RUN(directions_do_not_wait_for_each_other);
-  RUN(advice_arrives_whole_and_as_given);
-  RUN(discards_touch_whole_pages_only);
-  RUN(workers_are_started_ahead_on_demand);
-  RUN(what_cannot_be_meant_is_refused_at_once);
-}

@@ -10,7 +10,7 @@
 namespace umem {
 namespace {
 
-void a_cut_leaves_both_ends() {
+TEST(a_cut_leaves_both_ends) {
   HintQueue queue(100);
   const Piece piece{.ticket = 1, .range = {100, 100}, .ready = true};
   queue.add(piece);
@@ -25,7 +25,7 @@ void a_cut_leaves_both_ends() {
   CHECK_EQUAL(queue.bytes(), 20U);
 }
 
-void a_full_queue_gives_up_what_a_cut_splits_off() {
+TEST(a_full_queue_gives_up_what_a_cut_splits_off) {
   HintQueue queue(1);
   const Piece piece{.ticket = 1, .range = {100, 100}};
   queue.add(piece);
@@ -34,7 +34,7 @@ void a_full_queue_gives_up_what_a_cut_splits_off() {
   CHECK_EQUAL(queue.bytes(), 20U);
 }
 
-void only_ready_pieces_are_in_order() {
+TEST(only_ready_pieces_are_in_order) {
   HintQueue queue(100);
   const auto add = [&](Ticket ticket, std::uintptr_t address, int device, bool ready) {
     queue.add({ticket, {address, 10}, HintOp::evict, device, ready});
@@ -63,7 +63,7 @@ void only_ready_pieces_are_in_order() {
   CHECK(queue.ready_starting_at(HintOp::discard, 0, 500).empty());
 }
 
-void of_one_range_only_the_oldest_is_offered() {
+TEST(of_one_range_only_the_oldest_is_offered) {
   HintQueue queue(100);
   for (const Ticket ticket : {5, 3, 7})
     queue.add({.ticket = ticket, .range = {100, 10}, .ready = ticket != 3});
@@ -94,7 +94,7 @@ Range random_range(std::mt19937_64& random, std::size_t end) {
   return {start, 1 + random() % (random() % 4 == 0 ? rest : std::min<std::size_t>(rest, 8))};
 }
 
-void the_queue_is_as_a_table_of_bytes() {
+TEST(the_queue_is_as_a_table_of_bytes) {
   constexpr std::size_t kEnd = 400;
   std::mt19937_64 random(20261121);
   HintQueue queue(1'000'000);
@@ -131,7 +131,7 @@ void the_queue_is_as_a_table_of_bytes() {
   CHECK(last > 400);
 }
 
-void the_resident_set_is_as_a_table_of_bytes() {
+TEST(the_resident_set_is_as_a_table_of_bytes) {
   constexpr std::size_t kEnd = 300;
   std::mt19937_64 random(7);
   ResidentSet set;
@@ -156,7 +156,7 @@ void the_resident_set_is_as_a_table_of_bytes() {
 }
 
 // Host blocks lie at one distance from their ranges.
-void kept_contents_are_as_a_table_of_bytes() {
+TEST(kept_contents_are_as_a_table_of_bytes) {
   constexpr std::size_t kEnd = 200, kDistance = 1000;
   std::mt19937_64 random(11);
   KeptContents kept;
@@ -188,14 +188,3 @@ void kept_contents_are_as_a_table_of_bytes() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(a_cut_leaves_both_ends);
-  RUN(a_full_queue_gives_up_what_a_cut_splits_off);
-  RUN(only_ready_pieces_are_in_order);
-  RUN(of_one_range_only_the_oldest_is_offered);
-  RUN(the_queue_is_as_a_table_of_bytes);
-  RUN(the_resident_set_is_as_a_table_of_bytes);
-  RUN(kept_contents_are_as_a_table_of_bytes);
-}

@@ -4,18 +4,16 @@
 namespace umem {
 namespace {
 
-void one_that_never_started_ends() {
+TEST(one_that_never_started_ends) {
   HintMachine machine;
   CHECK(machine.engine.shutdown(0));
   CHECK_EQUAL(machine.prefetch(blocks(0, 1)), 0U);
   CHECK_EQUAL(machine.driver.count("close"), 0U);
 }
 
-void a_full_queue_refuses_and_is_dropped() {
+TEST(a_full_queue_refuses_and_is_dropped) {
   HintMachine machine({.capacity = 100, .prefetch_workers = 1});
-  machine.driver.hold("prefetch");
-  const Ticket running = machine.prefetch(blocks(0, 1));
-  machine.driver.wait_until_held("prefetch");
+  const Ticket running = machine.hold(HintOp::prefetch, blocks(0, 1));
   std::vector<Ticket> queued;
   for (std::size_t i = 1; i < 100; ++i) queued.push_back(machine.prefetch(blocks(10 * i, 1)));
   for (const Ticket ticket : queued) CHECK(ticket != 0);
@@ -27,7 +25,7 @@ void a_full_queue_refuses_and_is_dropped() {
   machine.expect(queued.back(), Outcome::dropped);  // at once: only the running call is waited for
   machine.driver.let_go("prefetch");
   ending.join();
-  machine.expect(running, Outcome::done);
+  machine.expect_done(running);
   for (const Ticket ticket : queued) machine.expect(ticket, Outcome::dropped);
   CHECK_EQUAL(machine.driver.count("prefetch"), 1U);
   CHECK_EQUAL(machine.driver.count("close"), 2U);
@@ -38,16 +36,15 @@ void a_full_queue_refuses_and_is_dropped() {
   CHECK_EQUAL(machine.engine.statistics().refused, 2U);
 }
 
-void there_is_room_again_when_requests_end() {
+TEST(there_is_room_again_when_requests_end) {
   HintMachine machine({.capacity = 4});
-  for (int i = 0; i < 100; ++i) machine.expect(machine.prefetch(blocks(0, 1)), Outcome::done);
+  for (int i = 0; i < 100; ++i) machine.expect_done(machine.prefetch(blocks(0, 1)));
   CHECK_EQUAL(machine.engine.statistics().peak_open_requests, 1U);
 }
 
-void requests_that_wait_for_events_are_dropped() {
+TEST(requests_that_wait_for_events_are_dropped) {
   HintMachine machine;
-  machine.driver.launch(0, 7);
-  const EventId event = machine.engine.record(0, 7);
+  const EventId event = machine.busy_event();
   const Ticket ticket = machine.prefetch(blocks(0, 1), event);
   machine.expect_open(ticket);
   machine.engine.release(event);
@@ -80,14 +77,14 @@ struct Stuck {
 };
 
 // A call that never returns keeps nobody: its thread goes when it can.
-void a_stuck_call_is_left_to_itself() {
+TEST(a_stuck_call_is_left_to_itself) {
   const Stuck stuck;
   stuck.let_go();
   CHECK(stuck.engine->shutdown(kPatienceNs));
 }
 
 // Whoever has waited in vain has waited enough: the engine's own end does not wait again.
-void a_stuck_call_is_waited_for_once() {
+TEST(a_stuck_call_is_waited_for_once) {
   Stuck stuck;
   const auto before = std::chrono::steady_clock::now();
   stuck.engine.reset();
@@ -95,7 +92,7 @@ void a_stuck_call_is_waited_for_once() {
   stuck.let_go();
 }
 
-void ending_while_others_submit() {
+TEST(ending_while_others_submit) {
   for (int round = 0; round < 20; ++round) {
     HintMachine machine({.chunk_bytes = 2 * MiB});
     std::atomic<bool> go{false};
@@ -124,14 +121,3 @@ void ending_while_others_submit() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(one_that_never_started_ends);
-  RUN(a_full_queue_refuses_and_is_dropped);
-  RUN(there_is_room_again_when_requests_end);
-  RUN(requests_that_wait_for_events_are_dropped);
-  RUN(a_stuck_call_is_left_to_itself);
-  RUN(a_stuck_call_is_waited_for_once);
-  RUN(ending_while_others_submit);
-}

@@ -4,9 +4,6 @@
 namespace umem {
 namespace {
 
-constexpr HintSettings kOneLane{.chunk_bytes = 8 * MiB,
-                                .in_flight_bytes = 64 * MiB,
-                                .prefetch_workers = 1};
 constexpr StreamId kStream = 7;
 
 // Keeps a direction's only worker busy with a prefetch or an eviction, so that what follows stays
@@ -18,24 +15,24 @@ void occupy(HintMachine& machine, HintOp op) {
   machine.driver.wait_until_held(name);
 }
 
-void the_opposite_replaces_what_is_queued() {
+TEST(the_opposite_replaces_what_is_queued) {
   HintMachine machine(kOneLane);
   occupy(machine, HintOp::evict);
   const Ticket out = machine.evict(blocks(0, 4));
   const Ticket in = machine.prefetch(blocks(0, 4));
   machine.expect(out, Outcome::superseded);  // though the driver is still held
-  machine.expect(in, Outcome::done);
+  machine.expect_done(in);
   machine.driver.let_go("evict");
   const HintCounts counts = machine.counts(HintOp::evict);
   CHECK_EQUAL(counts.wasted_bytes, 8 * MiB);
   CHECK_EQUAL(counts.asked_bytes, 10 * MiB);
 }
 
-void only_the_overlap_is_replaced() {
+TEST(only_the_overlap_is_replaced) {
   HintMachine machine(kOneLane);
   occupy(machine, HintOp::evict);
   const Ticket out = machine.evict(blocks(0, 10));
-  machine.expect(machine.prefetch(blocks(4, 2)), Outcome::done);
+  machine.expect_done(machine.prefetch(blocks(4, 2)));
   machine.driver.let_go("evict");
   machine.expect(out, Outcome::superseded);
   std::vector<Range> ranges;
@@ -47,7 +44,7 @@ void only_the_overlap_is_replaced() {
   CHECK_EQUAL(machine.counts(HintOp::evict).wasted_bytes, 4 * MiB);
 }
 
-void between_two_chunks_there_is_a_check() {
+TEST(between_two_chunks_there_is_a_check) {
   HintMachine machine(kOneLane);
   machine.driver.hold("evict");
   const Ticket out = machine.evict(blocks(0, 12));  // three chunks
@@ -57,37 +54,33 @@ void between_two_chunks_there_is_a_check() {
   CHECK_EQUAL(machine.driver.count("prefetch"), 0U);
   machine.driver.let_go("evict");
   machine.expect(out, Outcome::superseded);
-  machine.expect(in, Outcome::done);
+  machine.expect_done(in);
   CHECK_EQUAL(machine.driver.count("evict"), 1U);
   CHECK_EQUAL(machine.counts(HintOp::evict).moved_bytes, 8 * MiB);
   CHECK_EQUAL(machine.counts(HintOp::evict).wasted_bytes, 16 * MiB);
 }
 
 // A program submits a whole step ahead of the GPU: "in again, much later" must not undo "out, now".
-void a_request_replaces_nothing_before_its_event() {
+TEST(a_request_replaces_nothing_before_its_event) {
   HintMachine machine(kOneLane);
-  machine.driver.launch(0, kStream);
-  const EventId later = machine.engine.record(0, kStream);
+  const EventId later = machine.busy_event(kStream);
   occupy(machine, HintOp::evict);
   const Ticket out = machine.evict(blocks(0, 1));
   const Ticket in = machine.prefetch(blocks(0, 1), later);
   machine.expect_open(out);
   machine.driver.let_go("evict");
-  machine.expect(out, Outcome::done);
+  machine.expect_done(out);
   machine.expect_open(in);
   machine.driver.finish(0, kStream);
-  machine.expect(in, Outcome::done);
+  machine.expect_done(in);
   machine.engine.release(later);
 }
 
-void a_request_replaces_one_that_still_waits() {
+TEST(a_request_replaces_one_that_still_waits) {
   HintMachine machine(kOneLane);
-  machine.driver.launch(0, kStream);
-  const EventId later = machine.engine.record(0, kStream);
-  const Ticket out = machine.evict(blocks(0, 1), later);
-  machine.engine.release(later);
+  const Ticket out = machine.ask_behind_work(HintOp::evict, blocks(0, 1), kStream);
   machine.expect_open(out);
-  machine.expect(machine.prefetch(blocks(0, 1)), Outcome::done);
+  machine.expect_done(machine.prefetch(blocks(0, 1)));
   machine.expect(out, Outcome::superseded);
   CHECK_EQUAL(machine.driver.count("evict"), 0U);
   machine.driver.finish(0, kStream);
@@ -98,7 +91,7 @@ struct Pair {
   bool replaced;
 };
 
-void which_replaces_which() {
+TEST(which_replaces_which) {
   using enum HintOp;
   for (const auto& [older, newer, replaced] : {
            Pair{prefetch, prefetch, false}, Pair{prefetch, evict, true},
@@ -117,21 +110,21 @@ void which_replaces_which() {
     machine.driver.let_go("prefetch");
     machine.driver.let_go("evict");
     machine.expect(first, replaced ? Outcome::superseded : Outcome::done);
-    machine.expect(second, Outcome::done);
+    machine.expect_done(second);
   }
 }
 
-void the_newer_device_wins() {
+TEST(the_newer_device_wins) {
   HintMachine machine(kOneLane);
   occupy(machine, HintOp::prefetch);
   const Ticket to_0 = machine.ask(HintOp::prefetch, blocks(0, 1), 0, 0);
   const Ticket to_1 = machine.ask(HintOp::prefetch, blocks(0, 1), 0, 1);
   machine.expect(to_0, Outcome::superseded);
   machine.driver.let_go("prefetch");
-  machine.expect(to_1, Outcome::done);
+  machine.expect_done(to_1);
 }
 
-void back_and_forth_ends_with_the_last() {
+TEST(back_and_forth_ends_with_the_last) {
   HintMachine machine(kOneLane);
   occupy(machine, HintOp::prefetch);
   occupy(machine, HintOp::evict);
@@ -149,15 +142,3 @@ void back_and_forth_ends_with_the_last() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(the_opposite_replaces_what_is_queued);
-  RUN(only_the_overlap_is_replaced);
-  RUN(between_two_chunks_there_is_a_check);
-  RUN(a_request_replaces_nothing_before_its_event);
-  RUN(a_request_replaces_one_that_still_waits);
-  RUN(which_replaces_which);
-  RUN(the_newer_device_wins);
-  RUN(back_and_forth_ends_with_the_last);
-}

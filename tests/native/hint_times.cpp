@@ -9,10 +9,10 @@
 namespace umem {
 namespace {
 
-void late_and_early() {
+TEST(late_and_early) {
   HintMachine machine;
   const Ticket early = machine.prefetch(blocks(0, 1));
-  machine.expect(early, Outcome::done);
+  machine.expect_done(early);
   std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
   machine.engine.mark_needed({early});
   machine.engine.mark_needed({early});  // the first time counts
@@ -21,13 +21,11 @@ void late_and_early() {
   CHECK_EQUAL(counts.late, 0U);
   CHECK(counts.early_ns >= kSoonNs);
 
-  machine.driver.hold("prefetch");
-  const Ticket late = machine.prefetch(blocks(10, 1));
-  machine.driver.wait_until_held("prefetch");
+  const Ticket late = machine.hold(HintOp::prefetch, blocks(10, 1));
   machine.engine.mark_needed({late});
   std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
   machine.driver.let_go("prefetch");
-  machine.expect(late, Outcome::done);
+  machine.expect_done(late);
   counts = machine.counts(HintOp::prefetch);
   CHECK_EQUAL(counts.early, 1U);
   CHECK_EQUAL(counts.late, 1U);
@@ -38,7 +36,7 @@ void late_and_early() {
   CHECK(record.issued_ns < record.needed_ns && record.needed_ns < record.done_ns);
 }
 
-void needed_but_never_there() {
+TEST(needed_but_never_there) {
   HintMachine machine;
   machine.driver.fail("prefetch", 1);
   const Ticket failed = machine.prefetch(blocks(0, 1));
@@ -50,14 +48,13 @@ void needed_but_never_there() {
   CHECK_EQUAL(counts.wasted_bytes, 2 * MiB);
 }
 
-void each_class_and_operation_is_counted_by_itself() {
+TEST(each_class_and_operation_is_counted_by_itself) {
   HintMachine machine;
   const Ticket weights = machine.engine.submit(
       {.range = blocks(0, 1), .tensor_class = TensorClass::weights});
   const Ticket state = machine.engine.submit(
       {.op = HintOp::evict, .range = blocks(10, 3), .tensor_class = TensorClass::optimizer_state});
-  machine.expect(weights, Outcome::done);
-  machine.expect(state, Outcome::done);
+  machine.expect_done(weights, state);
   const HintStatistics stats = machine.engine.statistics();
   std::uint64_t requests = 0;
   for (const auto& of_op : stats.counts)
@@ -68,27 +65,25 @@ void each_class_and_operation_is_counted_by_itself() {
   CHECK_EQUAL(machine.counts(HintOp::evict, TensorClass::optimizer_state).moved_bytes, 6 * MiB);
 }
 
-void what_is_under_way_is_seen() {
+TEST(what_is_under_way_is_seen) {
   HintMachine machine({.chunk_bytes = 2 * MiB, .prefetch_workers = 1});
-  machine.driver.hold("prefetch");
-  const Ticket ticket = machine.prefetch(blocks(0, 4));
-  machine.driver.wait_until_held("prefetch");
+  const Ticket ticket = machine.hold(HintOp::prefetch, blocks(0, 4));
   const HintStatistics stats = machine.engine.statistics();
   CHECK_EQUAL(stats.open_requests, 1U);
   CHECK_EQUAL(stats.queued_bytes, 6 * MiB);
   CHECK_EQUAL(stats.in_flight_bytes[0], 2 * MiB);
   CHECK_EQUAL(machine.requests(HintOp::prefetch, Outcome::open), 1U);
   machine.driver.let_go("prefetch");
-  machine.expect(ticket, Outcome::done);
+  machine.expect_done(ticket);
 }
 
-void old_records_give_way() {
+TEST(old_records_give_way) {
   HintMachine machine({.capacity = 10});
   const Ticket first = machine.prefetch(blocks(0, 1));
-  machine.expect(first, Outcome::done);
-  for (int i = 0; i < 9; ++i) machine.expect(machine.prefetch(blocks(0, 1)), Outcome::done);
+  machine.expect_done(first);
+  for (int i = 0; i < 9; ++i) machine.expect_done(machine.prefetch(blocks(0, 1)));
   CHECK(machine.engine.find(first).has_value());
-  machine.expect(machine.prefetch(blocks(0, 1)), Outcome::done);
+  machine.expect_done(machine.prefetch(blocks(0, 1)));
   CHECK(!machine.engine.find(first).has_value());
   CHECK(!machine.engine.wait(first, kPatienceNs).has_value());
   CHECK(!machine.engine.wait(10'000, kPatienceNs).has_value());
@@ -98,33 +93,31 @@ void old_records_give_way() {
 }
 
 // The outcome that is known without a lock is the one on record, and is gone with it.
-void what_has_ended_is_known_without_a_lock() {
+TEST(what_has_ended_is_known_without_a_lock) {
   HintMachine machine({.capacity = 10, .prefetch_workers = 1});
   CHECK(!machine.engine.ended(0).has_value());
   CHECK(!machine.engine.ended(1).has_value());
-  machine.driver.hold("prefetch");
-  const Ticket done = machine.prefetch(blocks(0, 1));
-  machine.driver.wait_until_held("prefetch");
+  const Ticket done = machine.hold(HintOp::prefetch, blocks(0, 1));
   const Ticket replaced = machine.prefetch(blocks(10, 1));
   CHECK(!machine.engine.ended(done).has_value());
-  machine.expect(machine.evict(blocks(10, 1)), Outcome::done);
+  machine.expect_done(machine.evict(blocks(10, 1)));
   CHECK(machine.engine.ended(replaced) == Outcome::superseded);
   machine.driver.let_go("prefetch");
-  machine.expect(done, Outcome::done);
+  machine.expect_done(done);
   CHECK(machine.engine.ended(done) == Outcome::done);
   const Ticket dropped = machine.prefetch(blocks(0, 1), kNoEvent);
   machine.expect(dropped, Outcome::dropped);
   CHECK(machine.engine.ended(dropped) == Outcome::dropped);
   for (Ticket ticket = dropped + 1; ticket <= done + 10; ++ticket)
     CHECK_EQUAL(machine.prefetch(blocks(0, 1)), ticket);
-  machine.expect(done + 10, Outcome::done);
+  machine.expect_done(done + 10);
   CHECK(!machine.engine.ended(done).has_value());
   CHECK(machine.engine.shutdown(kPatienceNs));
   CHECK(machine.engine.ended(done + 10) == Outcome::done);
 }
 
 // A copy's reader looks at the memory as soon as the outcome says so.
-void what_has_ended_can_be_read() {
+TEST(what_has_ended_can_be_read) {
   HintEngine engine({}, std::make_unique<HostHintDriver>(1, 0.0));
   std::array<char, 64> from{}, to{};
   for (int i = 1; i < 200; ++i) {
@@ -139,20 +132,17 @@ void what_has_ended_can_be_read() {
 }
 
 // An old request that ends late costs no newer one its record, and has one of its own.
-void late_ends_are_on_record_too() {
+TEST(late_ends_are_on_record_too) {
   HintMachine machine({.capacity = 4, .prefetch_workers = 1});
-  machine.driver.launch(0, 7);
-  const EventId event = machine.engine.record(0, 7);
-  const Ticket old = machine.prefetch(blocks(0, 1), event);
-  machine.engine.release(event);
+  const Ticket old = machine.ask_behind_work(HintOp::prefetch, blocks(0, 1));
   Ticket last = 0;
   for (int i = 0; i < 4; ++i) {
     last = machine.evict(blocks(100, 1));
-    machine.expect(last, Outcome::done);
+    machine.expect_done(last);
   }
   CHECK_EQUAL(last, old + 4);
   machine.driver.finish(0, 7);
-  machine.expect(old, Outcome::done);
+  machine.expect_done(old);
   CHECK(machine.engine.ended(last) == Outcome::done);
   CHECK(machine.engine.find(last).has_value());
   machine.engine.mark_needed({old});
@@ -160,7 +150,7 @@ void late_ends_are_on_record_too() {
 }
 
 // However many workers share the link, and however many requests a call serves.
-void driver_time_is_the_links() {
+TEST(driver_time_is_the_links) {
   constexpr double kBytesPerSecond = 256.0 * MiB;
   for (const int workers : {1, 2, 4}) {
     HintEngine engine({.chunk_bytes = 8 * MiB, .prefetch_workers = workers},
@@ -187,12 +177,9 @@ void driver_time_is_the_links() {
 }
 
 // A thread that waits for one request is not woken for each look at its event.
-void whoever_waits_sleeps() {
+TEST(whoever_waits_sleeps) {
   HintMachine machine;
-  machine.driver.launch(0, 7);
-  const EventId event = machine.engine.record(0, 7);
-  const Ticket ticket = machine.prefetch(blocks(0, 1), event);
-  machine.engine.release(event);
+  const Ticket ticket = machine.ask_behind_work(HintOp::prefetch, blocks(0, 1));
   rusage before{}, after{};
   getrusage(RUSAGE_THREAD, &before);
   CHECK(machine.engine.wait(ticket, 10 * kSoonNs) == Outcome::open);
@@ -200,11 +187,11 @@ void whoever_waits_sleeps() {
   CHECK(machine.driver.count("query") > 100);
   CHECK(after.ru_nvcsw - before.ru_nvcsw < 50);
   machine.driver.finish(0, 7);
-  machine.expect(ticket, Outcome::done);
+  machine.expect_done(ticket);
 }
 
 // What needs no worker wakes none: the thread that trains pays for each.
-void marks_and_events_wake_nobody() {
+TEST(marks_and_events_wake_nobody) {
   Inbox inbox;
   std::vector<Message> messages;
   const std::uint64_t rings = inbox.take(messages);
@@ -224,7 +211,7 @@ void marks_and_events_wake_nobody() {
 }
 
 // A caller that marks without end while no worker reads: memory stays bounded.
-void messages_that_nobody_reads_are_read_by_the_caller() {
+TEST(messages_that_nobody_reads_are_read_by_the_caller) {
   HintMachine machine({.capacity = 10, .prefetch_workers = 1});
   machine.driver.hold("prefetch");
   machine.driver.hold("evict");
@@ -235,25 +222,9 @@ void messages_that_nobody_reads_are_read_by_the_caller() {
   for (int i = 0; i < 1000; ++i) machine.engine.mark_needed({ticket});
   machine.driver.let_go("prefetch");
   machine.driver.let_go("evict");
-  machine.expect(ticket, Outcome::done);
+  machine.expect_done(ticket);
   CHECK_EQUAL(machine.counts(HintOp::prefetch).late, 1U);
 }
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(late_and_early);
-  RUN(needed_but_never_there);
-  RUN(each_class_and_operation_is_counted_by_itself);
-  RUN(what_is_under_way_is_seen);
-  RUN(old_records_give_way);
-  RUN(what_has_ended_is_known_without_a_lock);
-  RUN(what_has_ended_can_be_read);
-  RUN(late_ends_are_on_record_too);
-  RUN(driver_time_is_the_links);
-  RUN(whoever_waits_sleeps);
-  RUN(marks_and_events_wake_nobody);
-  RUN(messages_that_nobody_reads_are_read_by_the_caller);
-}

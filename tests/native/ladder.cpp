@@ -6,8 +6,6 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7;
-
 // Which rung serves a request.
 const char* serves(Machine& machine, std::size_t bytes, StreamId stream = kMain,
                    TensorClass tensor_class = TensorClass::activations) {
@@ -26,11 +24,7 @@ void check_serves(const char* rung, Machine& machine, std::size_t bytes, StreamI
   CHECK_EQUAL(std::string(serves(machine, bytes, stream, tensor_class)), rung);
 }
 
-Machine machine_of(std::size_t budget_bytes, bool virtual_memory = true) {
-  return Machine({.config = budget_config(budget_bytes), .virtual_memory = virtual_memory});
-}
-
-void new_memory_and_the_cache() {
+TEST(new_memory_and_the_cache) {
   for (const bool is_mapped : {true, false}) {
     Machine machine = machine_of(0, is_mapped);
     check_serves(is_mapped ? "mapped" : "segment", machine, 24 * MiB);
@@ -40,14 +34,13 @@ void new_memory_and_the_cache() {
 }
 
 // The first and the third of five blocks that fill the budget are free.
-void free_memory_in_two_places() {
+TEST(free_memory_in_two_places) {
   Machine machine = machine_of(120 * MiB);
   std::vector<std::uintptr_t> blocks;
   while (blocks.size() < 5) blocks.push_back(machine.allocate(24 * MiB));
-  machine.free(blocks[0]);
-  machine.free(blocks[2]);
+  machine.free(blocks[0], blocks[2]);
   machine.allocate(48 * MiB);
-  CHECK_EQUAL(machine.device.stats().served[static_cast<std::size_t>(Rung::alias)], 1);
+  CHECK_EQUAL(machine.device.stats().served[number_of(Rung::alias)], 1);
   for (const LiveBlock& block : machine.allocator.live_blocks())
     if (block.bytes == 48 * MiB) machine.free(block.address);
   check_serves("ended_alias", machine, 24 * MiB);
@@ -55,23 +48,23 @@ void free_memory_in_two_places() {
   check_serves("spilled", machine, 24 * MiB);
 }
 
-void memory_of_another_stream() {
+TEST(memory_of_another_stream) {
   Machine machine = machine_of(64 * MiB);
   machine.free(machine.allocate(64 * MiB, kSide));
   const std::uintptr_t borrowed = machine.allocate(40 * MiB);
-  CHECK_EQUAL(machine.device.stats().served[static_cast<std::size_t>(Rung::borrowed)], 1);
+  CHECK_EQUAL(machine.device.stats().served[number_of(Rung::borrowed)], 1);
   machine.free(borrowed);
   check_serves("taken_back", machine, 64 * MiB, kSide);
 }
 
-void room_within_the_budget() {
+TEST(room_within_the_budget) {
   Machine machine = machine_of(64 * MiB, false);
   machine.free(machine.allocate(40 * MiB, kSide));
   check_serves("room_made", machine, 60 * MiB);
 }
 
 // A card that others use too.
-void a_full_card() {
+TEST(a_full_card) {
   Machine machine = machine_of(200 * MiB);
   mapped(machine).set_capacity(96 * MiB);
   const std::uintptr_t free = machine.allocate(40 * MiB);
@@ -81,18 +74,17 @@ void a_full_card() {
   check_serves("spilled", machine, 40 * MiB);
 }
 
-void a_free_block_that_is_pending() {
+TEST(a_free_block_that_is_pending) {
   Machine machine({.config = {}, .capacity_bytes = 40 * MiB});
   const std::uintptr_t pending = machine.allocate(40 * MiB);
   machine.driver.launch(kSide);
-  machine.device.record_stream(pending, kSide);
-  machine.free(pending);
+  machine.free_used(pending, kSide);
   check_serves("waited", machine, 40 * MiB);
 }
 
-void host_memory_that_was_spilled() {
+TEST(host_memory_that_was_spilled) {
   Config config = budget_config(32 * MiB);
-  config.classes[static_cast<std::size_t>(TensorClass::optimizer_state)] = {
+  setting_of(config, TensorClass::optimizer_state) = {
       .kind = MemoryKind::pinned, .advice = {}};
   Machine machine({.config = config});
   machine.allocate(30 * MiB);
@@ -102,7 +94,7 @@ void host_memory_that_was_spilled() {
 }
 
 // A capture must not wait, and no memory may be taken from elsewhere.
-void while_a_pool_is_open_the_host_serves() {
+TEST(while_a_pool_is_open_the_host_serves) {
   Machine machine = machine_of(64 * MiB, false);
   machine.free(machine.allocate(40 * MiB, kSide));
   machine.device.begin_pool({0, 1}, [](StreamId stream) { return stream == kMain; });
@@ -111,7 +103,7 @@ void while_a_pool_is_open_the_host_serves() {
   check_serves("room_made", machine, 60 * MiB);
 }
 
-void a_request_that_fails_is_not_counted() {
+TEST(a_request_that_fails_is_not_counted) {
   Machine machine({.config = {}, .capacity_bytes = 40 * MiB});
   CHECK_THROWS(OutOfMemory, machine.allocate(50 * MiB));
   check_serves("segment", machine, 40 * MiB);
@@ -121,16 +113,3 @@ void a_request_that_fails_is_not_counted() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(new_memory_and_the_cache);
-  RUN(free_memory_in_two_places);
-  RUN(memory_of_another_stream);
-  RUN(room_within_the_budget);
-  RUN(a_full_card);
-  RUN(a_free_block_that_is_pending);
-  RUN(host_memory_that_was_spilled);
-  RUN(while_a_pool_is_open_the_host_serves);
-  RUN(a_request_that_fails_is_not_counted);
-}

@@ -8,13 +8,12 @@ constexpr StreamId kMain = 0, kSide = 7;
 
 KindStats managed_stats(const Machine& machine) { return machine.device.kind_stats()[0]; }
 
-void the_source_is_asked_again_after_the_cache() {
+TEST(the_source_is_asked_again_after_the_cache) {
   Machine machine({.config = {}, .capacity_bytes = 40 * MiB});
   machine.free(machine.allocate(30 * MiB, kSide));
   const std::uintptr_t pending = machine.allocate(10 * MiB);
   machine.driver.launch(kSide);
-  machine.device.record_stream(pending, kSide);
-  machine.free(pending);
+  machine.free_used(pending, kSide);
 
   machine.allocate(40 * MiB);  // needs both back, and to wait for the stream
   const DeviceStats stats = machine.device.stats();
@@ -22,29 +21,26 @@ void the_source_is_asked_again_after_the_cache() {
   CHECK_EQUAL(stats.num_sync_all_streams, 1);
   CHECK_EQUAL(stats.num_ooms, 0);
   CHECK_EQUAL(machine.source.held_bytes(), 40 * MiB);
-  check_consistent(machine.device);
 }
 
 // What waiting for streams frees may be the block that was wanted.
-void waiting_may_serve_without_a_new_segment() {
+TEST(waiting_may_serve_without_a_new_segment) {
   Machine machine({.config = {}, .capacity_bytes = 40 * MiB});
   const std::uintptr_t pending = machine.allocate(30 * MiB);
   machine.driver.launch(kSide);
-  machine.device.record_stream(pending, kSide);
-  machine.free(pending);
+  machine.free_used(pending, kSide);
   CHECK_EQUAL(machine.allocate(30 * MiB), pending);
 }
 
 // A rank sees all GPUs of its host and uses one.
-void the_cap_goes_by_the_devices_in_use() {
+TEST(the_cap_goes_by_the_devices_in_use) {
   Config config;
   config.managed_limit_bytes = 10 * MiB;
   config.managed_bytes_of_device = {30 * MiB, 50 * MiB, 70 * MiB};
   Machine machine({.config = config, .devices = 3});
   const auto fits = [&](std::size_t bytes, int device) {
     try {
-      void* address = machine.allocator.allocate(bytes, device, kMain);
-      machine.allocator.device(device).free(reinterpret_cast<std::uintptr_t>(address));
+      machine.allocator.device(device).free(machine.allocate_on(device, bytes));
       return true;
     } catch (const OutOfMemory&) {
       return false;
@@ -57,7 +53,7 @@ void the_cap_goes_by_the_devices_in_use() {
   CHECK(fits(110 * MiB, 0));
 }
 
-void a_full_source_is_out_of_memory() {
+TEST(a_full_source_is_out_of_memory) {
   Machine machine({.config = {}, .capacity_bytes = 40 * MiB});
   const std::uintptr_t held = machine.allocate(30 * MiB);
   const std::string text = out_of_memory_text(machine, 12 * MiB);
@@ -68,22 +64,20 @@ void a_full_source_is_out_of_memory() {
   CHECK_EQUAL(machine.allocator.managed_bytes(), 30 * MiB);
   machine.free(held);
   machine.allocate(12 * MiB);
-  check_consistent(machine.device);
 }
 
 // Where a whole segment finds no room, what was asked for still may.
-void the_last_bytes_can_be_had() {
+TEST(the_last_bytes_can_be_had) {
   Machine machine({.config = {}, .capacity_bytes = 24 * MiB});
   machine.allocate(14 * MiB);
   machine.allocate(4 * MiB);
   machine.allocate(6 * MiB);
   CHECK_EQUAL(machine.source.held_bytes(), 24 * MiB);
   CHECK_EQUAL(machine.device.stats().num_alloc_retries, 0);
-  check_consistent(machine.device);
 }
 
 // An executor that keeps the budget itself lifts the allocator's.
-void the_budget_changes_at_run_time() {
+TEST(the_budget_changes_at_run_time) {
   Config config;
   config.device_budget_bytes = 20 * MiB;
   Machine machine({.config = config});
@@ -100,10 +94,9 @@ void the_budget_changes_at_run_time() {
   machine.device.set_device_budget(1 * MiB);
   machine.device.empty_cache();
   CHECK_EQUAL(managed_stats(machine).spilled_bytes, 12 * MiB);
-  check_consistent(machine.device);
 }
 
-void a_failing_source_leaves_nothing_booked() {
+TEST(a_failing_source_leaves_nothing_booked) {
   Machine machine;
   machine.source.set_throws(true);
   CHECK_THROWS(std::runtime_error, machine.allocate(12 * MiB));
@@ -111,10 +104,9 @@ void a_failing_source_leaves_nothing_booked() {
   machine.source.set_throws(false);
   machine.allocate(12 * MiB);
   CHECK_EQUAL(machine.allocator.managed_bytes(), 12 * MiB);
-  check_consistent(machine.device);
 }
 
-void the_managed_cap_counts_all_devices() {
+TEST(the_managed_cap_counts_all_devices) {
   Config config;
   config.managed_limit_bytes = 64 * MiB;
   Machine machine({.config = config, .devices = 2});
@@ -133,17 +125,16 @@ void the_managed_cap_counts_all_devices() {
   CHECK_EQUAL(machine.source.held_bytes(MemoryKind::managed), 64 * MiB);
 }
 
-void the_managed_cap_takes_other_devices_caches_back() {
+TEST(the_managed_cap_takes_other_devices_caches_back) {
   Config config;
   config.managed_limit_bytes = 64 * MiB;
   Machine machine({.config = config, .devices = 2});
-  void* cached = machine.allocator.allocate(60 * MiB, 1, kMain);
-  CHECK(machine.allocator.device(1).free(reinterpret_cast<std::uintptr_t>(cached)));
+  CHECK(machine.allocator.device(1).free(machine.allocate_on(1, 60 * MiB)));
   CHECK(machine.allocator.allocate(60 * MiB, 0, kMain) != nullptr);
   CHECK_EQUAL(machine.allocator.managed_bytes(), 60 * MiB);
 }
 
-void the_managed_cap_takes_the_cache_back() {
+TEST(the_managed_cap_takes_the_cache_back) {
   Config config;
   config.managed_limit_bytes = 64 * MiB;
   Machine machine({.config = config});
@@ -153,7 +144,7 @@ void the_managed_cap_takes_the_cache_back() {
   CHECK_EQUAL(machine.device.stats().num_alloc_retries, 1);
 }
 
-void the_managed_cap_is_for_managed_memory() {
+TEST(the_managed_cap_is_for_managed_memory) {
   Config config = config_of(MemoryKind::pinned);
   config.managed_limit_bytes = 64 * MiB;
   Machine machine({.config = config});
@@ -167,7 +158,7 @@ Config budget_config(std::size_t budget_bytes, MemoryKind kind = MemoryKind::man
   return config;
 }
 
-void over_budget_managed_memory_is_mapped_on_the_host() {
+TEST(over_budget_managed_memory_is_mapped_on_the_host) {
   Machine machine({.config = budget_config(32 * MiB)});
   machine.allocate(30 * MiB);
   CHECK_EQUAL(managed_stats(machine).spilled_bytes, 0U);
@@ -188,12 +179,11 @@ void over_budget_managed_memory_is_mapped_on_the_host() {
   machine.free(spilled);
   machine.device.empty_cache();
   CHECK_EQUAL(managed_stats(machine).spilled_bytes, 0U);
-  check_consistent(machine.device);
 }
 
-void spilled_blocks_follow_their_class_when_they_are_let() {
+TEST(spilled_blocks_follow_their_class_when_they_are_let) {
   Config config = budget_config(32 * MiB);
-  config.classes[static_cast<std::size_t>(TensorClass::frozen_weights)].advice.read_mostly = true;
+  setting_of(config, TensorClass::frozen_weights).advice.read_mostly = true;
   Machine machine({.config = config});
   const std::uintptr_t resident = machine.allocate(32 * MiB);
   const std::uintptr_t spilled = machine.allocate(30 * MiB);
@@ -219,18 +209,16 @@ void spilled_blocks_follow_their_class_when_they_are_let() {
         (Advice{.placement = Placement::host, .accessed_by_device = true}));
   CHECK_EQUAL(machine.device.unspill().size(), 1U);
   CHECK(machine.device.retag(resident, TensorClass::frozen_weights));
-  check_consistent(machine.device);
 }
 
-void small_blocks_spill_too() {
+TEST(small_blocks_spill_too) {
   Machine machine({.config = budget_config(4 * MiB)});
   machine.allocate(4 * MiB);
   machine.allocate(1000);
   CHECK_EQUAL(managed_stats(machine).spilled_bytes, 2 * MiB);
-  check_consistent(machine.device);
 }
 
-void small_device_blocks_of_a_managed_class_spill_too() {
+TEST(small_device_blocks_of_a_managed_class_spill_too) {
   Config config = budget_config(4 * MiB);
   for (ClassSetting& setting : config.classes) setting.min_bytes = MiB;
   Machine machine({.config = config});
@@ -242,7 +230,7 @@ void small_device_blocks_of_a_managed_class_spill_too() {
 
 // The cache counts against the budget, so it goes before a tensor is sent to the host. No stream
 // needs to be waited for.
-void the_cache_goes_before_the_tensor() {
+TEST(the_cache_goes_before_the_tensor) {
   Machine machine({.config = budget_config(32 * MiB)});
   machine.free(machine.allocate(30 * MiB, kSide));
   machine.allocate(30 * MiB, kMain);
@@ -251,7 +239,7 @@ void the_cache_goes_before_the_tensor() {
   CHECK_EQUAL(machine.device.stats().num_alloc_retries, 0);
 }
 
-void segments_shrink_to_the_budget() {
+TEST(segments_shrink_to_the_budget) {
   Machine machine({.config = budget_config(8 * MiB)});
   machine.allocate(4 * MiB);
   machine.allocate(4 * MiB);
@@ -259,7 +247,7 @@ void segments_shrink_to_the_budget() {
   CHECK_EQUAL(managed_stats(machine).spilled_bytes, 0U);
 }
 
-void a_spill_meets_the_managed_cap() {
+TEST(a_spill_meets_the_managed_cap) {
   Config config = budget_config(32 * MiB);
   config.managed_limit_bytes = 48 * MiB;
   Machine machine({.config = config});
@@ -267,10 +255,9 @@ void a_spill_meets_the_managed_cap() {
   machine.allocate(10 * MiB);
   CHECK(contains(out_of_memory_text(machine, 10 * MiB), "UMEM_MANAGED_LIMIT"));
   CHECK_EQUAL(machine.allocator.managed_bytes(), 40 * MiB);
-  check_consistent(machine.device);
 }
 
-void host_placed_classes_are_outside_the_budget() {
+TEST(host_placed_classes_are_outside_the_budget) {
   Config config = budget_config(8 * MiB);
   // Just as the budget would map it, but by the policy's own choice: that is no spill.
   for (ClassSetting& setting : config.classes)
@@ -284,7 +271,7 @@ void host_placed_classes_are_outside_the_budget() {
   CHECK_EQUAL(managed_stats(machine).reserved_bytes, 0U);
 }
 
-void the_fraction_bounds_what_is_reserved() {
+TEST(the_fraction_bounds_what_is_reserved) {
   Machine machine({.config = {}, .device_bytes = 100 * MiB});
   CHECK_EQUAL(machine.device.memory_fraction(), 1.0);
   machine.free(machine.allocate(80 * MiB, kSide));
@@ -296,11 +283,10 @@ void the_fraction_bounds_what_is_reserved() {
   machine.allocate(10 * MiB);
   machine.device.set_memory_fraction(1.0);
   machine.allocate(12 * MiB);
-  check_consistent(machine.device);
 }
 
 // torch runs no post hook when an optimizer step raises.
-void out_of_memory_ends_an_optimizer_step() {
+TEST(out_of_memory_ends_an_optimizer_step) {
   Machine machine({.config = {}, .capacity_bytes = 4 * MiB});
   ClassContext& classes = machine.allocator.classes();
   classes.set_phase(TensorClass::optimizer_state);
@@ -313,28 +299,3 @@ void out_of_memory_ends_an_optimizer_step() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(the_source_is_asked_again_after_the_cache);
-  RUN(waiting_may_serve_without_a_new_segment);
-  RUN(the_cap_goes_by_the_devices_in_use);
-  RUN(a_full_source_is_out_of_memory);
-  RUN(the_last_bytes_can_be_had);
-  RUN(the_budget_changes_at_run_time);
-  RUN(a_failing_source_leaves_nothing_booked);
-  RUN(the_managed_cap_counts_all_devices);
-  RUN(the_managed_cap_takes_other_devices_caches_back);
-  RUN(the_managed_cap_takes_the_cache_back);
-  RUN(the_managed_cap_is_for_managed_memory);
-  RUN(over_budget_managed_memory_is_mapped_on_the_host);
-  RUN(spilled_blocks_follow_their_class_when_they_are_let);
-  RUN(small_blocks_spill_too);
-  RUN(small_device_blocks_of_a_managed_class_spill_too);
-  RUN(the_cache_goes_before_the_tensor);
-  RUN(segments_shrink_to_the_budget);
-  RUN(a_spill_meets_the_managed_cap);
-  RUN(host_placed_classes_are_outside_the_budget);
-  RUN(the_fraction_bounds_what_is_reserved);
-  RUN(out_of_memory_ends_an_optimizer_step);
-}

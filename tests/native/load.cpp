@@ -119,7 +119,7 @@ void run(std::size_t blocks, std::uint64_t seed) {
                 static_cast<std::int64_t>(blocks / kThreads * kThreads));
     // Page tables of what is on the host are counted although nothing may leave for them.
     const std::size_t table_bytes =
-        device.kind_stats()[static_cast<std::size_t>(MemoryKind::pinned)].reserved_bytes / 512;
+        device.kind_stats()[number_of(MemoryKind::pinned)].reserved_bytes / 512;
     CHECK(static_cast<std::size_t>(device.stats().budget_bytes.peak) <= kBudgetBytes + table_bytes);
   };
   std::barrier rest(kThreads, check_at_rest);

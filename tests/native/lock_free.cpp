@@ -11,7 +11,7 @@ namespace umem {
 namespace {
 
 // Whoever reads the outcome of a copy without a lock sees the bytes that a worker copied.
-void an_outcome_and_what_was_copied() {
+TEST(an_outcome_and_what_was_copied) {
   constexpr std::size_t kWords = 512;
   HintEngine engine({.capacity = 16}, std::make_unique<HostHintDriver>(1, 0.0));
   std::array<std::uint64_t, kWords> host{}, device{};
@@ -30,7 +30,7 @@ void an_outcome_and_what_was_copied() {
   }
 }
 
-void a_limit_that_threads_share() {
+TEST(a_limit_that_threads_share) {
   constexpr std::size_t kLimit = 1'000;
   SharedLimit limit(kLimit);
   std::vector<std::thread> threads;
@@ -51,9 +51,3 @@ void a_limit_that_threads_share() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(an_outcome_and_what_was_copied);
-  RUN(a_limit_that_threads_share);
-}

@@ -7,14 +7,6 @@
 namespace umem {
 namespace {
 
-constexpr PoolId kPool{0, 1};
-constexpr StreamId kCapture = 5, kSide = 7;
-constexpr std::size_t kHost = 64 * GiB;  // available host memory
-
-Machine machine_of(std::size_t budget_bytes) {
-  return Machine({.config = budget_config(budget_bytes), .virtual_memory = true});
-}
-
 template <class Call>
 std::string pause_error(Call call) {
   try {
@@ -26,10 +18,10 @@ std::string pause_error(Call call) {
 }
 
 std::size_t device_bytes(const Machine& machine) {
-  return machine.device.kind_stats()[static_cast<std::size_t>(MemoryKind::device)].reserved_bytes;
+  return stats_of(machine, MemoryKind::device).reserved_bytes;
 }
 
-void all_but_the_copy_goes_back() {
+TEST(all_but_the_copy_goes_back) {
   Machine machine = machine_of(0);
   const std::uintptr_t first = machine.allocate(40 * MiB);
   const std::uintptr_t hole = machine.allocate(24 * MiB);
@@ -69,7 +61,7 @@ void all_but_the_copy_goes_back() {
 
 // Contents are exact, over boundaries of handles and of the copy's pieces, and with part of a run
 // freed in the meantime.
-void contents_return() {
+TEST(contents_return) {
   auto source = std::make_unique<HostSource>(0);
   auto driver = std::make_unique<HostDriver>(4 * GiB, std::make_unique<HostVirtualMemory>(4 * GiB));
   Allocator allocator(config_of(MemoryKind::device), std::move(source), std::move(driver), 1);
@@ -104,13 +96,12 @@ void contents_return() {
 }
 
 // Work that is under way ends before its memory goes; what other streams still use is kept.
-void the_device_is_waited_for() {
+TEST(the_device_is_waited_for) {
   Machine machine = machine_of(0);
   const std::uintptr_t used = machine.allocate(16 * MiB);
   const std::uint64_t side_work = machine.driver.launch(kSide);
   const std::uint64_t work = machine.driver.launch(kMain);
-  machine.device.record_stream(used, kSide);
-  machine.free(used);
+  machine.free_used(used, kSide);
   mapped(machine).on_unmap([&] {
     CHECK(machine.driver.done(kMain) >= work && machine.driver.done(kSide) >= side_work);
   });
@@ -119,11 +110,10 @@ void the_device_is_waited_for() {
   CHECK_EQUAL(report.host_bytes, 0U);
   CHECK_EQUAL(machine.driver.events(), 0U);
   machine.device.resume();
-  check_consistent(machine.device);
 }
 
 // What is freed while the device is paused neither comes back nor counts.
-void tensors_may_be_freed_meanwhile() {
+TEST(tensors_may_be_freed_meanwhile) {
   Machine machine = machine_of(0);
   const std::uintptr_t first = machine.allocate(40 * MiB);
   const std::uintptr_t kept = machine.allocate(20 * MiB);
@@ -133,8 +123,7 @@ void tensors_may_be_freed_meanwhile() {
   machine.free(first);
   machine.device.empty_cache();
   machine.free(last);
-  machine.device.record_stream(small, kSide);
-  machine.free(small);
+  machine.free_used(small, kSide);
   CHECK_EQUAL(machine.device.stats().allocated_bytes.all.current, 20 * MiB);
   CHECK_EQUAL(machine.device.stats().reserved_bytes.all.current, 0);
   machine.device.resume();
@@ -144,12 +133,11 @@ void tensors_may_be_freed_meanwhile() {
   CHECK_EQUAL(budget_bytes(machine), mapped(machine).held_bytes());
   check_consistent(machine.device);
   CHECK_EQUAL(machine.allocate(40 * MiB), first);
-  check_consistent(machine.device);
 }
 
-void nothing_is_allocated_meanwhile() {
+TEST(nothing_is_allocated_meanwhile) {
   Config config = budget_config(0);
-  config.classes[static_cast<std::size_t>(TensorClass::weights)].kind = MemoryKind::managed;
+  setting_of(config, TensorClass::weights).kind = MemoryKind::managed;
   Machine machine({.config = config, .devices = 2, .virtual_memory = true});
   machine.free(machine.allocate(4 * MiB));
   machine.allocator.pause(0, kHost);
@@ -166,17 +154,16 @@ void nothing_is_allocated_meanwhile() {
   CHECK(machine.allocate(4 * MiB) != 0);
 }
 
-void peers_that_came_meanwhile_have_access() {
+TEST(peers_that_came_meanwhile_have_access) {
   Machine machine({.config = budget_config(0), .devices = 2, .virtual_memory = true});
-  const auto address =
-      reinterpret_cast<std::uintptr_t>(machine.allocator.allocate(20 * MiB, 0, kMain));
+  const std::uintptr_t address = machine.allocate_on(0, 20 * MiB);
   machine.allocator.pause(0, kHost);
   machine.allocator.allocate(MiB, 1, kMain);
   machine.device.resume();
   CHECK(mapped(machine).holds(address, 20 * MiB, {1}));
 }
 
-void calls_come_in_turns() {
+TEST(calls_come_in_turns) {
   Machine machine = machine_of(0);
   CHECK(contains(pause_error([&] { machine.device.resume(); }), "not paused"));
   machine.device.pause(kHost);
@@ -186,7 +173,7 @@ void calls_come_in_turns() {
 }
 
 // A card whose memory others took: nothing is lost, and a later call succeeds.
-void without_room_it_stays_paused() {
+TEST(without_room_it_stays_paused) {
   Machine machine = machine_of(0);
   const std::uintptr_t large = machine.allocate(40 * MiB);
   const std::uintptr_t small = machine.allocate(100);
@@ -209,11 +196,10 @@ void without_room_it_stays_paused() {
   CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
   machine.device.resume();
   CHECK(mapped(machine).holds(large, 40 * MiB) && mapped(machine).holds(small, 512));
-  check_consistent(machine.device);
 }
 
 // A host without memory, a capture, a failed copy: the device is not paused, and goes on.
-void a_pause_that_fails_changes_nothing() {
+TEST(a_pause_that_fails_changes_nothing) {
   Machine machine = machine_of(0);
   const std::uintptr_t tensor = machine.allocate(40 * MiB);
   const auto check_running = [&] {
@@ -251,7 +237,7 @@ void a_pause_that_fails_changes_nothing() {
 }
 
 // Page-locked memory has a limit; beyond it the copy is pageable. Its page tables are on the card.
-void the_copy_is_page_locked_within_the_limit() {
+TEST(the_copy_is_page_locked_within_the_limit) {
   Config config = budget_config(0);
   config.pinned_limit_bytes = 2 * GiB;
   Machine machine({.config = config, .virtual_memory = true});
@@ -269,7 +255,7 @@ void the_copy_is_page_locked_within_the_limit() {
 }
 
 // A graph's memory keeps its place, so it stays on the card.
-void memory_of_graphs_is_kept() {
+TEST(memory_of_graphs_is_kept) {
   Machine machine = machine_of(0);
   machine.device.begin_pool(kPool, [](StreamId stream) { return stream == kCapture; });
   const std::uintptr_t of_graph = machine.allocate(20 * MiB, kCapture);
@@ -281,14 +267,13 @@ void memory_of_graphs_is_kept() {
   CHECK(machine.source.holds(of_graph, 20 * MiB));
   machine.free(of_graph);
   machine.device.resume();
-  check_consistent(machine.device);
 }
 
-void managed_memory_is_evicted_and_comes_back() {
+TEST(managed_memory_is_evicted_and_comes_back) {
   Config config = budget_config(0);
-  config.classes[static_cast<std::size_t>(TensorClass::weights)] = {
+  setting_of(config, TensorClass::weights) = {
       .kind = MemoryKind::managed, .advice = {.placement = Placement::device}};
-  config.classes[static_cast<std::size_t>(TensorClass::gradients)] = {
+  setting_of(config, TensorClass::gradients) = {
       .kind = MemoryKind::managed, .advice = {.placement = Placement::host}};
   Machine machine({.config = config, .virtual_memory = true});
   const std::uintptr_t weights = machine.allocate(20 * MiB, kMain, TensorClass::weights);
@@ -309,16 +294,15 @@ void managed_memory_is_evicted_and_comes_back() {
   CHECK_EQUAL(refused.evicted_bytes, 0U);
   CHECK_EQUAL(refused.kept_bytes, 44 * MiB);
   machine.device.resume();
-  check_consistent(machine.device);
 }
 
 // Spilled memory is in host memory already, and is not counted again.
-void spilled_memory_stays_on_the_host() {
+TEST(spilled_memory_stays_on_the_host) {
   Machine machine({.config = budget_config(20 * MiB, MemoryKind::managed)});
   machine.allocate(20 * MiB);
   machine.allocate(30 * MiB);
   const std::array<KindStats, kKinds> kinds = machine.device.kind_stats();
-  CHECK_EQUAL(kinds[static_cast<std::size_t>(MemoryKind::managed)].spilled_bytes, 30 * MiB);
+  CHECK_EQUAL(kinds[number_of(MemoryKind::managed)].spilled_bytes, 30 * MiB);
   const PauseReport report = machine.device.pause(25 * MiB);
   CHECK_EQUAL(report.evicted_bytes, 20 * MiB);
   CHECK_EQUAL(report.kept_bytes, 0U);
@@ -329,11 +313,10 @@ void spilled_memory_stays_on_the_host() {
   CHECK_THROWS(PauseError, machine.device.pause(25 * MiB));
   CHECK_EQUAL(machine.device.pause(kHost).evicted_bytes, 50 * MiB);
   machine.device.resume();
-  check_consistent(machine.device);
 }
 
 // Without virtual memory management nothing can be given back, and the report says so.
-void plain_segments_are_kept() {
+TEST(plain_segments_are_kept) {
   Machine machine({.config = budget_config(0)});
   machine.allocate(20 * MiB);
   machine.free(machine.allocate(30 * MiB));
@@ -342,11 +325,10 @@ void plain_segments_are_kept() {
   CHECK_EQUAL(report.kept_bytes, 20 * MiB);
   CHECK_EQUAL(report.host_bytes, 0U);
   machine.device.resume();
-  check_consistent(machine.device);
 }
 
 // An allocator may end while paused: the fakes check that nothing is lost.
-void an_allocator_may_end_paused() {
+TEST(an_allocator_may_end_paused) {
   Machine machine = machine_of(0);
   machine.allocate(40 * MiB);
   machine.allocate(100);
@@ -355,22 +337,3 @@ void an_allocator_may_end_paused() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(all_but_the_copy_goes_back);
-  RUN(contents_return);
-  RUN(the_device_is_waited_for);
-  RUN(tensors_may_be_freed_meanwhile);
-  RUN(nothing_is_allocated_meanwhile);
-  RUN(peers_that_came_meanwhile_have_access);
-  RUN(calls_come_in_turns);
-  RUN(without_room_it_stays_paused);
-  RUN(a_pause_that_fails_changes_nothing);
-  RUN(the_copy_is_page_locked_within_the_limit);
-  RUN(memory_of_graphs_is_kept);
-  RUN(managed_memory_is_evicted_and_comes_back);
-  RUN(spilled_memory_stays_on_the_host);
-  RUN(plain_segments_are_kept);
-  RUN(an_allocator_may_end_paused);
-}

@@ -6,16 +6,13 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7;
-
-void frees_beside_pauses() {
-  Machine machine({.config = budget_config(0), .virtual_memory = true});
+TEST(frees_beside_pauses) {
+  Machine machine = machine_of(0);
   std::vector<std::uintptr_t> live;
   for (int i = 0; i < 200; ++i) live.push_back(machine.allocate(MiB * (1 + i % 9), i % 3));
   std::thread other([&] {
     for (const std::uintptr_t address : live) {
-      machine.device.record_stream(address, kSide);
-      machine.free(address);
+      machine.free_used(address, kSide);
       machine.device.stats();
       machine.device.segments();
     }
@@ -28,12 +25,11 @@ void frees_beside_pauses() {
   other.join();
   machine.device.empty_cache();
   CHECK_EQUAL(mapped(machine).held_bytes(), 0U);
-  check_consistent(machine.device);
 }
 
 // A thread that allocates meets a paused device or one that runs, and gets an error or memory.
-void allocations_beside_pauses() {
-  Machine machine({.config = budget_config(0), .virtual_memory = true});
+TEST(allocations_beside_pauses) {
+  Machine machine = machine_of(0);
   std::thread other([&] {
     for (int i = 0; i < 500; ++i) {
       try {
@@ -47,14 +43,7 @@ void allocations_beside_pauses() {
     machine.device.resume();
   }
   other.join();
-  check_consistent(machine.device);
 }
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(frees_beside_pauses);
-  RUN(allocations_beside_pauses);
-}

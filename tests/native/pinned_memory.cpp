@@ -73,7 +73,7 @@ struct Host {
   PinnedMemory memory;
 };
 
-void memory_is_aligned_and_zeroed() {
+TEST(memory_is_aligned_and_zeroed) {
   Host host;
   for (const std::size_t bytes :
        {std::size_t{1}, kHostPageBytes, kHostPageBytes + KiB, 2 * MiB, 3 * MiB, 80 * MiB}) {
@@ -92,7 +92,7 @@ void memory_is_aligned_and_zeroed() {
 }
 
 // The locker faults in what is small; large memory is there before, to the last page.
-void large_memory_is_touched_first() {
+TEST(large_memory_is_touched_first) {
   Host host;
   for (const std::size_t bytes : {64 * MiB, 66 * MiB, 101 * MiB + kHostPageBytes}) {
     void* address = host.memory.allocate(bytes, PinnedMemory::kAnyNode);
@@ -104,7 +104,7 @@ void large_memory_is_touched_first() {
   host.memory.deallocate(small, 2 * MiB);
 }
 
-void a_refused_lock_leaves_nothing() {
+TEST(a_refused_lock_leaves_nothing) {
   Host host;
   host.locker.refuse(true);
   for (const std::size_t bytes : {std::size_t{1}, 2 * MiB, 80 * MiB}) {
@@ -117,13 +117,13 @@ void a_refused_lock_leaves_nothing() {
   host.memory.deallocate(address, 2 * MiB);
 }
 
-void more_than_there_is_address_space() {
+TEST(more_than_there_is_address_space) {
   Host host;
   for (const std::size_t bytes : {SIZE_MAX / 2, std::size_t{1} << 60})
     CHECK(host.memory.allocate(bytes, PinnedMemory::kAnyNode) == nullptr);
 }
 
-void any_node_will_do() {
+TEST(any_node_will_do) {
   Host host;
   for (const int node : {0, 1000, 1 << 20}) {
     void* address = host.memory.allocate(4 * MiB, node);
@@ -142,7 +142,7 @@ bool is_mapped(const void* address) {
   return readable;
 }
 
-void a_child_has_no_locked_memory() {
+TEST(a_child_has_no_locked_memory) {
   Host host;
   void* address = host.memory.allocate(4 * MiB, PinnedMemory::kAnyNode);
   CHECK(is_mapped(address));
@@ -156,7 +156,7 @@ void a_child_has_no_locked_memory() {
   host.memory.deallocate(address, 4 * MiB);
 }
 
-void threads_may_allocate_together() {
+TEST(threads_may_allocate_together) {
   Host host;
   std::vector<std::thread> threads;
   for (std::size_t number = 0; number < 4; ++number)
@@ -175,14 +175,3 @@ void threads_may_allocate_together() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(memory_is_aligned_and_zeroed);
-  RUN(large_memory_is_touched_first);
-  RUN(a_refused_lock_leaves_nothing);
-  RUN(more_than_there_is_address_space);
-  RUN(any_node_will_do);
-  RUN(a_child_has_no_locked_memory);
-  RUN(threads_may_allocate_together);
-}

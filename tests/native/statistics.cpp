@@ -20,7 +20,7 @@ constexpr std::int64_t mib(double count) {
   return static_cast<std::int64_t>(count * static_cast<double>(MiB));
 }
 
-void every_figure_of_a_short_life() {
+TEST(every_figure_of_a_short_life) {
   Machine machine;
   const std::uintptr_t small = machine.allocate(1000, 0, TensorClass::gradients);
   const std::uintptr_t large = machine.allocate(4 * MiB - 1, 0, TensorClass::activations);
@@ -56,10 +56,9 @@ void every_figure_of_a_short_life() {
   check_stat("reserved bytes", after.reserved_bytes.all, {0, mib(22), mib(22), mib(22)});
   check_stat("inactive split", after.inactive_split.all, {0, 2, 2, 2});
   CHECK_EQUAL(after.num_device_free, 2);
-  check_consistent(machine.device);
 }
 
-void requests_that_the_cache_has_no_memory_for_take_time() {
+TEST(requests_that_the_cache_has_no_memory_for_take_time) {
   Machine machine;
   machine.free(machine.allocate(4 * MiB));
   const std::int64_t after_growth_ns = machine.device.stats().uncached_ns;
@@ -70,10 +69,10 @@ void requests_that_the_cache_has_no_memory_for_take_time() {
   CHECK(machine.device.stats().uncached_ns > after_growth_ns);
 }
 
-void classes_are_counted() {
+TEST(classes_are_counted) {
   Machine machine;
   const auto of = [&](TensorClass tensor_class) {
-    return machine.device.stats().by_class[static_cast<std::size_t>(tensor_class)];
+    return machine.device.stats().by_class[number_of(tensor_class)];
   };
   const std::uintptr_t address = machine.allocate(1000, 0, TensorClass::activations);
   check_stat("allocation", of(TensorClass::activations).allocation, {1, 1, 1, 0});
@@ -92,7 +91,7 @@ void classes_are_counted() {
   CHECK(!machine.device.retag(address, TensorClass::weights));
 }
 
-void peaks_start_again_from_now() {
+TEST(peaks_start_again_from_now) {
   Machine machine;
   const std::uintptr_t kept = machine.allocate(4 * MiB, 0, TensorClass::weights);
   machine.free(machine.allocate(8 * MiB, 0, TensorClass::weights));
@@ -113,12 +112,11 @@ void peaks_start_again_from_now() {
   machine.free(kept);
   check_stat("of weights", machine.device.stats().by_class[0].allocated_bytes,
              {0, mib(4), 0, mib(4)});
-  check_consistent(machine.device);
 }
 
-void kinds_are_counted() {
+TEST(kinds_are_counted) {
   Config config;
-  config.classes[static_cast<std::size_t>(TensorClass::optimizer_state)].kind = MemoryKind::pinned;
+  setting_of(config, TensorClass::optimizer_state).kind = MemoryKind::pinned;
   Machine machine({.config = config});
   machine.allocate(30 * MiB, 0, TensorClass::optimizer_state);
   machine.allocate(10 * MiB, 0, TensorClass::weights);
@@ -126,16 +124,15 @@ void kinds_are_counted() {
   for (std::size_t kind = 0; kind < kKinds; ++kind)
     CHECK_EQUAL(kinds[kind].reserved_bytes,
                 machine.source.held_bytes(static_cast<MemoryKind>(kind)));
-  CHECK_EQUAL(kinds[static_cast<std::size_t>(MemoryKind::pinned)].reserved_bytes, 30 * MiB);
+  CHECK_EQUAL(kinds[number_of(MemoryKind::pinned)].reserved_bytes, 30 * MiB);
   CHECK_EQUAL(machine.device.stats().reserved_bytes.all.current, mib(40));
 }
 
-void devices_are_counted_apart() {
+TEST(devices_are_counted_apart) {
   Machine machine({.config = {}, .devices = 2});
   machine.allocate(1000);
   machine.allocator.classes().set_phase(TensorClass::gradients);
-  const auto address =
-      reinterpret_cast<std::uintptr_t>(machine.allocator.allocate(3 * MiB, 1, 0));
+  const std::uintptr_t address = machine.allocate_on(1, 3 * MiB);
   CHECK_EQUAL(machine.device.stats().allocation.all.current, 1);
   CHECK_EQUAL(machine.allocator.device(1).stats().requested_bytes.all.current, mib(3));
   const std::vector<LiveBlock> live = machine.allocator.live_blocks();
@@ -148,7 +145,7 @@ void devices_are_counted_apart() {
   CHECK(!machine.allocator.retag(address + 1, TensorClass::weights));
 }
 
-void peaks_are_taken_apart_from_the_statistics() {
+TEST(peaks_are_taken_apart_from_the_statistics) {
   Machine machine;
   const std::uintptr_t kept = machine.allocate(4 * MiB);
   machine.free(machine.allocate(6 * MiB));
@@ -164,14 +161,3 @@ void peaks_are_taken_apart_from_the_statistics() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(every_figure_of_a_short_life);
-  RUN(requests_that_the_cache_has_no_memory_for_take_time);
-  RUN(classes_are_counted);
-  RUN(peaks_start_again_from_now);
-  RUN(kinds_are_counted);
-  RUN(devices_are_counted_apart);
-  RUN(peaks_are_taken_apart_from_the_statistics);
-}

@@ -15,7 +15,7 @@ bool is_reused(Machine& machine, std::uintptr_t address, std::size_t bytes,
   return next == address;
 }
 
-void same_stream_reuses_at_once() {
+TEST(same_stream_reuses_at_once) {
   for (const std::size_t bytes : kSizes) {
     Machine machine;
     machine.driver.launch(kMain);  // stream order is enough: the work need not be over
@@ -27,13 +27,12 @@ void same_stream_reuses_at_once() {
   }
 }
 
-void a_recorded_stream_holds_the_block() {
+TEST(a_recorded_stream_holds_the_block) {
   for (const std::size_t bytes : kSizes) {
     Machine machine;
     const std::uintptr_t address = machine.allocate(bytes);
     machine.driver.launch(kSide);
-    CHECK(machine.device.record_stream(address, kSide));
-    machine.free(address);
+    machine.free_used(address, kSide);
     CHECK(!machine.device.free(address));
     CHECK(!machine.device.record_stream(address, kSide));  // no longer a tensor's
     CHECK(!machine.device.retag(address, TensorClass::weights));
@@ -50,20 +49,18 @@ void a_recorded_stream_holds_the_block() {
     CHECK(is_reused(machine, address, bytes));
     CHECK_EQUAL(machine.device.stats().active.all.current, 0);
     CHECK_EQUAL(machine.driver.events(), 0U);
-    check_consistent(machine.device);
   }
 }
 
-void work_after_the_free_does_not_matter() {
+TEST(work_after_the_free_does_not_matter) {
   Machine machine;
   const std::uintptr_t address = machine.allocate(4096);
-  machine.device.record_stream(address, kSide);
-  machine.free(address);
+  machine.free_used(address, kSide);
   machine.driver.launch(kSide);
   CHECK(is_reused(machine, address, 4096));
 }
 
-void every_recorded_stream_must_finish() {
+TEST(every_recorded_stream_must_finish) {
   for (const bool side_first : {true, false}) {
     Machine machine;
     const std::uintptr_t address = machine.allocate(4096);
@@ -80,17 +77,16 @@ void every_recorded_stream_must_finish() {
   }
 }
 
-void own_stream_needs_no_event() {
+TEST(own_stream_needs_no_event) {
   Machine machine;
   const std::uintptr_t address = machine.allocate(4096, kSide);
   machine.driver.launch(kSide);
-  CHECK(machine.device.record_stream(address, kSide));
-  machine.free(address);
+  machine.free_used(address, kSide);
   CHECK_EQUAL(machine.driver.events(), 0U);
   CHECK(is_reused(machine, address, 4096, kSide));
 }
 
-void blocks_of_one_stream_come_back_in_its_order() {
+TEST(blocks_of_one_stream_come_back_in_its_order) {
   Machine machine;
   const std::uintptr_t first = machine.allocate(12 * MiB), second = machine.allocate(14 * MiB);
   for (const std::uintptr_t address : {first, second}) {
@@ -108,7 +104,7 @@ void blocks_of_one_stream_come_back_in_its_order() {
 }
 
 // A neighbour in use elsewhere is no part of a merged block.
-void pending_neighbours_are_left_alone() {
+TEST(pending_neighbours_are_left_alone) {
   Machine machine;
   const std::uintptr_t left = machine.allocate(4 * MiB), middle = machine.allocate(4 * MiB),
                        right = machine.allocate(4 * MiB);
@@ -120,26 +116,23 @@ void pending_neighbours_are_left_alone() {
   CHECK_EQUAL(machine.source.held_segments(), 2U);
   machine.driver.finish(kSide);
   CHECK_EQUAL(machine.allocate(20 * MiB), left);
-  check_consistent(machine.device);
 }
 
-void a_new_owner_starts_without_the_old_streams() {
+TEST(a_new_owner_starts_without_the_old_streams) {
   Machine machine;
   const std::uintptr_t address = machine.allocate(4096);
-  machine.device.record_stream(address, kSide);
-  machine.free(address);
+  machine.free_used(address, kSide);
   CHECK_EQUAL(machine.allocate(4096), address);
   machine.driver.launch(kSide);
   machine.free(address);
   CHECK_EQUAL(machine.driver.events(), 0U);
 }
 
-void empty_cache_waits_for_streams() {
+TEST(empty_cache_waits_for_streams) {
   Machine machine;
   const std::uintptr_t address = machine.allocate(12 * MiB);
   machine.driver.launch(kSide);
-  machine.device.record_stream(address, kSide);
-  machine.free(address);
+  machine.free_used(address, kSide);
   machine.device.empty_cache();
   CHECK_EQUAL(machine.source.held_bytes(), 0U);
   CHECK_EQUAL(machine.device.stats().num_sync_all_streams, 1);
@@ -147,7 +140,7 @@ void empty_cache_waits_for_streams() {
 }
 
 // Nobody can say when that work ends.
-void without_an_event_the_block_is_never_reused() {
+TEST(without_an_event_the_block_is_never_reused) {
   Machine machine;
   const std::uintptr_t address = machine.allocate(12 * MiB);
   machine.device.record_stream(address, kSide);
@@ -159,13 +152,11 @@ void without_an_event_the_block_is_never_reused() {
   machine.device.empty_cache();
   CHECK_EQUAL(machine.source.held_bytes(), 12 * MiB);
   CHECK_EQUAL(machine.device.stats().active.all.current, 1);
-  check_consistent(machine.device);
 }
 
-void a_device_records_what_any_device_holds() {
+TEST(a_device_records_what_any_device_holds) {
   Machine machine({.config = {}, .devices = 2});
-  const auto address = reinterpret_cast<std::uintptr_t>(
-      machine.allocator.device(1).allocate(4096, kMain, TensorClass::other));
+  const std::uintptr_t address = machine.allocate_on(1, 4096);
   CHECK(!machine.device.record_stream(address, kSide));
   CHECK(machine.allocator.record_stream(address, kSide));
   CHECK(!machine.allocator.record_stream(address + 512, kSide));
@@ -174,10 +165,9 @@ void a_device_records_what_any_device_holds() {
 }
 
 // Every device has a default stream, and torch gives all of them the same number.
-void the_default_stream_of_another_device_is_waited_for() {
+TEST(the_default_stream_of_another_device_is_waited_for) {
   Machine machine({.config = {}, .devices = 3});
-  const auto address =
-      reinterpret_cast<std::uintptr_t>(machine.allocator.allocate(12 * MiB, 0, kMain));
+  const std::uintptr_t address = machine.allocate_on(0, 12 * MiB);
   machine.allocator.allocate(512, 1, kMain);  // the process uses this device, and not the third
   machine.driver.launch(kMain, 1);
   CHECK(machine.allocator.record_stream(address, kMain));
@@ -186,24 +176,7 @@ void the_default_stream_of_another_device_is_waited_for() {
   CHECK(!is_reused(machine, address, 12 * MiB));
   machine.driver.finish(kMain, 1);
   CHECK(is_reused(machine, address, 12 * MiB));
-  check_consistent(machine.device);
 }
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(same_stream_reuses_at_once);
-  RUN(a_recorded_stream_holds_the_block);
-  RUN(work_after_the_free_does_not_matter);
-  RUN(every_recorded_stream_must_finish);
-  RUN(own_stream_needs_no_event);
-  RUN(blocks_of_one_stream_come_back_in_its_order);
-  RUN(pending_neighbours_are_left_alone);
-  RUN(a_new_owner_starts_without_the_old_streams);
-  RUN(empty_cache_waits_for_streams);
-  RUN(without_an_event_the_block_is_never_reused);
-  RUN(a_device_records_what_any_device_holds);
-  RUN(the_default_stream_of_another_device_is_waited_for);
-}

@@ -112,7 +112,7 @@ class Shadow {
         if (block.state != BlockState::live) continue;
         const std::size_t more = block.bytes - extent_bytes(live_.at(block.address).block.bytes);
         CHECK(segment.is_expandable ? more < kHandle : more == 0);
-        slack[static_cast<std::size_t>(block.tensor_class)] += static_cast<std::int64_t>(more);
+        slack[number_of(block.tensor_class)] += static_cast<std::int64_t>(more);
       }
     ClassCount sum;
     for (std::size_t i = 0; i < kClasses; ++i) {
@@ -163,7 +163,7 @@ class Shadow {
 
   void count(const Held& block, bool born) {
     auto& of_device = counts_[static_cast<std::size_t>(block.device)];
-    ClassCount& of = of_device[static_cast<std::size_t>(block.tensor_class)];
+    ClassCount& of = of_device[number_of(block.tensor_class)];
     const int sign = born ? 1 : -1;
     of.allocations += sign;
     of.allocated_bytes += sign * static_cast<std::int64_t>(extent_bytes(block.bytes));

@@ -26,22 +26,20 @@ std::size_t on_device(const Machine& machine, Range range) {
 }
 
 // free() of the C library waits for nothing, and the GPU's kernels would fault.
-void a_segment_is_freed_behind_the_work_of_its_streams() {
+TEST(a_segment_is_freed_behind_the_work_of_its_streams) {
   Machine machine({.config = system_config()});
   const std::uintptr_t address = machine.allocate(12 * MiB, kMain);
   machine.driver.launch(kSide);
-  CHECK(machine.device.record_stream(address, kSide));
-  machine.free(address);
+  machine.free_used(address, kSide);
   const std::uint64_t side_work = machine.driver.launch(kSide);
   const std::uint64_t main_work = machine.driver.launch(kMain);
   machine.device.empty_cache();
   CHECK_EQUAL(machine.source.held_bytes(), 0U);
   CHECK_EQUAL(machine.driver.done(kMain), main_work);
   CHECK(machine.driver.done(kSide) < side_work);  // later work, which does not use it
-  check_consistent(machine.device);
 }
 
-void a_stream_that_cannot_be_waited_for_keeps_its_segments() {
+TEST(a_stream_that_cannot_be_waited_for_keeps_its_segments) {
   Machine machine({.config = system_config()});
   machine.free(machine.allocate(12 * MiB, kMain));
   machine.driver.begin_capture(kMain);
@@ -53,7 +51,7 @@ void a_stream_that_cannot_be_waited_for_keeps_its_segments() {
 }
 
 // Pages are taken when they are touched: until then the driver calls all of the card free.
-void the_headroom_holds_under_advice() {
+TEST(the_headroom_holds_under_advice) {
   Config config = system_config();
   config.system_headroom_bytes = 16 * MiB;
   Machine machine({.config = config, .device_bytes = 64 * MiB});
@@ -68,14 +66,13 @@ void the_headroom_holds_under_advice() {
   machine.device.empty_cache();
   const Range third{machine.allocate(30 * MiB, kMain), 30 * MiB};
   CHECK_EQUAL(on_device(machine, third), 30 * MiB);
-  check_consistent(machine.device);
 }
 
 // A block that gets another class, and one that gets its own again.
-void the_headroom_holds_when_blocks_are_advised_anew() {
+TEST(the_headroom_holds_when_blocks_are_advised_anew) {
   Config config = system_config();
   config.system_headroom_bytes = 60 * MiB;
-  config.classes[static_cast<std::size_t>(TensorClass::optimizer_state)].advice = {
+  setting_of(config, TensorClass::optimizer_state).advice = {
       .placement = Placement::host};
   Machine machine({.config = config, .device_bytes = 64 * MiB});
   const Range block{machine.allocate(20 * MiB, kMain), 20 * MiB};
@@ -86,7 +83,7 @@ void the_headroom_holds_when_blocks_are_advised_anew() {
   CHECK_EQUAL(on_device(machine, block), 4 * MiB);
 }
 
-void host_memory_begins_where_segments_do() {
+TEST(host_memory_begins_where_segments_do) {
   for (const std::size_t bytes : {std::size_t{1}, MiB + 1, 20 * MiB}) {
     const Range range = map_host(bytes);
     CHECK_EQUAL(range.address % kPageBytes, 0U);
@@ -99,14 +96,14 @@ void host_memory_begins_where_segments_do() {
   CHECK_EQUAL(map_host(SIZE_MAX / 4).bytes, 0U);
 }
 
-void a_segment_is_allocated_once() {
+TEST(a_segment_is_allocated_once) {
   Machine machine({.config = system_config()});
   machine.allocate(20 * MiB, kMain);
   CHECK_EQUAL(machine.source.requests(), 1U);
 }
 
 // The driver knows its own allocations, and no others.
-void a_range_is_walked_by_its_allocations() {
+TEST(a_range_is_walked_by_its_allocations) {
   const std::vector<Range> known = {{4 * MiB, 4 * MiB}, {8 * MiB, 2 * MiB}};
   const auto find = [&](std::uintptr_t address, Range& found) {
     for (const Range& range : known)
@@ -133,14 +130,3 @@ void a_range_is_walked_by_its_allocations() {
 
 }  // namespace
 }  // namespace umem
-
-int main() {
-  using namespace umem;
-  RUN(a_segment_is_freed_behind_the_work_of_its_streams);
-  RUN(a_stream_that_cannot_be_waited_for_keeps_its_segments);
-  RUN(the_headroom_holds_under_advice);
-  RUN(the_headroom_holds_when_blocks_are_advised_anew);
-  RUN(host_memory_begins_where_segments_do);
-  RUN(a_segment_is_allocated_once);
-  RUN(a_range_is_walked_by_its_allocations);
-}

@@ -14,8 +14,6 @@ from torch.utils import dlpack
 
 import umem
 
-__all__: list[str] = []
-
 
 class Tagged(torch.Tensor):
     """A class of tensors, as libraries have them."""

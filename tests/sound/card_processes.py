@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Peaks", "find_own_number"]
-
 _MOST_PROCESSES = 256
 _UNKNOWN_BYTES = 1 << 60
 """NVML's word for memory that it does not know is a larger number."""

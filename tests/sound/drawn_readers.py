@@ -15,21 +15,6 @@ from readers import READERS, Reader
 from small_trainings import Net, Program, Run
 from torch import nn
 
-__all__ = [
-    "BLOCKS",
-    "CUDA_OPTIMIZERS",
-    "MOMENTS",
-    "OPTIMIZERS",
-    "STREAMS",
-    "TENSORS",
-    "THREADS",
-    "Reading",
-    "drawn",
-    "reader_programs",
-    "readers_program",
-    "train_with_readers",
-]
-
 Optimizers = dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 OPTIMIZERS: Optimizers = {

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from small_trainings import Net, Run, program, train
 
-__all__: list[str] = []
-
 
 @program("cuda")
 def average_replayed(run: Run) -> None:

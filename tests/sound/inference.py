@@ -10,8 +10,6 @@ import torch
 from arrays import _on_this_stream
 from small_trainings import Block, Net, Run, program
 
-__all__: list[str] = []
-
 CALLS = 10
 
 

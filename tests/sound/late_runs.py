@@ -15,8 +15,6 @@ from umem.streaming.stage import Ring
 from umem.streaming.training import StreamedTraining
 from umem.streaming.weights import ModelWeights
 
-__all__ = ["LateRun"]
-
 _MIN_WEIGHT_BYTES = 512
 
 on_export(note_export)  # as `umem.enable` does, until the process ends

@@ -10,8 +10,6 @@ import torch
 from small_trainings import Block, Net, Run, Size, program, train
 from torch import nn
 
-__all__: list[str] = []
-
 
 @program()
 def plain(run: Run) -> None:

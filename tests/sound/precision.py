@@ -10,8 +10,6 @@ from small_trainings import Net, Run, Size, program, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__: list[str] = []
-
 
 class _UsedAgain(Net):
     """Checkpoints its blocks, and from some call on uses a weight again after its block."""

@@ -27,8 +27,6 @@ from torch.utils import dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["READERS", "Reader", "Wrapper"]
-
 Use = Callable[[Any, Any, Any], Any]
 Held = Generator[None, None, Any]
 
@@ -61,6 +59,8 @@ class Reader:
 
 READERS: dict[str, Reader] = {}
 
+_OfTensor = Callable[[Any], Any]
+
 _DLPACK: Any = dlpack
 
 
@@ -72,14 +72,18 @@ def _add(name: str, use: Use, **kind: bool) -> None:
     READERS[name] = Reader(name, use, **kind)
 
 
+def _add_of_tensor(function: Callable[..., Any], **kind: bool) -> None:
+    _add(function.__name__, lambda _model, _optimizer, tensor: function(tensor), **kind)
+
+
 def _reads(function: _Function) -> _Function:
     """Of a tensor alone."""
-    _add(function.__name__, lambda _model, _optimizer, tensor: function(tensor))
+    _add_of_tensor(function)
     return function
 
 
 def _goes_backward(function: _Function) -> _Function:
-    _add(function.__name__, lambda _model, _optimizer, tensor: function(tensor), passes=True)
+    _add_of_tensor(function, passes=True)
     return function
 
 
@@ -94,68 +98,94 @@ def _calls_the_model(function: _Function) -> _Function:
 
 
 def _holds(function: _Function) -> _Function:
-    _add(function.__name__, lambda _model, _optimizer, tensor: function(tensor), holds=True)
+    _add_of_tensor(function, holds=True)
     return function
 
 
 def _writes(function: _Function) -> _Function:
-    def use(_model: Any, _optimizer: Any, tensor: Any) -> Any:
-        with torch.no_grad():
-            return function(tensor)
-
-    _add(function.__name__, use, writes=True)
+    _add_of_tensor(torch.no_grad()(function), writes=True)
     return function
+
+
+def _changes(function: _OfTensor) -> None:
+    """Whose result is not compared."""
+
+    def change(tensor: Any) -> None:
+        function(tensor)
+
+    change.__name__ = function.__name__
+    _writes(change)
+
+
+def _add_all(kind: Callable[[_OfTensor], object], **functions: _OfTensor) -> None:
+    """One line each."""
+    for name, function in functions.items():
+        function.__name__ = name
+        kind(function)
+
+
+def _add_held(**parts: tuple[_OfTensor, _OfTensor]) -> None:
+    """What is made of the tensor before the step, and used at the moment of the use."""
+
+    def add(name: str, begin: _OfTensor, use: _OfTensor) -> None:
+        def holds(tensor: Any) -> Held:
+            kept = begin(tensor)
+            yield
+            return use(kept)
+
+        holds.__name__ = name
+        _holds(holds)
+
+    for name, its in parts.items():
+        add(name, *its)
 
 
 # ---- operators of torch ----
 
-_OF_ONE_TENSOR: dict[str, Callable[[Any], Any]] = {
-    "multiplied": lambda t: t * 2,
-    "cloned": lambda t: t.clone(),
-    "detached": lambda t: t.detach(),
-    "by_data": lambda t: t.data,
-    "by_data_of_data": lambda t: t.data.data * 1,
-    "viewed": lambda t: t.view(-1)[:9].clone(),
-    "transposed": lambda t: t.mT if t.ndim > 1 else t.flip(-1),
-    "first_row": lambda t: t[0],
-    "rows": lambda t: [row.sum() for row in t[:2]],
-    "unbound": lambda t: t.unbind()[-1],
-    "chosen_by_numbers": lambda t: t[torch.tensor([0, -1], device=t.device)],
-    "chosen_by_a_mask": lambda t: t[t > 0],
-    "flattened": lambda t: parameters_to_vector([t]),
-    "stacked": lambda t: torch.stack([t, t]),
-    "in_a_list": lambda t: torch._foreach_norm([t, t]),
-    "in_a_list_of_products": lambda t: torch._foreach_mul([t.detach()], 2.0),
-    "norm": lambda t: t.norm(),
-    "norm_of_many": lambda t: get_total_norm([t]),
-    "is_finite": lambda t: t.isfinite().all(),
-    "compared": lambda t: torch.equal(t, t.detach() + 0),
-    "largest": lambda t: t.flatten().topk(1).values,
-    "einsum": lambda t: torch.einsum("...i->...", t),
-    "linear": lambda t: nn.functional.linear(t.new_ones(2, t.shape[-1]), t),
-    "product_with_itself": lambda t: t.mT @ t,
-    "copied_from": lambda t: torch.empty_like(t).copy_(t),
-    "added_to_another": lambda t: torch.add(t.detach(), 1, out=torch.empty_like(t)),
-    "averaged": lambda t: torch.zeros_like(t).lerp_(t.detach(), 0.1),
-    "as_complex": lambda t: torch.view_as_complex(t.detach().reshape(-1, 2)).conj() * 1,
-    "as_float64": lambda t: t.to(torch.float64),
-    "as_float16": lambda t: t.half(),
-    "on_the_host": lambda t: t.cpu(),
-    "on_the_host_without_a_wait": lambda t: t.to("cpu", copy=True),
-    "without_data": lambda t: list(t.to("meta").shape),
-    "item": lambda t: t.sum().item(),
-    "as_list": lambda t: t.flatten()[:5].tolist(),
-    "as_float": lambda t: float(t.flatten()[0]),
-    "as_condition": lambda t: bool(t.flatten()[0] > 0),
-    "printed": repr,
-    "formatted": lambda t: f"{t.detach().flatten()[0]:.6f}",
-    "as_dense_sparse": lambda t: t.detach().to_sparse().to_dense(),
-    "unscaled": lambda t: _unscaled(t.detach()),
-}
-"""One line each."""
-
-for _name, _function in _OF_ONE_TENSOR.items():
-    _add(_name, lambda _model, _optimizer, tensor, function=_function: function(tensor))  # type: ignore[misc]
+_add_all(
+    _reads,
+    multiplied=lambda t: t * 2,
+    cloned=lambda t: t.clone(),
+    detached=lambda t: t.detach(),
+    by_data=lambda t: t.data,
+    by_data_of_data=lambda t: t.data.data * 1,
+    viewed=lambda t: t.view(-1)[:9].clone(),
+    transposed=lambda t: t.mT if t.ndim > 1 else t.flip(-1),
+    first_row=lambda t: t[0],
+    rows=lambda t: [row.sum() for row in t[:2]],
+    unbound=lambda t: t.unbind()[-1],
+    chosen_by_numbers=lambda t: t[torch.tensor([0, -1], device=t.device)],
+    chosen_by_a_mask=lambda t: t[t > 0],
+    flattened=lambda t: parameters_to_vector([t]),
+    stacked=lambda t: torch.stack([t, t]),
+    in_a_list=lambda t: torch._foreach_norm([t, t]),
+    in_a_list_of_products=lambda t: torch._foreach_mul([t.detach()], 2.0),
+    norm=lambda t: t.norm(),
+    norm_of_many=lambda t: get_total_norm([t]),
+    is_finite=lambda t: t.isfinite().all(),
+    compared=lambda t: torch.equal(t, t.detach() + 0),
+    largest=lambda t: t.flatten().topk(1).values,
+    einsum=lambda t: torch.einsum("...i->...", t),
+    linear=lambda t: nn.functional.linear(t.new_ones(2, t.shape[-1]), t),
+    product_with_itself=lambda t: t.mT @ t,
+    copied_from=lambda t: torch.empty_like(t).copy_(t),
+    added_to_another=lambda t: torch.add(t.detach(), 1, out=torch.empty_like(t)),
+    averaged=lambda t: torch.zeros_like(t).lerp_(t.detach(), 0.1),
+    as_complex=lambda t: torch.view_as_complex(t.detach().reshape(-1, 2)).conj() * 1,
+    as_float64=lambda t: t.to(torch.float64),
+    as_float16=lambda t: t.half(),
+    on_the_host=lambda t: t.cpu(),
+    on_the_host_without_a_wait=lambda t: t.to("cpu", copy=True),
+    without_data=lambda t: list(t.to("meta").shape),
+    item=lambda t: t.sum().item(),
+    as_list=lambda t: t.flatten()[:5].tolist(),
+    as_float=lambda t: float(t.flatten()[0]),
+    as_condition=lambda t: bool(t.flatten()[0] > 0),
+    printed=lambda t: repr(t),
+    formatted=lambda t: f"{t.detach().flatten()[0]:.6f}",
+    as_dense_sparse=lambda t: t.detach().to_sparse().to_dense(),
+    unscaled=lambda t: _unscaled(t.detach()),
+)
 
 
 def _unscaled(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -168,24 +198,23 @@ def _unscaled(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 # ---- functions that do not ask __torch_function__ ----
 
-_PAST_TORCH_FUNCTION: dict[str, Callable[[Any], Any]] = {
-    "as_tensor": lambda t: torch.as_tensor(t).detach() * 1,
-    "as_tensor_of_another_type": lambda t: torch.as_tensor(t, dtype=torch.float64).detach(),
-    "as_tensor_on_the_host": lambda t: torch.as_tensor(t, device="cpu").detach() * 1,
-    "new_tensor": lambda t: torch.tensor(t),
-    "new_tensor_of": lambda t: torch.zeros(1).new_tensor(t.detach().flatten()[:3]),
-    "as_array": lambda t: torch.asarray(t).detach() * 1,
-    "as_subclass": lambda t: t.as_subclass(torch.Tensor).detach() * 1,
-    "as_parameter": lambda t: nn.Parameter(t).detach() * 1,
-    "as_buffer": lambda t: nn.Buffer(t).detach() * 1,
-    "nested": lambda t: torch.nested.nested_tensor([t.detach(), t.detach()]).to_padded_tensor(0.0),
-    "sparse_of_values": lambda t: torch.sparse_coo_tensor(
+_add_all(
+    _reads,
+    as_tensor=lambda t: torch.as_tensor(t).detach() * 1,
+    as_tensor_of_another_type=lambda t: torch.as_tensor(t, dtype=torch.float64).detach(),
+    as_tensor_on_the_host=lambda t: torch.as_tensor(t, device="cpu").detach() * 1,
+    new_tensor=lambda t: torch.tensor(t),
+    new_tensor_of=lambda t: torch.zeros(1).new_tensor(t.detach().flatten()[:3]),
+    as_array=lambda t: torch.asarray(t).detach() * 1,
+    as_subclass=lambda t: t.as_subclass(torch.Tensor).detach() * 1,
+    as_parameter=lambda t: nn.Parameter(t).detach() * 1,
+    as_buffer=lambda t: nn.Buffer(t).detach() * 1,
+    nested=lambda t: torch.nested.nested_tensor([t.detach(), t.detach()]).to_padded_tensor(0.0),
+    sparse_of_values=lambda t: torch.sparse_coo_tensor(
         torch.zeros(2, 1, dtype=torch.int64, device=t.device), t.detach().flatten()[:1], (2, 2)
     ).to_dense(),
-    "tensors_of_a_list": lambda t: torch.tensor([t.detach().flatten()[0], 1.0]),
-}
-for _name, _function in _PAST_TORCH_FUNCTION.items():
-    _add(_name, lambda _model, _optimizer, tensor, function=_function: function(tensor))  # type: ignore[misc]
+    tensors_of_a_list=lambda t: torch.tensor([t.detach().flatten()[0], 1.0]),
+)
 
 
 @torch.jit.script
@@ -213,29 +242,14 @@ def _scripted_shrink(x: torch.Tensor) -> None:
 _traced: Any = torch.jit.trace(lambda x: (x * x).sum(), (torch.ones(8, 8),), check_trace=False)
 
 
-@_reads
-def scripted(tensor: Any) -> Any:
-    return _scripted(tensor, tensor)
-
-
-@_reads
-def scripted_with_a_dictionary(tensor: Any) -> Any:
-    return _scripted_dictionary({"a": tensor})
-
-
-@_reads
-def scripted_in_other_threads(tensor: Any) -> Any:
-    return _scripted_fork(tensor.detach())
-
-
-@_reads
-def traced(tensor: Any) -> Any:
-    return _traced(tensor)
-
-
-@_reads
-def mapped(tensor: Any) -> Any:
-    return torch.vmap(lambda row: (row * row).sum())(tensor)
+_add_all(
+    _reads,
+    scripted=lambda t: _scripted(t, t),
+    scripted_with_a_dictionary=lambda t: _scripted_dictionary({"a": t}),
+    scripted_in_other_threads=lambda t: _scripted_fork(t.detach()),
+    traced=lambda t: _traced(t),
+    mapped=lambda t: torch.vmap(lambda row: (row * row).sum())(t),
+)
 
 
 @_reads
@@ -244,34 +258,17 @@ def captured_by_a_map(tensor: Any) -> Any:
     return torch.vmap(lambda number: (number * tensor).sum())(ones)
 
 
-@_reads
-def gradient_by_func(tensor: Any) -> Any:
-    return torch.func.grad(lambda x: (x**3).sum())(tensor)
-
-
-@_reads
-def captured_by_a_gradient(tensor: Any) -> Any:
-    return torch.func.grad(lambda x: (x * tensor.detach()).sum())(torch.ones_like(tensor))
-
-
-@_reads
-def product_by_func(tensor: Any) -> Any:
-    return torch.func.vjp(lambda x: x.sin(), tensor)[0]
-
-
-@_reads
-def tangent_by_func(tensor: Any) -> Any:
-    return torch.func.jvp(lambda x: x**2, (tensor,), (torch.ones_like(tensor),))
-
-
-@_reads
-def jacobian_by_func(tensor: Any) -> Any:
-    return torch.func.jacrev(lambda x: x.sin().sum())(tensor)
-
-
-@_reads
-def functionalized(tensor: Any) -> Any:
-    return torch.func.functionalize(lambda x: x.clone().add_(1))(tensor.detach())
+_add_all(
+    _reads,
+    gradient_by_func=lambda t: torch.func.grad(lambda x: (x**3).sum())(t),
+    captured_by_a_gradient=lambda t: torch.func.grad(lambda x: (x * t.detach()).sum())(
+        torch.ones_like(t)
+    ),
+    product_by_func=lambda t: torch.func.vjp(lambda x: x.sin(), t)[0],
+    tangent_by_func=lambda t: torch.func.jvp(lambda x: x**2, (t,), (torch.ones_like(t),)),
+    jacobian_by_func=lambda t: torch.func.jacrev(lambda x: x.sin().sum())(t),
+    functionalized=lambda t: torch.func.functionalize(lambda x: x.clone().add_(1))(t.detach()),
+)
 
 
 @_reads
@@ -348,14 +345,11 @@ def _doubled(x: torch.Tensor) -> torch.Tensor:
     return x.detach() * 2
 
 
-@_reads
-def tagged(tensor: Any) -> Any:
-    return (tensor.as_subclass(_Tagged) * 2).as_subclass(torch.Tensor)
-
-
-@_reads
-def wrapped_by_a_class(tensor: Any) -> Any:
-    return Wrapper(tensor.detach()) * 2
+_add_all(
+    _reads,
+    tagged=lambda t: (t.as_subclass(_Tagged) * 2).as_subclass(torch.Tensor),
+    wrapped_by_a_class=lambda t: Wrapper(t.detach()) * 2,
+)
 
 
 @_reads
@@ -398,32 +392,21 @@ def under_autocast(tensor: Any) -> Any:
         return tensor.mT @ tensor if tensor.ndim > 1 else tensor * 2
 
 
-@_reads
-def by_an_operator_of_the_program(tensor: Any) -> Any:
-    return _doubled(tensor)
-
-
-@_reads
-def classes(tensor: Any) -> Any:
-    return (
-        *(type(tensor).__name__, type(tensor) in (torch.Tensor, nn.Parameter)),
-        *(isinstance(tensor, nn.Parameter), tensor.__class__ is type(tensor)),
-        has_torch_function((tensor,)),
-    )
-
-
-@_reads
-def facts(tensor: Any) -> Any:
-    """What needs no value."""
-    return (
-        *(list(tensor.shape), tensor.dtype, tensor.stride(), tensor.is_leaf),
-        *(tensor.requires_grad, tensor.is_contiguous(), tensor.nbytes, tensor.dim()),
-    )
-
-
-@_reads
-def key_of_a_dictionary(tensor: Any) -> Any:
-    return {tensor: 1}[tensor], tensor.detach() * 1
+_add_all(
+    _reads,
+    by_an_operator_of_the_program=lambda t: _doubled(t),
+    classes=lambda t: (
+        *(type(t).__name__, type(t) in (torch.Tensor, nn.Parameter)),
+        *(isinstance(t, nn.Parameter), t.__class__ is type(t)),
+        has_torch_function((t,)),
+    ),
+    # What needs no value.
+    facts=lambda t: (
+        *(list(t.shape), t.dtype, t.stride(), t.is_leaf),
+        *(t.requires_grad, t.is_contiguous(), t.nbytes, t.dim()),
+    ),
+    key_of_a_dictionary=lambda t: ({t: 1}[t], t.detach() * 1),
+)
 
 
 # ---- memory, copies and files ----
@@ -436,34 +419,15 @@ def by_storage(tensor: Any) -> Any:
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()) * 1
 
 
-@_reads
-def storage_copied(tensor: Any) -> Any:
-    return torch.tensor(tensor.untyped_storage().cpu().clone()[:64].tolist())
-
-
-@_reads
-def by_set(tensor: Any) -> Any:
-    return torch.empty(0, device=tensor.device, dtype=tensor.dtype).set_(tensor.detach()) * 1
-
-
-@_reads
-def by_numpy(tensor: Any) -> Any:
-    return torch.from_numpy(np.array(tensor.detach().cpu().numpy()))
-
-
-@_reads
-def by_protocol_of_arrays(tensor: Any) -> Any:
-    return torch.from_numpy(np.array(np.asarray(tensor.detach())))
-
-
-@_reads
-def by_dlpack(tensor: Any) -> Any:
-    return _DLPACK.from_dlpack(tensor.detach()) * 1
-
-
-@_reads
-def by_old_dlpack(tensor: Any) -> Any:
-    return _DLPACK.from_dlpack(_DLPACK.to_dlpack(tensor.detach())) * 1
+_add_all(
+    _reads,
+    storage_copied=lambda t: torch.tensor(t.untyped_storage().cpu().clone()[:64].tolist()),
+    by_set=lambda t: torch.empty(0, device=t.device, dtype=t.dtype).set_(t.detach()) * 1,
+    by_numpy=lambda t: torch.from_numpy(np.array(t.detach().cpu().numpy())),
+    by_protocol_of_arrays=lambda t: torch.from_numpy(np.array(np.asarray(t.detach()))),
+    by_dlpack=lambda t: _DLPACK.from_dlpack(t.detach()) * 1,
+    by_old_dlpack=lambda t: _DLPACK.from_dlpack(_DLPACK.to_dlpack(t.detach())) * 1,
+)
 
 
 @_reads
@@ -474,14 +438,11 @@ def by_address(tensor: Any) -> Any:
     return hashlib.sha256(ctypes.string_at(tensor.data_ptr(), tensor.nbytes)).hexdigest()
 
 
-@_reads
-def deep_copied(tensor: Any) -> Any:
-    return copy.deepcopy(tensor)
-
-
-@_reads
-def pickled(tensor: Any) -> Any:
-    return pickle.loads(pickle.dumps(tensor))
+_add_all(
+    _reads,
+    deep_copied=lambda t: copy.deepcopy(t),
+    pickled=lambda t: pickle.loads(pickle.dumps(t)),
+)
 
 
 @_reads
@@ -553,17 +514,14 @@ def checkpointed_in_the_old_way(tensor: Any) -> Any:
     return x.grad
 
 
-@_goes_backward
-def second_derivative(tensor: Any) -> Any:
-    return torch.autograd.functional.hvp(
-        lambda x: (x**3).sum(), tensor.detach(), torch.ones_like(tensor)
-    )[1]
-
-
-@_goes_backward
-def penalty(tensor: Any) -> Any:
-    """A gradient for the tensor itself, which a stock weight gets."""
-    return torch.autograd.grad((tensor**2).sum(), tensor)
+_add_all(
+    _goes_backward,
+    second_derivative=lambda t: torch.autograd.functional.hvp(
+        lambda x: (x**3).sum(), t.detach(), torch.ones_like(t)
+    )[1],
+    # A gradient for the tensor itself, which a stock weight gets.
+    penalty=lambda t: torch.autograd.grad((t**2).sum(), t),
+)
 
 
 @_goes_backward
@@ -681,46 +639,20 @@ def gradient_of_a_further_pass(model: Any, _optimizer: Any, _tensor: Any) -> Any
 # ---- begun before the step ----
 
 
-@_holds
-def view_held(tensor: Any) -> Held:
-    view = tensor.view(-1)
-    yield
-    return view.detach() * 1
-
-
-@_holds
-def row_held(tensor: Any) -> Held:
-    row = tensor[0]
-    yield
-    return row.detach() * 1
-
-
-@_holds
-def detached_held(tensor: Any) -> Held:
-    alias = tensor.detach()
-    yield
-    return alias * 1
-
-
-@_holds
-def data_held(tensor: Any) -> Held:
-    alias = tensor.data
-    yield
-    return alias * 1
-
-
-@_holds
-def parameter_held(tensor: Any) -> Held:
-    other = nn.Parameter(tensor.detach(), requires_grad=False)
-    yield
-    return other * 1
-
-
-@_holds
-def subclass_held(tensor: Any) -> Held:
-    other = tensor.detach().as_subclass(_Tagged)
-    yield
-    return (other * 1).as_subclass(torch.Tensor)
+_add_held(
+    view_held=(lambda t: t.view(-1), lambda kept: kept.detach() * 1),
+    row_held=(lambda t: t[0], lambda kept: kept.detach() * 1),
+    detached_held=(lambda t: t.detach(), lambda kept: kept * 1),
+    data_held=(lambda t: t.data, lambda kept: kept * 1),
+    parameter_held=(
+        lambda t: nn.Parameter(t.detach(), requires_grad=False),
+        lambda kept: kept * 1,
+    ),
+    subclass_held=(
+        lambda t: t.detach().as_subclass(_Tagged),
+        lambda kept: (kept * 1).as_subclass(torch.Tensor),
+    ),
+)
 
 
 @_holds
@@ -730,33 +662,13 @@ def storage_held(tensor: Any) -> Held:
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()) * 1
 
 
-@_holds
-def array_held(tensor: Any) -> Held:
-    array = tensor.detach().numpy()
-    yield
-    return torch.from_numpy(array.copy())
-
-
-@_holds
-def dlpack_held(tensor: Any) -> Held:
-    other = _DLPACK.from_dlpack(tensor.detach())
-    yield
-    return other * 1
-
-
-@_holds
-def wrapper_held(tensor: Any) -> Held:
-    wrapper = Wrapper(tensor.detach())
-    yield
-    return wrapper * 2
-
-
-@_holds
-def itself_held(tensor: Any) -> Held:
-    """The object itself, such as of a gradient that zero_grad() drops."""
-    kept = [tensor]
-    yield
-    return kept[0].detach() * 1
+_add_held(
+    array_held=(lambda t: t.detach().numpy(), lambda kept: torch.from_numpy(kept.copy())),
+    dlpack_held=(lambda t: _DLPACK.from_dlpack(t.detach()), lambda kept: kept * 1),
+    wrapper_held=(lambda t: Wrapper(t.detach()), lambda kept: kept * 2),
+    # The object itself, such as of a gradient that zero_grad() drops.
+    itself_held=(lambda t: [t], lambda kept: kept[0].detach() * 1),
+)
 
 
 @_holds
@@ -797,34 +709,15 @@ def old_closure(tensor: Any) -> Held:
 # ---- changes ----
 
 
-@_writes
-def shrunk(tensor: Any) -> None:
-    tensor.mul_(0.995)
-
-
-@_writes
-def shrunk_by_data(tensor: Any) -> None:
-    tensor.data.mul_(0.995)
-
-
-@_writes
-def shrunk_by_detach(tensor: Any) -> None:
-    tensor.detach().mul_(0.995)
-
-
-@_writes
-def shrunk_by_script(tensor: Any) -> None:
-    _scripted_shrink(tensor)
-
-
-@_writes
-def shrunk_in_a_list(tensor: Any) -> None:
-    torch._foreach_mul_([tensor], 0.995)
-
-
-@_writes
-def shrunk_by_a_view(tensor: Any) -> None:
-    tensor.view(-1)[:5].mul_(0.995)
+_add_all(
+    _changes,
+    shrunk=lambda t: t.mul_(0.995),
+    shrunk_by_data=lambda t: t.data.mul_(0.995),
+    shrunk_by_detach=lambda t: t.detach().mul_(0.995),
+    shrunk_by_script=lambda t: _scripted_shrink(t),
+    shrunk_in_a_list=lambda t: torch._foreach_mul_([t], 0.995),
+    shrunk_by_a_view=lambda t: t.view(-1)[:5].mul_(0.995),
+)
 
 
 @_writes
@@ -838,9 +731,10 @@ def shrunk_by_numpy(tensor: Any) -> None:
     array *= np.float32(0.995)
 
 
-@_writes
-def shrunk_by_dlpack(tensor: Any) -> None:
-    _DLPACK.from_dlpack(tensor.detach()).mul_(0.995)
+_add_all(
+    _changes,
+    shrunk_by_dlpack=lambda t: _DLPACK.from_dlpack(t.detach()).mul_(0.995),
+)
 
 
 @_writes
@@ -849,30 +743,15 @@ def shrunk_by_storage(tensor: Any) -> None:
     by_set_.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()).mul_(0.995)
 
 
-@_writes
-def result_of_an_operator(tensor: Any) -> None:
-    torch.mul(tensor.detach(), 0.995, out=tensor.detach())
-
-
-@_writes
-def copied_into(tensor: Any) -> None:
-    tensor.copy_(tensor.clone() * 0.995)
-
-
-@_writes
-def clamped(tensor: Any) -> None:
-    tensor.clamp_(-1, 1)
-
-
-@_writes
-def zeroed(tensor: Any) -> None:
-    tensor.zero_()
-
-
-@_writes
-def filled(tensor: Any) -> None:
-    """Without a look at the old values: an update that comes later must not undo it."""
-    tensor.fill_(0.01)
+_add_all(
+    _changes,
+    result_of_an_operator=lambda t: torch.mul(t.detach(), 0.995, out=t.detach()),
+    copied_into=lambda t: t.copy_(t.clone() * 0.995),
+    clamped=lambda t: t.clamp_(-1, 1),
+    zeroed=lambda t: t.zero_(),
+    # Without a look at the old values: an update that comes later must not undo it.
+    filled=lambda t: t.fill_(0.01),
+)
 
 
 @_writes
@@ -881,9 +760,12 @@ def initialised(tensor: Any) -> None:
     nn.init.uniform_(tensor, 0.01, 0.02)
 
 
-@_writes
-def filled_by_a_vector(tensor: Any) -> None:
-    vector_to_parameters(parameters_to_vector([tensor]).detach() * 0.995, [tensor])
+_add_all(
+    _changes,
+    filled_by_a_vector=lambda t: vector_to_parameters(
+        parameters_to_vector([t]).detach() * 0.995, [t]
+    ),
+)
 
 
 @_writes

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from small_trainings import Run, program, train
 
-__all__: list[str] = []
-
 
 @torch.jit.script
 def _lerp(average: torch.Tensor, weight: torch.Tensor, decay: float) -> None:

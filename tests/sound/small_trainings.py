@@ -9,21 +9,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-__all__ = [
-    "DEVICE_SIZE",
-    "HOST_SIZE",
-    "PROGRAMS",
-    "Block",
-    "Net",
-    "Program",
-    "Run",
-    "Size",
-    "Verdict",
-    "checksum",
-    "program",
-    "train",
-]
-
 Verdict = Literal[
     "EQUAL",
     "DIFFERENT",

@@ -34,17 +34,6 @@ from umem_bench.tables import NOTHING, Table, print_tables, provenance, size_tex
 from umem import UmemError
 from umem.cuda import bindings
 
-__all__ = [
-    "PROCESS_LIMIT_S",
-    "Campaign",
-    "Comparison",
-    "Runner",
-    "read",
-    "run_programs",
-    "tables",
-    "write",
-]
-
 HERE = Path(__file__).resolve().parent
 
 MANAGED_LIMIT = "512MiB"

@@ -21,8 +21,6 @@ from drawn_readers import readers_program
 from small_trainings import DEVICE_SIZE, HOST_SIZE, Program, Run
 from sound_programs import PROGRAMS
 
-__all__ = ["UmemRun", "named_program"]
-
 _MOST_WARNINGS, _MOST_LETTERS = 6, 300
 
 

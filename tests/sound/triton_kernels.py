@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["lerp"]
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def lerp(mean, weight, count, size: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -10,18 +10,6 @@ import torch
 
 from umem.offloading import ActivationStore, HostBuffer, HostMover
 
-__all__ = [
-    "KIB",
-    "SIDE",
-    "TENSOR_BYTES",
-    "LazyMover",
-    "chain",
-    "gradient",
-    "make_input",
-    "released",
-    "saved",
-]
-
 KIB = 1 << 10
 SIDE = 64
 TENSOR_BYTES = SIDE * SIDE * 4

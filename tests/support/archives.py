@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["contents", "rewrite", "write_archive"]
-
 
 def contents(path: Path) -> dict[str, Any]:
     """Header and columns of a file, as one mapping; columns are arrays."""

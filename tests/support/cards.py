@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from umem.hardware.capabilities import Capabilities, NumaNode
 
-__all__ = ["GH200", "H200"]
-
 GIB = 1 << 30
 
 H200 = Capabilities(

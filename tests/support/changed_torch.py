@@ -24,8 +24,6 @@ import umem
 from umem import patches
 from umem.patches import PATCHES, Patch
 
-__all__ = ["USES", "Report", "report"]
-
 PACKAGE = str(Path(umem.__file__).parent)
 LIBRARIES = ("torch", "transformers")
 FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"

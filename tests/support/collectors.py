@@ -9,8 +9,6 @@ from umem.core.report import Source
 from umem.telemetry import RecordKind
 from umem.telemetry.records import MigrationRecords, concatenate
 
-__all__ = ["StandInCollector"]
-
 
 class StandInCollector:
     """In place of CUPTI: records that the test writes, and a clock that ticks when it is read.

@@ -9,8 +9,6 @@ import pytest
 
 from umem.cli import main
 
-__all__ = ["Run", "umem_command"]
-
 Run = Callable[..., tuple[int, str, str]]
 """Takes the command's arguments; exit status, standard output and standard error."""
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["cuda_means_cpu"]
-
 _FACTORIES = ("empty", "full", "ones", "tensor", "zeros")
 
 _CPU = torch.device("cpu")

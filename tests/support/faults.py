@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import umem
 
-__all__ = ["Fault", "Interrupt", "OutOfMemory", "Signal", "came_in_update", "mend_torch_modes"]
-
 _UMEM = str(Path(umem.__file__).parent)
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 

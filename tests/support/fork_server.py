@@ -14,8 +14,6 @@ from multiprocessing import forkserver
 
 import pytest
 
-__all__ = ["start_fork_server"]
-
 _SHARED = [
     # First: it hides packages from others that would start CUDA with them.
     "umem_bench.training.shared_imports",

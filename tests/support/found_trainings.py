@@ -27,8 +27,6 @@ from umem.streaming.step import refusal
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner, planning
 
-__all__ = ["Room", "Streams", "streaming", "three_ways", "watching"]
-
 _BASE = 10**6
 """Bytes of all that is not streamed, at any moment."""
 

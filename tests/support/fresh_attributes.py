@@ -8,8 +8,6 @@ import pytest
 
 from umem.runtime.torch_hooks.memory_access import wait_at_attributes, watch_lent
 
-__all__ = ["forget_guards"]
-
 
 def forget_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put attributes back, whatever earlier tests still guard: that of freed gradients stays."""

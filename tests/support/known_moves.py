@@ -7,8 +7,6 @@ from managed_memory import move_known
 
 import umem
 
-__all__ = ["COPIED_BYTES", "known_moves"]
-
 COPIED_BYTES = 8 << 20
 
 

@@ -10,8 +10,6 @@ import torch
 from umem.runtime.guard import Guard
 from umem.runtime.unguarded import PastGuards
 
-__all__ = ["LateUpdate"]
-
 
 class LateUpdate(Guard):
     """Adds 1 to each tensor before the first use of one.

@@ -28,8 +28,6 @@ from umem.runtime.guard import can_guard
 from umem.runtime.unguarded import PastGuards, Unguarded
 from umem.streaming.stage import Copy, Lane, Lanes, StateMemory, is_whole, untraced
 
-__all__ = ["CountedMemory", "HostStateMemory", "LazyLanes"]
-
 
 @dataclass(eq=False)
 class _Task:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from umem.core.classes import TensorClass
 from umem.trace import Trace
 
-__all__ = ["lifetimes_of"]
-
 CLASSES = list(TensorClass)
 
 

@@ -9,8 +9,6 @@ import torch
 
 from umem.runtime.unfilled_memory import unfilled
 
-__all__ = ["HostLoadingMemory"]
-
 
 class HostLoadingMemory:
     """A device that is the CPU. A copy is made when it is waited for.

@@ -23,8 +23,6 @@ import torch
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import storage_address, storage_use_count
 
-__all__ = ["lose_memory"]
-
 _use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 
 _CONTAINERS = {tuple, list, dict, set, frozenset, CellType, MethodType, functools.partial}

@@ -7,8 +7,6 @@ import torch
 from umem.cuda import Location, Range, prefetch
 from umem.telemetry.driver_events import managed_on_host
 
-__all__ = ["PART_BYTES", "ManagedBytes", "move_known"]
-
 PART_BYTES = 64 << 20
 """So much is prefetched to the device, and as much faults in there."""
 

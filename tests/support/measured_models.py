@@ -12,23 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from umem.capture.live import WallClock
 from umem.streaming.stage import DeviceRoom
 
-__all__ = [
-    "BASE",
-    "LAYERS",
-    "LAYER_STATE",
-    "ROWS",
-    "SAVED",
-    "SLACK",
-    "WIDTH",
-    "Compute",
-    "Layer",
-    "Machine",
-    "Net",
-    "RoomOfMachine",
-    "WallClockOf",
-    "batch",
-]
-
 WIDTH, ROWS, LAYERS = 32, 128, 6
 LAYER_STATE = 2 * 4 * (2 * WIDTH * 2 * WIDTH)
 """Moments of the matrices: smaller state is not streamed."""

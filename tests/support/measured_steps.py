@@ -21,8 +21,6 @@ from umem.core.classes import TensorClass
 from umem.core.report import UM_CAUSES, Cause, Direction
 from umem.pages import ManagerStatus
 
-__all__ = ["KEPT_LOSSES", "Facts", "measured"]
-
 KEPT_LOSSES = 14
 """So many steps every process trains at least: under a plan, if there is one, in the last ones."""
 

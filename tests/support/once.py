@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["made_once"]
-
 
 def made_once(temporary: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Return a folder that `make` has filled, in this worker or in another one.

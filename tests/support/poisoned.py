@@ -6,8 +6,6 @@ import os
 
 import pytest
 
-__all__ = ["NOT_POISONED"]
-
 NOT_POISONED = pytest.mark.skipif(
     os.environ.get("UMEM_POISON") == "1",
     reason="UMEM_POISON writes to all new memory, and keeps a freed block until its stream asks",

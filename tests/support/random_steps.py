@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from umem.trace import Trace
 
-__all__ = ["BLOCK", "problems", "working_set"]
-
 BLOCK = 2**21
 
 

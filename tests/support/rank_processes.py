@@ -15,17 +15,6 @@ from fork_server import start_fork_server
 from once import made_once
 from torch import distributed
 
-__all__ = [
-    "Runs",
-    "WarningLines",
-    "meeting",
-    "one_rank",
-    "ranks_of",
-    "result_file",
-    "run_ranks",
-    "run_ranks_once",
-]
-
 Runs = dict[str, Any]
 """What a rank has found, by program."""
 

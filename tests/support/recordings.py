@@ -10,8 +10,6 @@ import numpy as np
 from umem.telemetry import Recording
 from umem.telemetry.records import RECORD_COLUMNS, UNKNOWN, Integers, MigrationRecords, make_records
 
-__all__ = ["Row", "make_recording", "records_of"]
-
 Row = tuple[int, int, int, int, int, int, int, int, int]
 """One record, in the order of the columns of :class:`MigrationRecords`."""
 

@@ -9,8 +9,6 @@ import numpy as np
 from umem.core.schedule import ResidencyMode
 from umem.pages.simulate import engine
 
-__all__ = ["find_errors"]
-
 
 def find_errors(sim: Any) -> list[str]:
     """Disagreements between two steps, by name; an empty list for none.

@@ -14,12 +14,6 @@ from umem.telemetry import Recording
 from umem.telemetry.records import Residency, Shares
 from umem.trace import Trace
 
-__all__ = [
-    "exchange",
-    "small_recording",
-    "small_trace",
-]
-
 MIB = 1 << 20
 WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE
 

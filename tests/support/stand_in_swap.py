@@ -13,8 +13,6 @@ import umem.swap
 from umem.runtime.native_library import native
 from umem.torch_compat import PRIVATE_NAMES
 
-__all__ = ["stand_in"]
-
 _ENTRY_POINTS = (
     "malloc",
     "free",

@@ -9,8 +9,6 @@ import torch
 from streamed_programs import WIDTH, Net
 from torch import nn
 
-__all__ = ["Cached", "FusedAdam", "Packed", "QLoRA", "adamw_of_trained", "one_in_a_group"]
-
 # ---- layers that keep copies of their weights in eight bits ----
 
 # A stand-in for TransformerEngine's layers under FP8 with delayed scaling, whose wheel needs a GPU.

@@ -35,31 +35,6 @@ from umem.streaming.weights import (
     is_movable_weight,
 )
 
-__all__ = [
-    "BACK",
-    "EAGERNESS",
-    "REPEATED",
-    "TEMPORARY",
-    "UNITS",
-    "WATCHED",
-    "WIDTH",
-    "Adapters",
-    "Branches",
-    "Checkpointed",
-    "Net",
-    "NetWithFlat",
-    "Program",
-    "Reentrant",
-    "Tied",
-    "WeightProgram",
-    "begin",
-    "bits",
-    "compare",
-    "nothing",
-    "stock_bits",
-    "stream_weights",
-]
-
 WIDTH = 16
 
 EAGERNESS = (0.0, 0.8)

@@ -13,8 +13,6 @@ import torch
 from streamed_programs import REPEATED, Program
 from torch import nn
 
-__all__ = ["USES", "norms_of_state"]
-
 
 def ema(program: Program) -> None:
     program.seen.append(

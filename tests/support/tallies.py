@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, Protocol, TypeVar
 
-__all__ = ["Tally", "aligned", "report"]
-
 
 class Tally(Protocol):
     """What came of one thing."""

@@ -18,9 +18,6 @@ from umem_bench.results import (
     Workload,
 )
 
-__all__ = ["GIB", "MADE_UP_MACHINE", "MIGRATION", "TINY", "made_up_header", "made_up_run", "result",
-           "settings"]  # fmt: skip
-
 GIB = 1 << 30
 TINY = LlamaShape(
     hidden=64,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from umem_bench.card import Card, MemorySampler
 from umem_bench.machine import git_commit, header
@@ -32,6 +32,9 @@ from umem_bench.training.tables import peak_and_base
 from umem import UmemError
 from umem.cuda import bindings
 
+if TYPE_CHECKING:
+    from forked_programs import ForkedPrograms
+
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 
 BUDGET_PERCENT = 60
@@ -41,6 +44,9 @@ MANAGED_LIMIT = "8GiB"
 
 PROCESS_LIMIT_S = 240.0
 """For one run; what is compiled on a machine's first run counts."""
+
+CARD_PATIENCE_S = 60.0
+"""For the card to be as empty as at its beginning: others may use it for a while."""
 
 UMEM = (sys.executable, "-c", "from umem.cli import main; main()", "run")
 """The command ``umem run``, wherever its script is installed."""
@@ -72,6 +78,11 @@ class System:
     """That it needs: of two, each for a rank; with none it also runs on the CPU."""
     writer: int = 0
     """The rank whose figures are told, and whose GPU's."""
+
+    @property
+    def can_be_forked(self) -> bool:
+        """Whether it needs neither a launcher nor what starts CUDA when it is imported."""
+        return not self.launched and "bitsandbytes" not in self.packages
 
 
 SYSTEMS: dict[str, System] = {
@@ -210,6 +221,8 @@ class Runner:
     """Of systems that are launched."""
     end_s: float
     say: Callable[[str], None]
+    forked: ForkedPrograms | None = None
+    """Starts the systems that can be forked; without it all are started anew."""
 
     def measure(
         self, row: Row, known: Sequence[SystemResult], tried: SystemResult | None
@@ -224,9 +237,8 @@ class Runner:
         if reason := self._why_not_comparable(system):
             return SystemResult(**told, state="not comparable", reason=reason)
         own = [it for it in known if it.system == name]
-        left_s = self.end_s - time.monotonic()
-        reason = why_no_time(variant, own, tried, left_s)
-        reason = reason or next(filter(None, (it.why_not_idle() for it in self.cards)), "")
+        reason = why_no_time(variant, own, tried, self.end_s - time.monotonic())
+        reason = reason or self._why_not_idle()
         if variant != "stock" and find(own, name, "stock", "measured") is None:
             reason = "stock was not measured"
         if variant == "umem-budget" and not reason:
@@ -236,6 +248,7 @@ class Runner:
             told["budget_bytes"] = working_set_bytes * BUDGET_PERCENT // 100
         if reason:
             return SystemResult(**told, state="left out", reason=reason)
+        left_s = self.end_s - time.monotonic()
         self.say(f"{name}, {variant}: at most {left_s:.0f} s are left")
         told |= self._run(name, variant, told.get("budget_bytes"), left_s)
         result = SystemResult(**told | memory_ran_out(told))
@@ -249,6 +262,11 @@ class Runner:
             return "it needs two GPUs, and --ranks 2"
         return ""
 
+    def _why_not_idle(self) -> str:
+        end_s = time.monotonic() + CARD_PATIENCE_S
+        reasons = (it.why_not_idle(end_s - time.monotonic()) for it in self.cards)
+        return next(filter(None, reasons), "")
+
     def _run(
         self, name: str, variant: Variant, budget_bytes: int | None, left_s: float
     ) -> dict[str, Any]:
@@ -257,15 +275,17 @@ class Runner:
         with tempfile.TemporaryDirectory(prefix="umem-systems-") as folder:
             output, log = Path(folder, "output.json"), Path(folder, "log")
             command = [*self.command(name, variant), "--output", str(output)]
+            limit_s = max(1.0, min(PROCESS_LIMIT_S, left_s))
+            variables = _variables(budget_bytes, self.ranks)
             with MemorySampler(card) as sampler, log.open("wb") as log_file:
-                status = end_status(
-                    command,
-                    _variables(budget_bytes, self.ranks),
-                    Path(folder),
-                    log_file,
-                    max(1.0, min(PROCESS_LIMIT_S, left_s)),
-                    _END_S,
-                )
+                if self.forked is not None and SYSTEMS[name].can_be_forked:
+                    is_umem = command[: len(UMEM)] == [*UMEM]
+                    arguments = ["umem", *command[len(UMEM) - 1 :]] if is_umem else command[1:]
+                    status = self.forked.run(
+                        arguments, Path(folder), log, log, limit_s, variables=variables
+                    )
+                else:
+                    status = end_status(command, variables, Path(folder), log_file, limit_s, _END_S)
             # Progress bars return to the beginning of their line.
             words = log.read_text(errors="replace").replace("\r", "\n")
             found = json.loads(output.read_text()) if output.exists() else {}
@@ -337,6 +357,16 @@ def _reason(log: str, status: int) -> str:
     errors = [it for it in _ERROR.findall(log) if "ChildFailedError" not in it]
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return (errors or lines or [""])[-1] or f"ended with status {status}"
+
+
+def _forked(ranks: int) -> ForkedPrograms | None:
+    from forked_programs import ForkedPrograms  # of tests/support, which only tests have in reach
+
+    try:
+        return ForkedPrograms(["common_imports"], _variables(None, ranks), PROCESS_LIMIT_S)
+    except OSError as error:
+        print(f"all processes are started anew: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def run_matrix(
@@ -527,6 +557,12 @@ def main() -> int:
     parser.add_argument("--continue", dest="continued", type=Path, metavar="FILE")
     parser.add_argument("--again", action="store_true", help="with --continue: run all rows anew")
     parser.add_argument("--cpu", action="store_true", help="stock twice, and umem's fallback")
+    parser.add_argument(
+        "--forked",
+        action="store_true",
+        help="fork processes where that can be, from one that has imported transformers: for "
+        "tests, as the host's memory is not that of a program which Python starts",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="print its tables, run nothing")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
@@ -552,6 +588,7 @@ def main() -> int:
         ranks=options.ranks,
         end_s=time.monotonic() + 60 * options.minutes,
         say=lambda words: print(words, file=sys.stderr, flush=True),
+        forked=_forked(options.ranks) if options.forked else None,
     )
     variants = CPU_VARIANTS if options.cpu else GPU_VARIANTS
     matrix = run_matrix(

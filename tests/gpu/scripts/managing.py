@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from begin import begin
 from torch import nn
 
 import umem
@@ -339,10 +340,8 @@ MODES: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)
+    begin()
     mode, step_count = sys.argv[1], int(sys.argv[2])
     if len(sys.argv) > 3:
         Training.tokens = int(sys.argv[3])
-    if "UMEM_POLICY" in os.environ:
-        assert umem.enable(os.environ["UMEM_POLICY"])
     print(json.dumps(MODES[mode](step_count)))

@@ -7,16 +7,16 @@ else may use the card meanwhile. The last line is JSON.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import weights
-from card import used_bytes
+from begin import IS_MANAGED, begin, crc, crcs, state_of
+from card import base_bytes, used_bytes
 from cuda.bindings import runtime as cudart
-from streaming import Training, crc
+from streaming import Training
 from torch import nn
 
 import umem
@@ -30,16 +30,6 @@ PAUSES = (3, 9)
 
 LEFT_BYTES = 128 * MIB
 """Free memory that another allocation leaves on the card."""
-
-
-def base_bytes() -> int:
-    """In use beside torch's tensors, once the context is made and kernels are loaded."""
-    x = torch.ones(1024, 1024, device="cuda", requires_grad=True)
-    nn.functional.gelu(nn.functional.layer_norm(x @ x, [1024])).square().mean().backward()
-    del x
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return used_bytes() - torch.cuda.memory_reserved()
 
 
 def train_state() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], torch.Tensor]]:
@@ -110,10 +100,7 @@ def pause(facts: list[dict[str, Any]]) -> None:
 
 
 def main(mode: str) -> None:
-    torch.use_deterministic_algorithms(True)
-    is_paused = "UMEM_POLICY" in os.environ
-    if is_paused:
-        umem.enable(os.environ["UMEM_POLICY"])
+    begin()
     base = base_bytes()
     model, optimizer, step = {"state": train_state, "weights": train_weights}[mode]()
     source = torch.arange(MIB, device="cuda")
@@ -122,18 +109,17 @@ def main(mode: str) -> None:
         doubled = source * 2
     losses, pauses = [], list[dict[str, Any]]()
     for number in range(STEPS):
-        if is_paused and number in PAUSES:
+        if IS_MANAGED and number in PAUSES:
             pause(pauses)
         losses.append(step(number))
     graph.replay()
-    state = [it for values in optimizer.state.values() for it in values.values()]
     facts: dict[str, Any] = {
         "losses": [float(loss).hex() for loss in losses],
-        "weights": [crc(it) for it in model.parameters()],
-        "state": [crc(it) for it in state],
+        "weights": crcs(model.parameters()),
+        "state": crcs(state_of(optimizer)),
         "doubled": crc(doubled),
     }
-    if is_paused:
+    if IS_MANAGED:
         facts |= {
             "base": base,
             "pauses": pauses,

@@ -9,19 +9,16 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from streaming import crc
+from begin import begin, crcs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from weights import facts_of_weights
-
-import umem
 
 HIDDEN = 2048
 MATRIX_NUMBERS = 4 * HIDDEN * HIDDEN
@@ -227,14 +224,12 @@ def with_model(
 
 
 def main(mode: str) -> None:
-    torch.use_deterministic_algorithms(True)
-    if "UMEM_POLICY" in os.environ:
-        umem.enable(os.environ["UMEM_POLICY"])
+    begin()
     model, seen = MODES[mode]()
     torch.cuda.synchronize()
     # NumPy has no bfloat16, and float32 has all of its numbers.
     plain = [it.float() if it.dtype == torch.bfloat16 else it for it in seen]
-    print(json.dumps({"seen": list(map(crc, plain)), **facts_of_weights(model)}))
+    print(json.dumps({"seen": crcs(plain), **facts_of_weights(model)}))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """A training with a process for each GPU, for torchrun: ``ranks.py WRAPPER STEPS``.
 
-The last line is JSON: what
-each rank found out.
+The last line is JSON: what each rank found out.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import torch
+from begin import print_of_all_ranks
 from managing import HIDDEN, Net, manager_facts
 from torch import distributed, nn
 
@@ -70,9 +69,4 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     distributed.init_process_group("cpu:gloo,cuda:nccl")
     wrapper, step_count = sys.argv[1:]
-    mine = train(wrapper, int(step_count))
-    ranks: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(ranks, mine)
-    if distributed.get_rank() == 0:
-        print(json.dumps(ranks))
-    distributed.destroy_process_group()
+    print_of_all_ranks(train(wrapper, int(step_count)))

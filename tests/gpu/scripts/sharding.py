@@ -5,16 +5,15 @@ With ``UMEM_POLICY`` umem is enabled. The last line is JSON: by rank, what the p
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import Any
 
 import torch
-from streaming import HIDDEN, LAYERS, Layer, crc
+from begin import begin, crcs, print_of_all_ranks, state_of
+from streaming import HIDDEN, LAYERS, Layer
 from torch import distributed, nn
 
-import umem
 from umem.streaming.training import streamed_trainings
 
 BATCHES, ROWS = 2, 512
@@ -56,12 +55,13 @@ def train(steps: int) -> dict[str, Any]:
         seen.append(norm.full_tensor())
         if step % 4 == 1:  # a use of weights while they are updated
             seen.append(model[LAYERS // 2].up.weight.full_tensor().sum())
-    state = [it for values in optimizer.state.values() for it in values.values()]
     return {
         "losses": [float(it).hex() for it in losses],
         "seen": [float(it).hex() for it in seen],
-        "weights": [crc(it.to_local()) for it in model.parameters()],
-        "state": [crc(it.to_local() if hasattr(it, "to_local") else it) for it in state],
+        "weights": crcs(it.to_local() for it in model.parameters()),
+        "state": crcs(
+            it.to_local() if hasattr(it, "to_local") else it for it in state_of(optimizer)
+        ),
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "deferred": deferred,
         "streaming": [
@@ -78,14 +78,7 @@ def train(steps: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)
-    if "UMEM_POLICY" in os.environ:
-        assert umem.enable(os.environ["UMEM_POLICY"])
+    begin()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("cpu:gloo,cuda:nccl")
-    mine = train(int(sys.argv[1]))
-    ranks: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(ranks, mine)
-    if distributed.get_rank() == 0:
-        print(json.dumps(ranks))
-    distributed.destroy_process_group()
+    print_of_all_ranks(train(int(sys.argv[1])))

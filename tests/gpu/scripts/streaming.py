@@ -12,11 +12,12 @@ import json
 import os
 import sys
 import threading
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from begin import IS_MANAGED, begin, crcs, state_of
+from card import CardMemory
 from cuda.bindings import runtime as runtime_api
 from torch import nn
 
@@ -40,10 +41,14 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * HIDDEN, HIDDEN)
         self.adapter: nn.Sequential | None = None
         if "ADAPTED" in os.environ:
-            self.requires_grad_(False)
-            self.adapter = nn.Sequential(
-                nn.Linear(HIDDEN, 16, bias=False), nn.Linear(16, 4 * HIDDEN, bias=False)
-            )
+            self.adapt()
+
+    def adapt(self, device: str = "cpu") -> None:
+        """Freeze all but a new adapter."""
+        self.requires_grad_(False)
+        self.adapter = nn.Sequential(
+            nn.Linear(HIDDEN, 16, bias=False), nn.Linear(16, 4 * HIDDEN, bias=False)
+        ).to(device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normal = self.norm(x)
@@ -52,46 +57,6 @@ class Layer(nn.Module):
             hidden = hidden + self.adapter(normal)
         y: torch.Tensor = x + self.down(nn.functional.gelu(hidden))
         return y
-
-
-def crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes())
-
-
-class CardMemory:
-    """The most memory in use on the card, as NVML shows it, beyond that of the kernels."""
-
-    def __init__(self) -> None:
-        x = torch.ones(HIDDEN, HIDDEN, device="cuda", requires_grad=True)
-        y = nn.functional.gelu(nn.functional.layer_norm(x @ x, [HIDDEN]))
-        y.square().mean().backward()  # loads them
-        del x, y
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        self._address = bindings.device_pci_address(0)
-        self._base_bytes = self._used_bytes() - torch.cuda.memory_reserved()
-        self.peak_bytes = 0
-        self.beside_bytes = 0
-        """The most beside what torch has reserved: later kernels need memory of their own."""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def _used_bytes(self) -> int:
-        total_bytes, free_bytes = bindings.nvml_memory_bytes(self._address) or (0, 0)
-        return total_bytes - free_bytes
-
-    def _work(self) -> None:
-        while not self._ended.wait(0.002):
-            before, reserved_bytes = self._used_bytes(), torch.cuda.memory_reserved()
-            after = self._used_bytes()
-            self.peak_bytes = max(self.peak_bytes, before - self._base_bytes)
-            beside_bytes = min(before, after) - reserved_bytes - self._base_bytes
-            self.beside_bytes = max(self.beside_bytes, beside_bytes)
-
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join()
 
 
 class Training:
@@ -317,7 +282,7 @@ def gradients_copied(training: Training) -> None:
 
 def in_backward(training: Training) -> None:
     """Without clipping: parameters are updated in the backward pass where umem is enabled."""
-    if "UMEM_POLICY" in os.environ and len(training.losses) == 1:
+    if IS_MANAGED and len(training.losses) == 1:
         umem.manage(training.model, training.optimizer, step_in_backward=True)
 
 
@@ -356,7 +321,7 @@ def weights_of(training: Training) -> list[torch.Tensor]:
     return [it.detach() for it in training.model.parameters()]
 
 
-def state_of(training: Training) -> list[torch.Tensor]:
+def moments_of(training: Training) -> list[torch.Tensor]:
     return [it["exp_avg"] for it in training.optimizer.state.values()]
 
 
@@ -403,7 +368,7 @@ def weights_in_arrays(training: Training) -> None:
 
 
 def state_in_arrays(training: Training) -> None:
-    in_arrays(training, state_of)
+    in_arrays(training, moments_of)
 
 
 def gradients_in_arrays(training: Training) -> None:
@@ -415,7 +380,7 @@ def gradients_in_arrays(training: Training) -> None:
 
 def storages_kept(training: Training) -> None:
     if training.kept is None and len(training.losses) == 6:
-        tensors = (*training.model.parameters(), *state_of(training))
+        tensors = (*training.model.parameters(), *moments_of(training))
         training.kept = [it.untyped_storage() for it in tensors]
     for it in training.kept or []:
         floats = torch.empty(0, device="cuda").set_(it)
@@ -426,7 +391,7 @@ def storages_kept(training: Training) -> None:
 def addresses_held(training: Training) -> None:
     """A table of addresses, of weights and state."""
     if training.kept is None and len(training.losses) == 6:
-        tensors = [*training.model.parameters(), *state_of(training)]
+        tensors = [*training.model.parameters(), *moments_of(training)]
         umem.hold(tensors)
         training.kept = at_addresses(tensors)
     use_arrays(training, training.kept or [])
@@ -435,7 +400,7 @@ def addresses_held(training: Training) -> None:
 def joined(training: Training) -> None:
     """Addresses that are asked for after each step."""
     umem.join()
-    every = (*training.model.parameters(), *gradients_of(training), *state_of(training))
+    every = (*training.model.parameters(), *gradients_of(training), *moments_of(training))
     use_arrays(training, at_addresses(list(every)))
 
 
@@ -463,9 +428,7 @@ MODES: dict[str, Callable[[Training], None]] = {
 
 
 def main() -> None:
-    torch.use_deterministic_algorithms(True)
-    if "UMEM_POLICY" in os.environ:
-        assert umem.enable(os.environ["UMEM_POLICY"])
+    begin()
     card = CardMemory()
     between = MODES[sys.argv[1]]
     training = Training(
@@ -486,15 +449,14 @@ def main() -> None:
             between(training)
     torch.cuda.synchronize()
     card.stop()
-    state = [it for values in training.optimizer.state.values() for it in values.values()]
     facts: dict[str, Any] = {
         "losses": [float(loss).hex() for loss in training.losses],
-        "seen": [crc(it) for it in training.seen],
-        "averages": [crc(it) for it in training.averages],
-        "weights": [crc(it) for it in training.model.parameters()],
-        "state": [crc(it) for it in state],
+        "seen": crcs(training.seen),
+        "averages": crcs(training.averages),
+        "weights": crcs(training.model.parameters()),
+        "state": crcs(state_of(training.optimizer)),
     }
-    if "UMEM_POLICY" not in os.environ:
+    if not IS_MANAGED:
         facts["peak_bytes"] = torch.cuda.max_memory_allocated()
         facts["beside_bytes"] = card.beside_bytes
         print(json.dumps(facts))

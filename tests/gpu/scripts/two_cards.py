@@ -8,12 +8,12 @@ have so much memory, of which the rank takes for page-locked tensors what it may
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from begin import begin
 from managing import Training, manager_facts
 from torch import distributed
 
@@ -104,9 +104,7 @@ def main() -> Any:
             return HostMemory(size_bytes, size_bytes, limit=None)
 
         setattr(host_share, "host_memory", read_host)  # noqa: B010
-    if "UMEM_POLICY" in os.environ:
-        umem.enable(os.environ["UMEM_POLICY"])
-    torch.use_deterministic_algorithms(True)
+    begin()
     if mode == "both":
         return both(int(steps))
     return rank(int(steps), int(others[0]), others[1], int(others[2]))

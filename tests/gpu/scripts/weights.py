@@ -7,7 +7,6 @@ where weights are, and the memory in use on the card beyond that of CUDA and its
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import threading
@@ -15,7 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from streaming import CardMemory, crc
+from begin import IS_MANAGED, begin, crcs
+from card import CardMemory
+from streaming import HIDDEN, Layer
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
@@ -25,33 +26,9 @@ import umem
 from umem.runtime.state import runtime
 from umem.streaming.weights import weights_of
 
-HIDDEN, LAYERS = 1024, 24
+LAYERS = 24
 LAYER_BYTES = 4 * 8 * HIDDEN * HIDDEN
 STEPS = 10
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
-        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
-        self.adapter: nn.Sequential | None = None
-
-    def adapt(self) -> None:
-        """Freeze all but a new adapter."""
-        self.requires_grad_(False)
-        self.adapter = nn.Sequential(
-            nn.Linear(HIDDEN, 16, bias=False), nn.Linear(16, 4 * HIDDEN, bias=False)
-        ).cuda()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normal = self.norm(x)
-        hidden = self.up(normal)
-        if self.adapter is not None:
-            hidden = hidden + self.adapter(normal)
-        y: torch.Tensor = x + self.down(nn.functional.gelu(hidden))
-        return y
 
 
 class Model(nn.Module):
@@ -152,7 +129,7 @@ def change_in_arrays(model: Model) -> list[torch.Tensor]:
 def train(model: Model, *, managed_at_once: bool = False) -> list[torch.Tensor]:
     trained = [it for it in model.parameters() if it.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
-    if managed_at_once and "UMEM_POLICY" in os.environ:
+    if managed_at_once and IS_MANAGED:
         umem.manage(model, optimizer)
     losses = []
     for step in range(2 * STEPS):
@@ -176,7 +153,7 @@ def train_managed_at_once(model: Model) -> list[torch.Tensor]:
 def train_adapters(model: Model) -> list[torch.Tensor]:
     model.requires_grad_(False)
     for layer in model.layers:
-        layer.adapt()  # type: ignore[operator]
+        layer.adapt("cuda")  # type: ignore[operator]
     return train(model)
 
 
@@ -342,9 +319,7 @@ def facts_of_weights(model: nn.Module) -> dict[str, Any]:
 
 
 def main(mode: str) -> None:
-    torch.use_deterministic_algorithms(True)
-    if "UMEM_POLICY" in os.environ:
-        umem.enable(os.environ["UMEM_POLICY"])
+    begin()
     card = CardMemory()
     if mode in WHOLE:
         model, seen = WHOLE[mode]()
@@ -353,7 +328,7 @@ def main(mode: str) -> None:
         seen = MODES[mode](model)
     torch.cuda.synchronize()
     card.stop()
-    facts: dict[str, Any] = {"seen": [crc(it) for it in seen], "card_bytes": card.peak_bytes}
+    facts: dict[str, Any] = {"seen": crcs(seen), "card_bytes": card.peak_bytes}
     facts["beside_bytes"] = card.beside_bytes
     facts |= facts_of_weights(model)
     print(json.dumps(facts))

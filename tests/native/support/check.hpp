@@ -9,6 +9,7 @@
 #include <iostream>
 #include <sstream>
 #include <string>
+#include <vector>
 
 namespace umem {
 inline constexpr std::size_t KiB = std::size_t{1} << 10;
@@ -16,6 +17,12 @@ inline constexpr std::size_t MiB = std::size_t{1} << 20;
 inline constexpr std::size_t GiB = std::size_t{1} << 30;
 // 4 KiB on x86-64; 64 KiB on many kernels for Arm.
 inline const auto kHostPageBytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+
+// In an array that has an entry for each value.
+template <class Enum>
+constexpr std::size_t number_of(Enum value) {
+  return static_cast<std::size_t>(value);
+}
 }  // namespace umem
 
 namespace check {
@@ -36,12 +43,19 @@ void equal(const char* file, int line, const char* text, const Actual& actual,
   fail(file, line, what.str());
 }
 
-// Runs one test of a program and says that it passed.
-template <class Test>
-void run(const char* name, Test test) {
-  test();
-  std::cout << "passed: " << name << std::endl;
+struct Test {
+  const char* name;
+  void (*run)();
+};
+
+// The tests of this program, in the order of its file; main() of support/main.cpp runs them.
+inline std::vector<Test>& tests() {
+  static std::vector<Test> all;
+  return all;
 }
+struct Added {
+  explicit Added(const Test& test) { tests().push_back(test); }
+};
 
 }  // namespace check
 
@@ -59,4 +73,7 @@ void run(const char* name, Test test) {
     }                                                                                \
     if (!thrown) check::fail(__FILE__, __LINE__, #expression " threw no " #Error);   \
   } while (false)
-#define RUN(test) check::run(#test, test)
+#define TEST(name)                                  \
+  void name();                                      \
+  const check::Added name##_added({#name, name});   \
+  void name()

@@ -27,9 +27,9 @@ void* FakeSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
   if (fails) return nullptr;
   if (capacity_bytes_ != 0 && (bytes > capacity_bytes_ || held_bytes_ > capacity_bytes_ - bytes))
     return nullptr;
-  const std::size_t capacity_of_kind = capacity_of_kind_[static_cast<std::size_t>(kind)];
+  const std::size_t capacity_of_kind = capacity_of_kind_[number_of(kind)];
   if (capacity_of_kind != 0 &&
-      held_of_kind_[static_cast<std::size_t>(kind)] + bytes > capacity_of_kind)
+      held_of_kind_[number_of(kind)] + bytes > capacity_of_kind)
     return nullptr;
   if (bytes > SIZE_MAX / 4) return nullptr;
   const std::size_t mapped_bytes = round_up(bytes, kPageBytes) + 2 * kPageBytes;
@@ -40,7 +40,7 @@ void* FakeSource::allocate(MemoryKind kind, int device, std::size_t bytes) {
       round_up(reinterpret_cast<std::uintptr_t>(mapped), kPageBytes) + offset_bytes_;
   held_[address] = {kind, device, bytes, mapped, mapped_bytes};
   held_bytes_ += bytes;
-  held_of_kind_[static_cast<std::size_t>(kind)] += bytes;
+  held_of_kind_[number_of(kind)] += bytes;
   return reinterpret_cast<void*>(address);
 }
 
@@ -56,43 +56,8 @@ void FakeSource::deallocate(MemoryKind kind, int device, void* address,
   CHECK_EQUAL(piece.bytes, bytes);
   munmap(piece.mapped, piece.mapped_bytes);
   held_bytes_ -= bytes;
-  held_of_kind_[static_cast<std::size_t>(kind)] -= bytes;
+  held_of_kind_[number_of(kind)] -= bytes;
   held_.erase(found);
-}
-
-void FakeSource::set_capacity(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  capacity_bytes_ = bytes;
-}
-
-void FakeSource::set_capacity(MemoryKind kind, std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  capacity_of_kind_[static_cast<std::size_t>(kind)] = bytes;
-}
-
-void FakeSource::set_throws(bool throws) {
-  const std::lock_guard lock(mutex_);
-  throws_ = throws;
-}
-
-std::size_t FakeSource::held_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return held_bytes_;
-}
-
-std::size_t FakeSource::held_bytes(MemoryKind kind) const {
-  const std::lock_guard lock(mutex_);
-  return held_of_kind_[static_cast<std::size_t>(kind)];
-}
-
-std::size_t FakeSource::held_segments() const {
-  const std::lock_guard lock(mutex_);
-  return held_.size();
-}
-
-std::size_t FakeSource::requests() const {
-  const std::lock_guard lock(mutex_);
-  return requests_;
 }
 
 bool FakeSource::holds(std::uintptr_t address, std::size_t bytes) const {
@@ -194,11 +159,6 @@ bool FakeDriver::runs_behind(DeviceStream later, DeviceStream earlier, std::uint
   return reached[earlier] >= mark;
 }
 
-bool FakeDriver::capturing(StreamId stream) noexcept {
-  const std::lock_guard lock(mutex_);
-  return capturing_.contains(stream);
-}
-
 bool FakeDriver::advise(int, Range range, Advice advice) noexcept {
   slow.enter("advise");
   const std::lock_guard lock(mutex_);
@@ -282,49 +242,9 @@ void FakeDriver::end_capture(StreamId stream) {
   capturing_.erase(stream);
 }
 
-void FakeDriver::refuse_hints(bool refuse) {
-  const std::lock_guard lock(mutex_);
-  refuses_hints_ = refuse;
-}
-
-void FakeDriver::refuse_events(bool refuse) {
-  const std::lock_guard lock(mutex_);
-  refuses_events_ = refuse;
-}
-
-void FakeDriver::refuse_copies(bool refuse) {
-  const std::lock_guard lock(mutex_);
-  refuses_copies_ = refuse;
-}
-
-std::size_t FakeDriver::copied_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return copied_bytes_;
-}
-
-std::vector<Range> FakeDriver::evicted() const {
-  const std::lock_guard lock(mutex_);
-  return evicted_;
-}
-
 std::vector<Fill> FakeDriver::take_fills() {
   const std::lock_guard lock(mutex_);
   return std::exchange(fills_, {});
-}
-
-std::size_t FakeDriver::events() const {
-  const std::lock_guard lock(mutex_);
-  return events_.size();
-}
-
-std::vector<AdviceCall> FakeDriver::advice() const {
-  const std::lock_guard lock(mutex_);
-  return advice_;
-}
-
-std::vector<Range> FakeDriver::populated() const {
-  const std::lock_guard lock(mutex_);
-  return populated_;
 }
 
 Machine::Machine(const MachineSettings& settings)

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
@@ -13,14 +12,14 @@
 #include "check.hpp"
 #include "core/allocator.hpp"
 #include "fake_virtual_memory.hpp"
+#include "locked.hpp"
 #include "slow_calls.hpp"
 
 namespace umem {
 
-
 // Hands out reserved address space: the core owns addresses and must never touch their contents,
 // so a touch faults, and gigabytes cost nothing. What is given back must be what was given.
-class FakeSource final : public SegmentSource {
+class FakeSource final : public SegmentSource, Locked {
  public:
   FakeSource(std::shared_ptr<Faults> faults, std::size_t capacity_bytes,
              std::size_t offset_bytes);
@@ -30,13 +29,15 @@ class FakeSource final : public SegmentSource {
   void deallocate(MemoryKind kind, int device, void* address,
                   std::size_t bytes) noexcept override;
 
-  void set_capacity(std::size_t bytes);                   // 0: no bound
-  void set_capacity(MemoryKind kind, std::size_t bytes);  // of this kind; 0: no bound
-  void set_throws(bool throws);
-  std::size_t held_bytes() const;
-  std::size_t held_bytes(MemoryKind kind) const;
-  std::size_t held_segments() const;
-  std::size_t requests() const;
+  void set_capacity(std::size_t bytes) { set(capacity_bytes_, bytes); }  // 0: no bound
+  void set_capacity(MemoryKind kind, std::size_t bytes) {  // of this kind; 0: no bound
+    set(capacity_of_kind_[number_of(kind)], bytes);
+  }
+  void set_throws(bool throws) { set(throws_, throws); }
+  std::size_t held_bytes() const { return read(held_bytes_); }
+  std::size_t held_bytes(MemoryKind kind) const { return read(held_of_kind_[number_of(kind)]); }
+  std::size_t held_segments() const { return read(held_).size(); }
+  std::size_t requests() const { return read(requests_); }
   bool holds(std::uintptr_t address, std::size_t bytes) const;
 
   SlowCalls slow;  // allocate, deallocate
@@ -51,7 +52,6 @@ class FakeSource final : public SegmentSource {
   };
 
   const std::shared_ptr<Faults> faults_;
-  mutable std::mutex mutex_;
   std::size_t capacity_bytes_;
   const std::size_t offset_bytes_;  // from a page boundary
   bool throws_ = false;
@@ -75,7 +75,7 @@ struct Fill {
 
 // Streams whose work is done when the test says so, or when the core waits for it. Every event must
 // be asked about until it is done, and never again after that.
-class FakeDriver final : public Driver {
+class FakeDriver final : public Driver, Locked {
  public:
   FakeDriver(std::shared_ptr<Faults> faults, std::size_t total_bytes,
              std::unique_ptr<FakeVirtualMemory> virtual_memory);
@@ -86,7 +86,7 @@ class FakeDriver final : public Driver {
   bool finished(EventId id) noexcept override;
   void wait(EventId id) noexcept override;
   bool order(int device, StreamId stream, EventId id) noexcept override;
-  bool capturing(StreamId stream) noexcept override;
+  bool capturing(StreamId stream) noexcept override { return read(capturing_).contains(stream); }
   bool advise(int, Range range, Advice advice) noexcept override;
   bool populate(int, Range range) noexcept override;
   MemoryInfo memory(int) noexcept override;
@@ -107,16 +107,16 @@ class FakeDriver final : public Driver {
   bool runs_behind(DeviceStream later, DeviceStream earlier, std::uint64_t mark);
   void begin_capture(StreamId stream);
   void end_capture(StreamId stream);
-  void refuse_hints(bool refuse);
-  void refuse_events(bool refuse);
-  void refuse_copies(bool refuse);
-  std::size_t copied_bytes() const;
-  std::vector<Range> evicted() const;
+  void refuse_hints(bool refuse) { set(refuses_hints_, refuse); }
+  void refuse_events(bool refuse) { set(refuses_events_, refuse); }
+  void refuse_copies(bool refuse) { set(refuses_copies_, refuse); }
+  std::size_t copied_bytes() const { return read(copied_bytes_); }
+  std::vector<Range> evicted() const { return read(evicted_); }
   // Fills since the last call.
   std::vector<Fill> take_fills();
-  std::size_t events() const;
-  std::vector<AdviceCall> advice() const;
-  std::vector<Range> populated() const;
+  std::size_t events() const { return read(events_).size(); }
+  std::vector<AdviceCall> advice() const { return read(advice_); }
+  std::vector<Range> populated() const { return read(populated_); }
 
   SlowCalls slow;  // record, wait, order, advise, populate, memory, synchronize, copy, evict
 
@@ -143,7 +143,6 @@ class FakeDriver final : public Driver {
   const std::shared_ptr<Faults> faults_;
   const std::size_t total_bytes_;
   const std::unique_ptr<FakeVirtualMemory> virtual_memory_;
-  mutable std::mutex mutex_;
   EventId last_event_ = 0;
   std::map<EventId, std::vector<Mark>> events_;  // one for each stream
   std::map<DeviceStream, Stream> streams_;
@@ -167,14 +166,32 @@ struct MachineSettings {
   bool virtual_memory = false;          // plain device memory in expandable segments
 };
 
-// An allocator over the fakes, and shorthand for its first device.
+// What every snapshot must satisfy, and the figures of the statistics that follow from it.
+void check_consistent(const DeviceAllocator& device);
+
+// An allocator over the fakes, and shorthand for its first device. In the end that
+// must be consistent.
 class Machine {
  public:
   explicit Machine(const MachineSettings& settings = {});
+  ~Machine() {
+    if (!device.is_paused()) check_consistent(device);
+  }
 
   std::uintptr_t allocate(std::size_t bytes, StreamId stream = 0,
                           TensorClass tensor_class = TensorClass::activations);
-  void free(std::uintptr_t address) { CHECK(device.free(address)); }
+  std::uintptr_t allocate_on(int number, std::size_t bytes, StreamId stream = 0) {
+    return reinterpret_cast<std::uintptr_t>(allocator.allocate(bytes, number, stream));
+  }
+  template <class... Addresses>
+  void free(Addresses... addresses) {
+    (CHECK(device.free(addresses)), ...);
+  }
+  // Another stream than the block's uses it, too.
+  void free_used(std::uintptr_t address, StreamId stream) {
+    CHECK(device.record_stream(address, stream));
+    free(address);
+  }
 
  private:
   Machine(const MachineSettings& settings, const std::shared_ptr<Faults>& its_faults);
@@ -192,8 +209,13 @@ class Machine {
 // All classes on one kind of memory, with one advice.
 Config config_of(MemoryKind kind, Advice advice = {.placement = Placement::device});
 
-// What every snapshot must satisfy, and the figures of the statistics that follow from it.
-void check_consistent(const DeviceAllocator& device);
+inline ClassSetting& setting_of(Config& config, TensorClass tensor_class) {
+  return config.classes[number_of(tensor_class)];
+}
+
+inline KindStats stats_of(const Machine& machine, MemoryKind kind) {
+  return machine.device.kind_stats()[number_of(kind)];
+}
 
 std::string out_of_memory_text(Machine& machine, std::size_t bytes);
 bool contains(const std::string& text, const char* part);

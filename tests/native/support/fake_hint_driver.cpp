@@ -64,18 +64,6 @@ int FakeHintDriver::query(Lane lane, int device, EventId id, bool& finished) noe
   return 0;
 }
 
-int FakeHintDriver::prefetch(Lane lane, int device, Range range) noexcept {
-  return work({"prefetch", lane, device, range}, range);
-}
-
-int FakeHintDriver::evict(Lane lane, int device, Range range) noexcept {
-  return work({"evict", lane, device, range}, range);
-}
-
-int FakeHintDriver::discard(Lane lane, int device, Range range) noexcept {
-  return work({"discard", lane, device, range}, range);
-}
-
 int FakeHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
                          std::size_t bytes) noexcept {
   const bool in = lane.direction == Direction::to_device;
@@ -165,29 +153,9 @@ void FakeHintDriver::finish(int device, StreamId stream) {
   of.done = of.launched;
 }
 
-std::vector<HintCall> FakeHintDriver::calls() {
-  const std::lock_guard lock(mutex_);
-  return calls_;
-}
-
 std::size_t FakeHintDriver::count(const std::string& name) {
   const std::lock_guard lock(mutex_);
   return counts_[name];
-}
-
-std::size_t FakeHintDriver::events() {
-  const std::lock_guard lock(mutex_);
-  return events_.size();
-}
-
-std::size_t FakeHintDriver::peak_busy_bytes(Direction direction) {
-  const std::lock_guard lock(mutex_);
-  return peak_busy_[static_cast<std::size_t>(direction)];
-}
-
-std::size_t FakeHintDriver::peak_blocks() {
-  const std::lock_guard lock(mutex_);
-  return peak_blocks_;
 }
 
 int FakeHintDriver::fails(const std::string& name) {
@@ -228,7 +196,7 @@ int FakeHintDriver::work(const HintCall& call, Range range) {
   directions_[call.lane.number] = call.lane.direction;
   std::array<std::size_t, kDirections> bytes{};
   for (const auto& [lane, busy] : busy_)
-    bytes[static_cast<std::size_t>(directions_[lane])] += busy.bytes;
+    bytes[number_of(directions_[lane])] += busy.bytes;
   for (std::size_t i = 0; i < kDirections; ++i)
     peak_busy_[i] = std::max(peak_busy_[i], bytes[i]);
 
@@ -287,12 +255,20 @@ Ticket HintMachine::ask(HintOp op, Range range, EventId event, int device) {
   return engine.submit({.op = op, .range = range, .device = device, .event = event});
 }
 
+Ticket HintMachine::hold(HintOp op, Range range, EventId event) {
+  const std::string name = op == HintOp::prefetch ? "prefetch" : "evict";
+  driver.hold(name);
+  const Ticket ticket = ask(op, range, event);
+  driver.wait_until_held(name);
+  return ticket;
+}
+
 void HintMachine::expect(Ticket ticket, Outcome outcome) {
   CHECK(ticket != 0);
   const auto found = engine.wait(ticket, kPatienceNs);
   CHECK(found.has_value());
   const auto name = [](Outcome of) {
-    return std::string(kOutcomeNames[static_cast<std::size_t>(of)]);
+    return std::string(kOutcomeNames[number_of(of)]);
   };
   CHECK_EQUAL(name(*found), name(outcome));
 }
@@ -302,12 +278,12 @@ void HintMachine::expect_open(Ticket ticket) {
 }
 
 HintCounts HintMachine::counts(HintOp op, TensorClass tensor_class) {
-  return engine.statistics().counts[static_cast<std::size_t>(op)]
-                                   [static_cast<std::size_t>(tensor_class)];
+  return engine.statistics().counts[number_of(op)]
+                                   [number_of(tensor_class)];
 }
 
 std::uint64_t HintMachine::requests(HintOp op, Outcome outcome) {
-  return counts(op).requests[static_cast<std::size_t>(outcome)];
+  return counts(op).requests[number_of(outcome)];
 }
 
 }  // namespace umem

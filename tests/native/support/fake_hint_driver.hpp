@@ -5,7 +5,6 @@
 #include <condition_variable>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -15,11 +14,17 @@
 #include "check.hpp"
 #include "faults.hpp"
 #include "hints/hint_engine.hpp"
+#include "locked.hpp"
 
 namespace umem {
 
 inline constexpr std::int64_t kSoonNs = 20'000'000;            // what cannot happen has not by then
 inline constexpr std::int64_t kPatienceNs = 20'000'000'000;    // what must happen has by then
+
+// A prefetch and an eviction may be under way at once, and no two of a kind.
+inline constexpr HintSettings kOneLane{.chunk_bytes = 8 * MiB,
+                                .in_flight_bytes = 64 * MiB,
+                                .prefetch_workers = 1};
 
 // Block number `n` of 2 MiB. Nothing is ever stored there.
 constexpr std::uintptr_t at(std::size_t n) { return (std::uintptr_t{1} << 40) + n * kPageBytes; }
@@ -40,7 +45,7 @@ struct HintCall {
 // Each call is logged, may be held up, and may be made to fail. A lane has one thread; two calls
 // never work on the same bytes at once; memory that was unmapped is never named; nor is an event
 // that was recycled.
-class FakeHintDriver final : public HintDriver {
+class FakeHintDriver final : public HintDriver, Locked {
  public:
   ~FakeHintDriver() override;
 
@@ -51,9 +56,15 @@ class FakeHintDriver final : public HintDriver {
   int load(Lane lane, int device) noexcept override;
   void close(Lane lane) noexcept override;
   int query(Lane lane, int device, EventId id, bool& finished) noexcept override;
-  int prefetch(Lane lane, int device, Range range) noexcept override;
-  int evict(Lane lane, int device, Range range) noexcept override;
-  int discard(Lane lane, int device, Range range) noexcept override;
+  int prefetch(Lane lane, int device, Range range) noexcept override {
+    return work({"prefetch", lane, device, range}, range);
+  }
+  int evict(Lane lane, int device, Range range) noexcept override {
+    return work({"evict", lane, device, range}, range);
+  }
+  int discard(Lane lane, int device, Range range) noexcept override {
+    return work({"discard", lane, device, range}, range);
+  }
   int copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
            std::size_t bytes) noexcept override;
   int advise(Lane lane, int device, Range range, Advice advice) noexcept override;
@@ -89,13 +100,13 @@ class FakeHintDriver final : public HintDriver {
   // ---- what tests ask ----
 
   // Calls that move, discard, copy or advise, in the order in which they began.
-  std::vector<HintCall> calls();
+  std::vector<HintCall> calls() { return read(calls_); }
   std::size_t count(const std::string& name);
-  std::size_t events();
+  std::size_t events() { return read(events_).size(); }
   // The most bytes that were ever on their way in one direction.
-  std::size_t peak_busy_bytes(Direction direction);
+  std::size_t peak_busy_bytes(Direction direction) { return read(peak_busy_[number_of(direction)]); }
   // 2 MiB blocks that prefetches have brought to the device and evictions have not taken away.
-  std::size_t peak_blocks();
+  std::size_t peak_blocks() { return read(peak_blocks_); }
 
  private:
   struct Event {
@@ -117,7 +128,6 @@ class FakeHintDriver final : public HintDriver {
   Faults faults_;
   std::atomic<int> error_{0};
   std::atomic<bool> no_memory_{false};
-  std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<HintCall> calls_;
   std::map<std::string, std::size_t> counts_;
@@ -154,7 +164,31 @@ class HintMachine {
   Ticket prefetch(Range range, EventId event = 0) { return ask(HintOp::prefetch, range, event); }
   Ticket evict(Range range, EventId event = 0) { return ask(HintOp::evict, range, event); }
 
+  // Held up in its call of the driver, as all calls of this name until let_go.
+  Ticket hold(HintOp op, Range range, EventId event = 0);
+  // An event behind work that has not ended.
+  EventId busy_event(StreamId stream = 7) {
+    driver.launch(0, stream);
+    return engine.record(0, stream);
+  }
+  // Behind work that has not ended, with an event that nobody else has.
+  Ticket ask_behind_work(HintOp op, Range range, StreamId stream = 7) {
+    const EventId event = busy_event(stream);
+    const Ticket ticket = ask(op, range, event);
+    engine.release(event);
+    return ticket;
+  }
+  // Device 0 has a budget, and holds these bytes.
+  void fill(std::size_t budget_bytes, Range resident) {
+    engine.set_budget(0, budget_bytes);
+    engine.set_resident(0, resident, true);
+  }
+
   void expect(Ticket ticket, Outcome outcome);
+  template <class... Tickets>
+  void expect_done(Tickets... tickets) {
+    (expect(tickets, Outcome::done), ...);
+  }
   // Not over now, nor soon.
   void expect_open(Ticket ticket);
   HintCounts counts(HintOp op, TensorClass tensor_class = TensorClass::other);

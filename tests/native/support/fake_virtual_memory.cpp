@@ -111,51 +111,6 @@ bool FakeVirtualMemory::add_peer(int device, int peer, std::span<const Range> ma
   return true;
 }
 
-void FakeVirtualMemory::refuse_peers(bool refuse) {
-  const std::lock_guard lock(mutex_);
-  refuses_peers_ = refuse;
-}
-
-void FakeVirtualMemory::set_capacity(std::size_t bytes) {
-  const std::lock_guard lock(mutex_);
-  capacity_bytes_ = bytes;
-}
-
-std::size_t FakeVirtualMemory::held_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return held_bytes_;
-}
-
-void FakeVirtualMemory::refuse_addresses(bool refuse) {
-  const std::lock_guard lock(mutex_);
-  refuses_addresses_ = refuse;
-}
-
-void FakeVirtualMemory::refuse_maps(bool refuse) {
-  const std::lock_guard lock(mutex_);
-  refuses_maps_ = refuse;
-}
-
-std::size_t FakeVirtualMemory::peak_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return peak_bytes_;
-}
-
-std::size_t FakeVirtualMemory::created() const {
-  const std::lock_guard lock(mutex_);
-  return created_;
-}
-
-std::size_t FakeVirtualMemory::maps() const {
-  const std::lock_guard lock(mutex_);
-  return maps_;
-}
-
-std::size_t FakeVirtualMemory::unmaps() const {
-  const std::lock_guard lock(mutex_);
-  return unmaps_;
-}
-
 FakeVirtualMemory::Mapping FakeVirtualMemory::mapping_at(std::uintptr_t address) const {
   const std::lock_guard lock(mutex_);
   const auto after = mapped_.upper_bound(address);

@@ -4,7 +4,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <span>
 #include <utility>
@@ -12,6 +11,7 @@
 #include "check.hpp"
 #include "core/driver.hpp"
 #include "faults.hpp"
+#include "locked.hpp"
 #include "slow_calls.hpp"
 
 namespace umem {
@@ -19,7 +19,7 @@ namespace umem {
 // Physical memory that is handed out in handles, and addresses that they are mapped into, each at as
 // many as the core wants. Nothing may be mapped over, unmapped, released or given to a peer that is
 // not as the core says.
-class FakeVirtualMemory final : public VirtualMemory {
+class FakeVirtualMemory final : public VirtualMemory, Locked {
  public:
   explicit FakeVirtualMemory(std::shared_ptr<Faults> faults) : faults_(std::move(faults)) {}
   ~FakeVirtualMemory() override;
@@ -34,16 +34,16 @@ class FakeVirtualMemory final : public VirtualMemory {
   void unmap(Range range, std::size_t handle_bytes) noexcept override;
   bool add_peer(int device, int peer, std::span<const Range> mapped) noexcept override;
 
-  void set_capacity(std::size_t bytes);  // 0: no bound
-  void refuse_addresses(bool refuse);
-  void refuse_maps(bool refuse);
-  void refuse_peers(bool refuse);
+  void set_capacity(std::size_t bytes) { set(capacity_bytes_, bytes); }  // 0: no bound
+  void refuse_addresses(bool refuse) { set(refuses_addresses_, refuse); }
+  void refuse_maps(bool refuse) { set(refuses_maps_, refuse); }
+  void refuse_peers(bool refuse) { set(refuses_peers_, refuse); }
   void on_unmap(std::function<void()> hook) { on_unmap_ = std::move(hook); }
-  std::size_t held_bytes() const;  // of all handles, mapped or not
-  std::size_t peak_bytes() const;
-  std::size_t created() const;
-  std::size_t maps() const;
-  std::size_t unmaps() const;
+  std::size_t held_bytes() const { return read(held_bytes_); }  // of all handles, mapped or not
+  std::size_t peak_bytes() const { return read(peak_bytes_); }
+  std::size_t created() const { return read(created_); }
+  std::size_t maps() const { return read(maps_); }
+  std::size_t unmaps() const { return read(unmaps_); }
   struct Mapping {
     HandleId handle = 0;  // 0: none
     std::uintptr_t address = 0;  // of its first byte
@@ -68,7 +68,6 @@ class FakeVirtualMemory final : public VirtualMemory {
   };
 
   const std::shared_ptr<Faults> faults_;
-  mutable std::mutex mutex_;
   std::size_t capacity_bytes_ = 0;
   bool refuses_addresses_ = false;
   bool refuses_maps_ = false;

@@ -5,7 +5,11 @@
 
 namespace umem {
 
-inline constexpr StreamId kMain = 0;
+// Streams of a program, and the pool of a graph that is captured on one of them.
+inline constexpr StreamId kMain = 0, kCapture = 5, kSide = 7;
+inline constexpr PoolId kPool{0, 1};
+
+inline constexpr std::size_t kHost = 64 * GiB;  // available host memory
 
 // Handles of expandable segments: of large blocks without a budget; of all others, under the budgets
 // of most tests too.
@@ -22,8 +26,13 @@ inline Config budget_config(std::size_t budget_bytes, MemoryKind kind = MemoryKi
   return config;
 }
 
+// Plain device memory, in expandable segments or not.
+inline Machine machine_of(std::size_t budget_bytes, bool virtual_memory = true) {
+  return Machine({.config = budget_config(budget_bytes), .virtual_memory = virtual_memory});
+}
+
 inline KindStats pinned_stats(const Machine& machine) {
-  return machine.device.kind_stats()[static_cast<std::size_t>(MemoryKind::pinned)];
+  return stats_of(machine, MemoryKind::pinned);
 }
 
 inline std::size_t budget_bytes(const Machine& machine) {
