@@ -12,8 +12,8 @@ import functools
 import gc
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from operator import methodcaller
 from types import CellType, FunctionType, MethodType
@@ -40,6 +40,24 @@ def lose_memory(works: Iterable[object]) -> None:
         Functions, and containers of tensors. The caller refers to each once. Of what they refer
         to, containers, closures and umem's own objects are looked through.
     """
+    with _without_collections():
+        _overwrite(_found(works))
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A GPU's lanes make no objects here, so Python collects no garbage, whose ends may do much."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _found(works: Iterable[object]) -> dict[int, Any]:
+    """What only these objects lead to, by ``id``."""
     found, parts = _reach(works)
     known = Counter(chain.from_iterable(parts.values()))
     # As Python's collector of cycles: whatever has a reference from outside stays, and its parts.
@@ -49,6 +67,10 @@ def lose_memory(works: Iterable[object]) -> None:
         key = staying.pop()
         if found.pop(key, None) is not None:
             staying += parts[key]
+    return found
+
+
+def _overwrite(found: dict[int, Any]) -> None:
     by_storage = defaultdict(list)
     with Unguarded():
         for it in found.values():
