@@ -9,7 +9,6 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -35,7 +34,6 @@ __all__ = [
     "Training",
     "both",
     "current_phase",
-    "fail_at_phase",
     "hook_count",
     "host_machine",
     "program_of",
@@ -256,19 +254,6 @@ def run_phases(runner: Runner, *work: PhaseWork) -> None:
     runner.step_begins()
     for phase in phases:
         runner.phase_begins(phase.label)
-
-
-def fail_at_phase(manager: Manager, monkeypatch: pytest.MonkeyPatch, name: str = "") -> None:
-    """Let the executor's own work fail at the start of a phase, or of every phase."""
-    begin = manager._runner._begin
-
-    def fails(*arguments: Any) -> None:
-        assert manager.trace is not None
-        if name in manager.trace.phase_names[current_phase(manager)]:
-            raise RuntimeError("no more")
-        begin(*arguments)
-
-    monkeypatch.setattr(manager._runner, "_begin", fails)
 
 
 def hook_count(training: Training) -> int:
