@@ -164,7 +164,8 @@ class LazyLanes(Lanes):
 
     def _gradients(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
         """Those of all parameters: the list of the last open task, if they are the same."""
-        get: Any = nn.Parameter.grad.__get__
+        gradient: Any = nn.Parameter.grad
+        get = gradient.__get__
         parameters = self._parameters()
         last = self._last()
         if last is not None and len(last.gradients) == len(parameters):

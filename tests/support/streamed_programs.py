@@ -429,8 +429,11 @@ _OF_STOCK = (
 )
 """The options that a stock run heeds."""
 
+_OF_WEIGHTS = ("extra", "cached_share")
+"""Those that only `WeightProgram` has."""
+
 _OF_STREAMED = {it.name for it in fields(WeightProgram)} - {*_OF_STOCK}
-"""Those that it does not."""
+"""Those that a stock run does not heed, unless a test's own change asks for them."""
 
 
 @lru_cache(maxsize=64)
@@ -450,7 +453,8 @@ def stock_bits(
     chosen: Any = Program if kind is WeightProgram else kind  # their stock runs are equal
     heeded = {name: it for name, it in options.items() if name not in _OF_STREAMED}
     if _is_local(change) or not heeded.keys() <= set(_OF_STOCK):
-        return bits(chosen(None, **heeded).run(change, steps))
+        known = {name: it for name, it in options.items() if name not in _OF_WEIGHTS}
+        return bits(chosen(None, **known).run(change, steps))
     return _repeated(chosen, change, steps, *heeded.items())
 
 
