@@ -15,6 +15,8 @@ READERS ?= 600
 ARCHS ?= native
 GPU := $(wildcard /dev/nvidiactl)
 export UMEM_CUDA
+# Processes that tests start load modules that another one has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 
 ifeq (,$(filter 12 13 none,$(UMEM_CUDA)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from other_process import run_python
 from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
@@ -35,10 +35,7 @@ print(before, "umem.managing" in sys.modules)
 
 @pytest.mark.slow
 def test_the_executor_is_loaded_for_a_training_and_its_refusal_stops_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.split() == ["False", "True"]
+    assert run_python("-c", SCRIPT).split() == ["False", "True"]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from lazy_lanes import HostStateMemory, LazyLanes
 from rank_processes import one_rank
 from streamed_programs import (
     EAGERNESS,
-    REPEATED,
     UNITS,
     WATCHED,
     Net,
@@ -298,53 +298,57 @@ def passes(program: Program) -> torch.Tensor:
     return loss
 
 
+def between(act: Change) -> Change:
+    """A step whose program acts between the backward pass and the optimizer's step."""
+
+    @wraps(act)
+    def step(program: Program) -> None:
+        passes(program)
+        act(program)
+        program.optimizer.step()
+
+    return step
+
+
+@between
 def clip(program: Program) -> None:
-    passes(program)
     nn.utils.clip_grad_norm_(program.model.parameters(), 0.5)
-    program.optimizer.step()
 
 
+@between
 def clip_values(program: Program) -> None:
-    passes(program)
     nn.utils.clip_grad_value_(program.model.parameters(), 1e-3)
-    program.optimizer.step()
 
 
+@between
 def log_norms(program: Program) -> None:
-    passes(program)
     program.seen.append([it.grad.norm() for it in program.model.parameters()])
-    program.optimizer.step()
 
 
+@between
 def read_weights(program: Program) -> None:
-    passes(program)
     program.seen.append(program.model.head.weight.sum().item())
-    program.optimizer.step()
 
 
+@between
 def read_state(program: Program) -> None:
-    passes(program)
     program.seen.append(copy.deepcopy(program.optimizer.state_dict()))
-    program.optimizer.step()
 
 
+@between
 def evaluate_between(program: Program) -> None:
-    passes(program)
     with torch.no_grad():
         program.seen.append(program.model(torch.ones(2, 16)))
-    program.optimizer.step()
 
 
+@between
 def change_the_rate_between(program: Program) -> None:
-    passes(program)
     program.optimizer.param_groups[0]["lr"] *= 0.5
-    program.optimizer.step()
 
 
+@between
 def change_the_decay_between(program: Program) -> None:
-    passes(program)
     program.optimizer.param_groups[0]["weight_decay"] = 0.3
-    program.optimizer.step()
 
 
 def schedule_between(program: Program) -> None:
@@ -355,10 +359,9 @@ def schedule_between(program: Program) -> None:
     program.optimizer.step()
 
 
+@between
 def accumulate(program: Program) -> None:
-    passes(program)
     program.model(program.batch()).square().mean().backward()
-    program.optimizer.step()
 
 
 def skip_for_a_loss(program: Program) -> None:
@@ -367,17 +370,15 @@ def skip_for_a_loss(program: Program) -> None:
         program.optimizer.step()
 
 
+@between
 def drop_gradients(program: Program) -> None:
-    passes(program)
     program.optimizer.zero_grad()
-    program.optimizer.step()
 
 
+@between
 def replace_gradients(program: Program) -> None:
-    passes(program)
     for parameter in program.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    program.optimizer.step()
 
 
 def scale(program: Program) -> None:
@@ -397,17 +398,15 @@ def use_a_closure(program: Program) -> None:
     program.seen.append(program.optimizer.step(closure).detach())
 
 
+@between
 def clear_state_between(program: Program) -> None:
-    passes(program)
     program.optimizer.state.clear()
-    program.optimizer.step()
 
 
+@between
 def replace_state_between(program: Program) -> None:
-    passes(program)
     values = program.optimizer.state[program.model.head.weight]
     values["exp_avg"] = torch.ones(4, 16)
-    program.optimizer.step()
 
 
 def fail_late(program: Program) -> None:
@@ -435,12 +434,11 @@ def read_later_in_the_pass(program: Program) -> None:
         )
 
 
+@between
 def keep_gradients_of_a_pass(program: Program) -> None:
     """A hook behind umem's uses the gradient that has just been used."""
-    passes(program)
     for parameter in program.model.parameters():
         parameter.register_post_accumulate_grad_hook(halve)
-    program.optimizer.step()
 
 
 def halve(parameter: torch.Tensor) -> None:
@@ -454,7 +452,6 @@ BETWEEN = [
     *(drop_gradients, replace_gradients, scale, use_a_closure, clear_state_between),
     *(replace_state_between, fail_and_go_on, read_later_in_the_pass, keep_gradients_of_a_pass),
 ]
-REPEATED.update(BETWEEN)
 
 
 @pytest.mark.parametrize("eagerness", EAGERNESS)
@@ -478,9 +475,7 @@ def test_what_stands_between_backward_and_step(use: Change, plain: int, eagernes
     ids=lambda it: getattr(it, "__name__", None),
 )
 def test_the_watched_steps_say_why_and_change_nothing(use: Change, reason: str) -> None:
-    streamed = Program(LazyLanes, in_backward=True, clips=False)
-    streamed.step()
-    streamed.stream()
+    streamed = begin(in_backward=True, clips=False)
     before = copy.deepcopy(streamed.model.state_dict())
     with pytest.raises(PlanError, match=reason):
         use(streamed)
@@ -489,9 +484,7 @@ def test_the_watched_steps_say_why_and_change_nothing(use: Change, reason: str) 
 
 
 def test_an_optimizer_that_was_refused_once_stays_refused() -> None:
-    program = Program(LazyLanes, in_backward=True)
-    program.step()
-    program.stream()
+    program = begin(in_backward=True)
     for _ in range(2):
         with pytest.raises(PlanError, match="used between"):
             program.step()
@@ -505,15 +498,17 @@ def test_loading_state_is_the_way_out(eagerness: float, optimizer_first: bool) -
     def recover(program: Program) -> None:
         saved = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict()))
         fail_late(program)
-        if optimizer_first:
-            program.optimizer.load_state_dict(saved[1])
-        program.model.load_state_dict(saved[0])
-        if not optimizer_first:
-            program.optimizer.load_state_dict(saved[1])
+        load(program, saved, optimizer_first)
         program.seen.append(copy.deepcopy(program.model.state_dict()))
         program.step()
 
     assert updates(run(recover, eagerness)) >= 8
+
+
+def load(program: Program, state: tuple[Any, Any], optimizer_first: bool) -> None:
+    parts = [(program.model, state[0]), (program.optimizer, state[1])]
+    for part, values in reversed(parts) if optimizer_first else parts:
+        part.load_state_dict(values)
 
 
 def load_behind_an_error(program: Program, *, optimizer_first: bool, is_refused: bool) -> None:
@@ -523,11 +518,7 @@ def load_behind_an_error(program: Program, *, optimizer_first: bool, is_refused:
     if is_refused and not program.is_stock:
         with pytest.raises(PlanError, match="without step_in_backward"):
             program.step()
-    if optimizer_first:
-        program.optimizer.load_state_dict(saved[1])
-    program.model.load_state_dict(saved[0])
-    if not optimizer_first:
-        program.optimizer.load_state_dict(saved[1])
+    load(program, saved, optimizer_first)
     program.seen.clear()
 
 
@@ -563,9 +554,7 @@ def test_loading_state_is_the_way_out_of_the_watched_steps(
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_loading_a_part_is_no_way_out_of_the_watched_steps(part: str) -> None:
-    program = Program(LazyLanes, in_backward=True, clips=False)
-    program.step()
-    program.stream()
+    program = begin(in_backward=True, clips=False)
     saved = copy.deepcopy(getattr(program, part).state_dict())
     fail_late(program)
     getattr(program, part).load_state_dict(saved)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from other_process import run_python
 
 from umem.core.errors import UnsupportedError
 from umem.hardware import capabilities
@@ -264,12 +262,5 @@ def test_detect_without_a_gpu_is_an_error_and_does_not_start_cuda_in_torch() -> 
         "    print(error)\n"
         "assert not torch.cuda.is_initialized()\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert result.returncode == 0, result.stderr
-    assert "no NVIDIA driver" in result.stdout or "sees no GPU" in result.stdout
+    said = run_python("-c", code, CUDA_VISIBLE_DEVICES="")
+    assert "no NVIDIA driver" in said or "sees no GPU" in said

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
 from lazy_lanes import LazyLanes
-from streamed_programs import UNITS, Net, Program, Tied, compare
+from streamed_programs import UNITS, Net, Program, Tied, begin, compare
 from torch import nn
 
 from umem.runtime.guard import guard_of
@@ -30,13 +32,24 @@ def look(program: Program) -> None:
         program.seen.append(None if parameter.grad is None else parameter.grad.clone())
 
 
+def in_a_step(act: Callable[[Program], None]) -> Callable[[Program], None]:
+    """A step whose program acts between the backward pass and the optimizer's step."""
+
+    @wraps(act)
+    def step(program: Program) -> None:
+        program.optimizer.zero_grad()
+        program.backward()
+        act(program)
+        program.optimizer.step()
+
+    return step
+
+
+@in_a_step
 def use_between(program: Program) -> None:
     """Between clipping and the step."""
-    program.optimizer.zero_grad()
-    program.backward()
     clip(program)
     look(program)
-    program.optimizer.step()
 
 
 def use_behind(program: Program) -> None:
@@ -46,12 +59,10 @@ def use_behind(program: Program) -> None:
     look(program)
 
 
+@in_a_step
 def clip_twice(program: Program) -> None:
-    program.optimizer.zero_grad()
-    program.backward()
     clip(program)
     clip(program, most=0.1)
-    program.optimizer.step()
 
 
 def clip_by_other_norms(program: Program) -> None:
@@ -87,10 +98,9 @@ def zero_in_place(program: Program) -> None:
     program.optimizer.zero_grad(set_to_none=False)
 
 
+@in_a_step
 def scale_by_lists(program: Program) -> None:
     """As a loop of its own, by numbers and by a tensor that it changes behind."""
-    program.optimizer.zero_grad()
-    program.backward()
     gradients = [it.grad for it in program.model.parameters() if it.grad is not None]
     half = torch.tensor(0.5)
     torch._foreach_mul_(gradients, half)
@@ -99,35 +109,28 @@ def scale_by_lists(program: Program) -> None:
     torch._foreach_mul_(gradients, [0.7] * len(gradients))
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
     program.seen.append([it.clone() for it in norms])
-    program.optimizer.step()
 
 
+@in_a_step
 def write_to_a_norm(program: Program) -> None:
-    program.optimizer.zero_grad()
-    program.backward()
     gradients = [it.grad for it in program.model.parameters() if it.grad is not None]
     for norm in torch._foreach_norm(gradients, 2.0):
         norm.zero_()
     clip(program)
-    program.optimizer.step()
 
 
+@in_a_step
 def swap_gradients(program: Program) -> None:
     """Two parameters exchange their gradients behind clipping."""
-    program.optimizer.zero_grad()
-    program.backward()
     clip(program)
     a, b = program.model.layers[2].weight, program.model.layers[3].weight
     a.grad, b.grad = b.grad, a.grad
-    program.optimizer.step()
 
 
+@in_a_step
 def drop_gradients(program: Program) -> None:
-    program.optimizer.zero_grad()
-    program.backward()
     clip(program)
     program.model.layers[3].weight.grad = None
-    program.optimizer.step()
 
 
 def ask_for_another_norm_meanwhile(program: Program) -> None:
@@ -151,44 +154,27 @@ def ask_for_another_norm_meanwhile(program: Program) -> None:
         program.optimizer.step()
 
 
+@in_a_step
 def differentiate_norms(program: Program) -> None:
     """A list of gradients and of what has a graph."""
-    program.optimizer.zero_grad()
-    program.backward()
     gradient = program.model.layers[3].weight.grad
     weight = program.model.layers[2].weight
     norms = torch._foreach_norm([gradient, weight], 2.0)
     program.seen.append(torch.autograd.grad(norms[1], weight)[0])
-    program.optimizer.step()
 
 
+@in_a_step
 def copy_gradients(program: Program) -> None:
     """What a deep copy, a view or another name has is the clipped gradient."""
-    import copy
-
-    program.optimizer.zero_grad()
-    program.backward()
     clip(program)
     gradient: Any = program.model.layers[3].weight.grad
     program.seen += [copy.deepcopy(gradient), gradient.detach().clone(), gradient[0].clone()]
-    program.optimizer.step()
 
 
 CHANGES = [
-    use_between,
-    use_behind,
-    clip_twice,
-    clip_by_other_norms,
-    clip_each_batch,
-    keep_adding,
-    zero_in_place,
-    scale_by_lists,
-    write_to_a_norm,
-    swap_gradients,
-    drop_gradients,
-    copy_gradients,
-    ask_for_another_norm_meanwhile,
-    differentiate_norms,
+    *(use_between, use_behind, clip_twice, clip_by_other_norms, clip_each_batch, keep_adding),
+    *(zero_in_place, scale_by_lists, write_to_a_norm, swap_gradients, drop_gradients),
+    *(copy_gradients, ask_for_another_norm_meanwhile, differentiate_norms),
 ]
 
 
@@ -273,10 +259,7 @@ def at_home(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def test_clipping_and_the_step_leave_gradients_as_they_are() -> None:
-    program = Program(LazyLanes, copied_gradients=UNITS)
-    program.step()
-    program.stream()
-    program.step()  # in which the program asks for norms first
+    program = begin(1, copied_gradients=UNITS)  # a step in which the program asks for norms
     program.optimizer.zero_grad()
     program.backward()
     program.training.gradients.settle()
@@ -294,11 +277,7 @@ def test_clipping_and_the_step_leave_gradients_as_they_are() -> None:
 
 
 def test_a_gradient_on_the_host_has_its_clipped_value_when_something_looks() -> None:
-    program = Program(LazyLanes, copied_gradients=UNITS)
-    program.step()
-    program.stream()
-    program.step()
-    program.step()
+    program = begin(2, copied_gradients=UNITS)
     gradient: Any = program.model.layers[3].weight.grad
     before = at_home(gradient)
     assert not torch.equal(before, gradient)

@@ -231,17 +231,17 @@ def test_evaluation_copies_nothing() -> None:
     assert copied.late == 0
 
 
-def check_same(run: Callable[[nn.Module], list[bytes]]) -> None:
+def check_same(run: Callable[[Net], list[bytes]], **options: Any) -> None:
     """What a program gets with all activations copied, each in time, is what it gets without."""
-    model = make()
+    model = make(**options)
     copied = Copied(model, ALL_COPIED)
-    assert run(model) == run(make())
+    assert run(model) == run(make(**options))
     assert copied.late == 0
 
 
 @pytest.mark.parametrize("is_first_first", [True, False])
 def test_two_graphs_at_once(is_first_first: bool) -> None:
-    def run(model: nn.Module) -> list[bytes]:
+    def run(model: Net) -> list[bytes]:
         losses = [model(batch(number)).square().mean() for number in range(2)]
         for loss in losses if is_first_first else reversed(losses):
             loss.backward()
@@ -251,7 +251,7 @@ def test_two_graphs_at_once(is_first_first: bool) -> None:
 
 
 def test_a_retained_graph_goes_backward_twice() -> None:
-    def run(model: nn.Module) -> list[bytes]:
+    def run(model: Net) -> list[bytes]:
         loss = model(batch()).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
@@ -278,24 +278,21 @@ def test_exceptions_leave_nothing_behind(reentrant: bool | None) -> None:
         del loss
         return train(model, 0, 1)
 
-    model = make(reentrant=reentrant)
-    copied = Copied(model, ALL_COPIED)
-    assert run(model) == run(make(reentrant=reentrant))
-    assert copied.late == 0
+    check_same(run, reentrant=reentrant)
 
 
 def test_an_interrupt_leaves_nothing_behind() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    model = make()
-    copied = Copied(model, ALL_COPIED)
-    handle = model.layers[2].up.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(batch(7))
-    handle.remove()
-    assert train(model) == train(make())
-    assert copied.late == 0
+    def run(model: Net) -> list[bytes]:
+        handle = model.layers[2].up.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch(7))
+        handle.remove()
+        return train(model)
+
+    check_same(run)
 
 
 def test_changes_in_place_are_refused_as_ever() -> None:

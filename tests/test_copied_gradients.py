@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from streamed_programs import BACK, REPEATED, UNITS, WIDTH, Net, Program, begin, compare
+from streamed_programs import BACK, UNITS, WIDTH, Net, Program, begin, compare
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,7 +103,6 @@ def differentiate_twice(program: Program) -> None:
 
 EARLY = [accumulate, write_past_versions, write_in_a_hook, backward_twice, keep_gradients]
 EARLY += [keep_views, differentiate_twice]
-REPEATED.update(EARLY)
 
 
 @pytest.mark.slow

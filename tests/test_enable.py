@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from other_process import run_python
 
 import umem
 
@@ -100,19 +97,7 @@ def test_the_swap_comes_after_everything_that_can_fail(guard: bool) -> None:
 
 
 def python(code: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(Path(__file__).parent / "support"),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-c", code, *arguments, CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -87,6 +88,11 @@ def run(lanes: Callable[[nn.Module], LazyLanes] | None, begins: Callable[[], obj
     return program, bits([program.seen, program.model.state_dict(), program.optimizer.state_dict()])
 
 
+@cache
+def stock() -> Any:
+    return run(None, lambda: None)[1]
+
+
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize(("owner", "name"), PARTS, ids=lambda it: getattr(it, "__name__", it))
 def test_the_training_goes_on_as_without_umem(
@@ -96,8 +102,7 @@ def test_the_training_goes_on_as_without_umem(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _, expected = run(None, lambda: None)
-    calls: list[list[int]] = []
+    expected, calls = stock(), list[list[int]]()
     program, found = run(
         lambda model: LazyLanes(model, 1.0),  # work runs when it is queued, as on a GPU
         lambda: calls.append(break_once(monkeypatch, owner, name, at)),

@@ -31,7 +31,7 @@ from umem.runtime.torch_hooks import saved_tensors
 from umem.streaming.gradients import ClippedGradients
 from umem.torch_compat import InferenceMode
 
-INTERRUPTS = 2000
+INTERRUPTS = 1000
 
 
 def interrupt(make_act: Callable[[], Callable[[], object]], check: Callable[[], None]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from other_process import run_python
 
 from umem.runtime import native_guard
 from umem.runtime.native_guard import guard_problem, guard_remedy
@@ -118,11 +118,7 @@ def test_out_of_memory_is_torchs_own_error(tmp_path: Path) -> None:
     options = ["-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{ROOT / 'allocators'}"]
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", ALLOCATE, str(library)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    assert run_python("-c", ALLOCATE, str(library)).splitlines() == [
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate %s",
         "builtins.RuntimeError: paused",
     ]
@@ -153,9 +149,7 @@ print(has_guard(), are_plain([weight]), guard_of(weight), weight.sum().item())
 @pytest.mark.parametrize("words", OBSTACLES)
 def test_a_key_that_is_taken_or_not_asked_is_no_guard(words: str) -> None:
     code = f"import torch\n{OBSTACLES[words]}\n{LOAD}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    problem, state = done.stdout.splitlines()
+    problem, state = run_python("-c", code).splitlines()
     assert words in problem
     assert torch.__version__ in problem
     assert state == "False False None 2.0"

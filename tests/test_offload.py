@@ -95,6 +95,11 @@ def results(
     return outputs + gradients
 
 
+def plain_results(name: str, **options: Any) -> list[torch.Tensor]:
+    """Those of layers whose activations stay."""
+    return results(make_layers(name), *offload(1, enabled=False), **options)
+
+
 def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
@@ -104,7 +109,7 @@ def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 @pytest.mark.slow
 def test_an_interrupt_at_any_moment() -> None:
     """The next pass has the same values, at the latest behind one that is refused."""
-    plain = results(make_layers("linear"), *offload(1, enabled=False), steps=1)
+    plain = plain_results("linear", steps=1)
     layers = make_layers("linear")
     context, sync = offload(3, LAYERS, min_bytes=MIN_BYTES)
     number, is_interrupted = 0, True
@@ -131,7 +136,7 @@ class TestOffload:
     @pytest.mark.parametrize("name", MAKERS)
     @pytest.mark.parametrize("autocast", [False, True])
     def test_values_equal_those_without_offload(self, name: str, autocast: bool) -> None:
-        plain = results(make_layers(name), *offload(1, enabled=False), autocast=autocast)
+        plain = plain_results(name, autocast=autocast)
         context, sync = offload(LAYERS - 1, LAYERS, min_bytes=HIDDEN_BYTES // 2)
         assert_equal(results(make_layers(name), context, sync, autocast=autocast), plain)
         counts = context.statistics
@@ -195,9 +200,7 @@ class TestOffload:
             assert counts.tensors_in == 3 + 2 * (times - 1)  # the first layer's stays
 
     def test_evaluation_between_steps(self) -> None:
-        layers = make_layers("linear")
-        plain = results(layers, *offload(1, enabled=False))
-        layers = make_layers("linear")
+        plain, layers = plain_results("linear"), make_layers("linear")
         context, sync = offload(2, min_bytes=MIN_BYTES)
         with torch.no_grad():
             forward(layers, context, sync)
@@ -217,21 +220,18 @@ class TestOffload:
         assert context.statistics.late_fetches == 0
 
     def test_frozen_layers_first(self) -> None:
-        layers = make_layers("layernorm+mlp")
-        for layer in layers[:2]:
-            layer.requires_grad_(False)
-        plain = results(layers, *offload(1, enabled=False))
-        layers = make_layers("layernorm+mlp")
-        for layer in layers[:2]:
-            layer.requires_grad_(False)
-        context, sync = offload(3, min_bytes=MIN_BYTES)
-        assert_equal(results(layers, context, sync), plain)
-        assert context.statistics.tensors_out > 0
+        contexts = offload(1, enabled=False), offload(3, min_bytes=MIN_BYTES)
+        found = []
+        for context in contexts:
+            layers = make_layers("layernorm+mlp")
+            for layer in layers[:2]:
+                layer.requires_grad_(False)
+            found.append(results(layers, *context))
+        assert_equal(*found)
+        assert contexts[1][0].statistics.tensors_out > 0
 
     def test_an_exception_in_a_layer(self) -> None:
-        layers = make_layers("linear")
-        plain = results(layers, *offload(1, enabled=False))
-        layers = make_layers("linear")
+        plain, layers = plain_results("linear"), make_layers("linear")
         context, sync = offload(3, min_bytes=MIN_BYTES)
         with pytest.raises(RuntimeError, match="shapes"):
             forward([*layers[:2], nn.Linear(3, 3)], context, sync)
@@ -239,9 +239,7 @@ class TestOffload:
         assert context.statistics.tensors_out == 2 + 6
 
     def test_context_around_parts_of_a_layer(self) -> None:
-        layers = make_layers("linear")
-        plain = results(layers, *offload(1, enabled=False), steps=1)
-        layers = make_layers("linear")
+        plain, layers = plain_results("linear", steps=1), make_layers("linear")
         context, sync = offload(2, min_bytes=MIN_BYTES)
         y = make_input()
         for pair in (layers[:2], layers[2:4], layers[4:]):
@@ -268,8 +266,7 @@ class TestOffload:
 
     @pytest.mark.slow
     def test_compiled_layers(self) -> None:
-        plain = results(make_layers("layernorm+mlp"), *offload(1, enabled=False))
-        layers = make_layers("layernorm+mlp")
+        plain, layers = plain_results("layernorm+mlp"), make_layers("layernorm+mlp")
         context, sync = offload(3, min_bytes=MIN_BYTES)
         for layer in layers:
             layer.compile(backend="aot_eager")

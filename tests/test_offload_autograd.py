@@ -15,6 +15,7 @@ from activation_chain import (
     LazyMover,
     chain,
     gradient,
+    group,
     make_input,
     released,
     saved,
@@ -42,10 +43,9 @@ class TestAutograd:
     @pytest.mark.parametrize("verbs", ["", "send", "send release", "send release fetch"])
     def test_in_place_modification_raises(self, store: ActivationStore, verbs: str) -> None:
         x = make_input()
-        store.open_group("a")
-        y = (x * 2).exp()
-        z = y.sin()
-        store.close_group()
+        with group(store, "a"):
+            y = (x * 2).exp()
+            z = y.sin()
         for verb in verbs.split():
             getattr(store, verb)("a")
         y.add_(1)
@@ -58,9 +58,8 @@ class TestAutograd:
         self, store: ActivationStore
     ) -> None:
         x = torch.ones(3, requires_grad=True)
-        store.open_group("a")
-        y = x.exp()
-        store.close_group()
+        with group(store, "a"):
+            y = x.exp()
         y.mul_(2)
         with pytest.raises(RuntimeError, match="is at version 1; expected version 0 instead"):
             gradient(y, x)
@@ -100,10 +99,9 @@ class TestAutograd:
                 return gradients[0] * 3 * square
 
         x = make_input()
-        store.open_group("a")
-        cube: Any = Cube.apply
-        y = cube(x)
-        store.close_group()
+        with group(store, "a"):
+            cube: Any = Cube.apply
+            y = cube(x)
         assert store.send("a") == TENSOR_BYTES
         store.release("a")
         assert torch.equal(gradient(y, x), 3 * (x * x))
@@ -152,10 +150,9 @@ class TestEndsOfGraphs:
         x = make_input()
         held = []
         for _ in range(5):
-            store.open_group("a")
-            inner = (x * 2).exp()
-            y = inner.sin()
-            store.close_group()
+            with group(store, "a"):
+                inner = (x * 2).exp()
+                y = inner.sin()
             held.append(weakref.ref(inner.untyped_storage()))
             for verb in verbs.split():
                 getattr(store, verb)("a")
@@ -172,9 +169,8 @@ class TestEndsOfGraphs:
     def test_memory_of_a_copy_under_way_outlives_the_graph(self, verbs: str, waits: int) -> None:
         mover = LazyMover()
         store = ActivationStore("cpu", mover, min_bytes=KIB)
-        store.open_group("a")
-        y = make_input().exp()
-        store.close_group()
+        with group(store, "a"):
+            y = make_input().exp()
         storage = weakref.ref(y.untyped_storage())
         z = y.sum()
         del y
@@ -191,10 +187,9 @@ class TestEndsOfGraphs:
         gc.collect()
         gc.disable()
         try:
-            store.open_group("a")
-            # Both save their own output: the first leaves, the second stays.
-            outputs = [make_input().exp(), torch.ones(3, requires_grad=True).exp()]
-            store.close_group()
+            with group(store, "a"):
+                # Both save their own output: the first leaves, the second stays.
+                outputs = [make_input().exp(), torch.ones(3, requires_grad=True).exp()]
             storages = [weakref.ref(output.untyped_storage()) for output in outputs]
             del outputs
             assert [storage() for storage in storages] == [None, None]
@@ -276,10 +271,9 @@ class TestHooksOfOtherCode:
         self, store: ActivationStore, expected: torch.Tensor
     ) -> None:
         x = make_input()
-        store.open_group("a")
-        y = checkpoint(lambda x: (x * 2).exp(), x, use_reentrant=False)
-        z = (y.sin() * y).tanh()
-        store.close_group()
+        with group(store, "a"):
+            y = checkpoint(lambda x: (x * 2).exp(), x, use_reentrant=False)
+            z = (y.sin() * y).tanh()
         assert store.send("a") == 3 * TENSOR_BYTES
         store.release("a")
         assert torch.equal(gradient(z, x), expected)
@@ -297,13 +291,12 @@ class TestHooksOfOtherCode:
 
     def test_groups_may_nest(self, store: ActivationStore, expected: torch.Tensor) -> None:
         x = make_input()
-        store.open_group("outer")
-        y = (x * 2).exp()
-        assert store.open_group("inner")
-        y = y.sin() * y
-        store.close_group()
-        z = y.tanh()
-        store.close_group()
+        with group(store, "outer"):
+            y = (x * 2).exp()
+            with group(store, "inner") as is_open:
+                assert is_open
+                y = y.sin() * y
+            z = y.tanh()
         assert store.send("inner") == 2 * TENSOR_BYTES
         assert store.send("outer") == TENSOR_BYTES
         for key in ("inner", "outer"):
@@ -314,9 +307,8 @@ class TestHooksOfOtherCode:
         self, store: ActivationStore, expected: torch.Tensor
     ) -> None:
         others = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-        store.open_group("a")
-        others.__enter__()
-        store.close_group()
+        with group(store, "a"):
+            others.__enter__()
         others.__exit__()
         x = make_input()
         assert store.open_group("b"), "those of the first group are gone"

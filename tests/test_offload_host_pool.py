@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from activation_chain import KIB, TENSOR_BYTES, chain, gradient, make_input, saved
+from other_process import run_python
 
 from umem.offloading import ActivationStore, CudaMover, HostMover
 from umem.offloading.movers import HostPool
@@ -149,8 +148,7 @@ if os.fork() == 0:
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 assert memory.eq(7).all()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)
 
 
 def test_a_forked_child_makes_no_cuda_calls() -> None:

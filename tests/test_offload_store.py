@@ -16,6 +16,7 @@ from activation_chain import (
     LazyMover,
     chain,
     gradient,
+    group,
     make_input,
     released,
     saved,
@@ -86,11 +87,10 @@ class TestSendReleaseFetch:
     def test_release_frees_the_memory(self, store: ActivationStore) -> None:
         x = make_input()
         held: list[weakref.ref[torch.UntypedStorage]] = []
-        store.open_group("a")
-        inner = (x * 2).exp()
-        held.append(weakref.ref(inner.untyped_storage()))
-        y = inner.sin()
-        store.close_group()
+        with group(store, "a"):
+            inner = (x * 2).exp()
+            held.append(weakref.ref(inner.untyped_storage()))
+            y = inner.sin()
         del inner
         assert held[0]() is not None
         store.send("a")
@@ -102,10 +102,9 @@ class TestSendReleaseFetch:
     @pytest.mark.parametrize("comes_late", [False, True])
     def test_what_a_program_holds_stays(self, store: ActivationStore, comes_late: bool) -> None:
         x = make_input()
-        store.open_group("a")
-        inner = (x * 2).exp()
-        y = inner.sin()
-        store.close_group()
+        with group(store, "a"):
+            inner = (x * 2).exp()
+            y = inner.sin()
         if comes_late:
             store.send("a")
         kept, address = umem.hold(inner), inner.data_ptr()
@@ -138,10 +137,9 @@ class TestSendReleaseFetch:
     def test_ordinals_count_every_tensor(self, store: ActivationStore) -> None:
         small = torch.ones(2, requires_grad=True)
         x = make_input()
-        store.open_group("a", chosen={1})
-        first = small.exp()
-        second = x.exp()
-        store.close_group()
+        with group(store, "a", chosen={1}):
+            first = small.exp()
+            second = x.exp()
         assert store.send("a") == TENSOR_BYTES
         assert store.send("a", [0]) == 0
         assert first.requires_grad
@@ -169,9 +167,8 @@ class TestSharedStorage:
             halves = y[: SIDE // 2], y[SIDE // 2 :]
             return (halves[0] * halves[1]).sum() + (y.t()[1:, ::2] ** 2).sum()
 
-        store.open_group("a")
-        z = compute()
-        store.close_group()
+        with group(store, "a"):
+            z = compute()
         assert store.send("a") == TENSOR_BYTES
         assert store.release("a") == TENSOR_BYTES
         assert torch.equal(gradient(z, x), gradient(compute(), x))
@@ -182,9 +179,8 @@ class TestSharedStorage:
         between = x * 3
         results = []
         for key in "ab":
-            store.open_group(key)
-            results.append(between.square())
-            store.close_group()
+            with group(store, key):
+                results.append(between.square())
         wanted = gradient(sum(results, torch.zeros(())), x, retain_graph=True)
         del between
         assert [store.send(key) for key in "ab"] == [TENSOR_BYTES, 0]
@@ -198,9 +194,8 @@ class TestSharedStorage:
         between = x * 3
         results = []
         for key in "ab":
-            store.open_group(key)
-            results.append(between.square())
-            store.close_group()
+            with group(store, key):
+                results.append(between.square())
         results.pop()
         store.send("a")
         assert store.release("a") == TENSOR_BYTES
@@ -212,9 +207,8 @@ class TestSharedStorage:
         products = []
         for key, value in (("a", 1.0), ("b", 2.0)):
             buffer.fill_(value)
-            store.open_group(key)
-            products.append(x * buffer)
-            store.close_group()
+            with group(store, key):
+                products.append(x * buffer)
             store.send(key)
         store.release("b")
         assert torch.equal(gradient(products[1], x), torch.full_like(x, 2))
@@ -225,9 +219,8 @@ class TestSharedStorage:
 class TestTensorsThatStay:
     def sent(self, store: ActivationStore, tensor: torch.Tensor, other: torch.Tensor) -> int:
         """Bytes that leave when a product saves a tensor."""
-        store.open_group("a")
-        product = other.requires_grad_() * tensor
-        store.close_group()
+        with group(store, "a"):
+            product = other.requires_grad_() * tensor
         sent = store.send("a")
         assert product.requires_grad
         return sent
@@ -287,10 +280,9 @@ class TestTensorsThatStay:
         nested = torch.nested.nested_tensor([torch.ones(SIDE, SIDE)])
         for stays in (mine, conjugate):
             assert self.sent(store, stays, torch.ones(())) == 0
-        store.open_group("a")
-        product = nested.detach().requires_grad_() * nested
-        sparse = torch.sparse.mm(torch.eye(SIDE).to_sparse(), make_input())
-        store.close_group()
+        with group(store, "a"):
+            product = nested.detach().requires_grad_() * nested
+            sparse = torch.sparse.mm(torch.eye(SIDE).to_sparse(), make_input())
         assert store.send("a") == 0
         assert product.requires_grad
         assert sparse.requires_grad
@@ -302,9 +294,8 @@ class TestTensorsThatStay:
     def test_a_storage_that_was_resized(self, store: ActivationStore) -> None:
         gathered = torch.ones(SIDE, SIDE)
         factor = torch.ones((), requires_grad=True)
-        store.open_group("a")
-        product = factor * gathered
-        store.close_group()
+        with group(store, "a"):
+            product = factor * gathered
         gathered.untyped_storage().resize_(0)
         assert store.send("a") == store.release("a") == 0
         gathered.untyped_storage().resize_(TENSOR_BYTES)
@@ -318,9 +309,8 @@ class TestMemoryHeldElsewhere:
     def test_is_not_copied_back(self, store: ActivationStore, expected: torch.Tensor) -> None:
         x = make_input()
         y = (x * 2).exp()
-        store.open_group("a")
-        z = (y.sin() * y).tanh() + 1  # of y, and of two tensors that no other code holds
-        store.close_group()
+        with group(store, "a"):
+            z = (y.sin() * y).tanh() + 1  # of y, and of two tensors that no other code holds
         assert store.send("a") == store.release("a") == 3 * TENSOR_BYTES
         assert store.fetch("a", [0]) == 0
         assert store.release("a", [0]) == TENSOR_BYTES
@@ -332,9 +322,8 @@ class TestMemoryHeldElsewhere:
     def test_is_found_by_the_backward_pass(self, store: ActivationStore) -> None:
         x = make_input()
         factor = torch.full_like(x, 3)
-        store.open_group("a")
-        product = x * factor
-        store.close_group()
+        with group(store, "a"):
+            product = x * factor
         assert store.send("a") == store.release("a") == TENSOR_BYTES
         assert torch.equal(gradient(product, x), factor)
         assert (store.statistics.late_fetches, store.statistics.tensors_in) == (0, 0)
@@ -342,9 +331,8 @@ class TestMemoryHeldElsewhere:
     def test_comes_back_if_it_was_resized(self, store: ActivationStore) -> None:
         x = make_input()
         factor = torch.full_like(x, 3)
-        store.open_group("a")
-        product = x * factor
-        store.close_group()
+        with group(store, "a"):
+            product = x * factor
         store.send("a")
         store.release("a")
         factor.untyped_storage().resize_(0)

@@ -90,7 +90,7 @@ def change_plan(program: Program) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_model", [Net, NetWithFlat])
+@pytest.mark.parametrize("make_model", [partial(Net, 2), partial(NetWithFlat, 1)])
 def test_each_request_may_be_refused(make_model: Callable[[], nn.Module]) -> None:
     def run(program: Program, number: int, asked: list[bool]) -> None:
         refuse(program, lambda it: it == number, asked)
@@ -144,9 +144,7 @@ def test_any_requests_may_be_refused(
 
 
 def test_gradients_stay_if_the_host_has_no_more() -> None:
-    program = Program(LazyLanes, copied_gradients=UNITS)
-    program.step()
-    program.stream()
+    program = begin_program(copied_gradients=UNITS)
     program.memory.refuses = lambda: True
     program.optimizer.zero_grad()
     program.backward()
@@ -198,15 +196,21 @@ def values(program: Program) -> Any:
     return bits([program.model.state_dict(), program.optimizer.state_dict()])
 
 
+def stock(steps: int, **options: Any) -> Program:
+    """A program behind so many steps, of which nothing is streamed."""
+    program = Program(None, clips=False, **options)
+    for _ in range(steps):
+        program.step()
+    return program
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("make_model", "every"), [(partial(Net, 1), 1), (NetWithFlat, 13)])
 def test_no_error_of_the_lanes_reaches_the_program(
     make_model: Callable[[], nn.Module], every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was not queued is updated in place, once, and the training goes on as without umem."""
-    expected = Program(None, make_model=make_model, clips=False)
-    for _ in range(8):
-        expected.step()
+    expected = stock(8, make_model=make_model)
     number, has_failed = 0, True
     while has_failed:
         program = begin(make_model=make_model)
@@ -225,17 +229,15 @@ def test_no_error_of_the_lanes_reaches_the_program(
 
 @pytest.mark.slow
 def test_no_unit_is_updated_twice_behind_an_error_in_a_backward_pass() -> None:
+    expected = stock(5)
+    # Of the other program: a use of the state would leave its updates to the next step().
+    checkpoint = copy.deepcopy((expected.model.state_dict(), expected.optimizer.state_dict()))
+    expected.step()
     number = refused = 0
     has_failed = True
     while has_failed:
         program = begin(in_backward=True)
         lanes = program.lazy
-        expected = Program(None, clips=False)
-        for _ in range(5):
-            expected.step()
-        # Of the other program: a use of the state would leave its updates to the next step().
-        checkpoint = copy.deepcopy((expected.model.state_dict(), expected.optimizer.state_dict()))
-        expected.step()
         lanes.calls, lanes.fails_at = 0, number
         try:
             program.optimizer.zero_grad()
@@ -247,7 +249,7 @@ def test_no_unit_is_updated_twice_behind_an_error_in_a_backward_pass() -> None:
                 program.optimizer.step()
             except PlanError:
                 refused += 1
-                load(program, checkpoint)
+                load(program, copy.deepcopy(checkpoint))  # the optimizer takes its tensors
                 program.steps -= 1
                 program.step()
             del program.seen[before:]
@@ -277,9 +279,7 @@ def test_an_interrupt_of_a_forward_pass_changes_nothing() -> None:
             is_interrupted = False
     program.seen.clear()
     program.step()
-    expected = Program(None, make_model=make_model, clips=False)
-    for _ in range(program.steps):
-        expected.step()
+    expected = stock(program.steps, make_model=make_model)
     assert values(program) == values(expected)
     assert number > 100
 
@@ -299,9 +299,7 @@ def test_an_interrupt_while_slots_are_taken_changes_nothing() -> None:
         else:
             is_interrupted = False
         program.step()
-    expected = Program(None, clips=False)
-    for _ in range(program.steps):
-        expected.step()
+    expected = stock(program.steps)
     assert values(program) == values(expected)
     assert number > 100
 
@@ -313,9 +311,7 @@ def test_an_interrupt_leaves_no_half_of_a_step() -> None:
     def begin_both() -> tuple[Program, Program]:
         make_model = partial(Net, 1)
         program = begin(make_model=make_model)
-        expected = Program(None, make_model=make_model, clips=False)
-        for _ in range(5):
-            expected.step()
+        expected = stock(5, make_model=make_model)
         return program, expected
 
     program, expected = begin_both()
@@ -348,9 +344,7 @@ def test_an_interrupt_behind_umems_part_of_a_step_leaves_no_half(
 ) -> None:
     """Parameters whose state is too small to be streamed are updated too."""
     program = begin()
-    expected = Program(None, clips=False)
-    for _ in range(6):
-        expected.step()
+    expected = stock(6)
     step = StreamedStep.step
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
@@ -379,15 +373,13 @@ def test_behind_an_interrupt_of_a_step_a_checkpoint_can_be_loaded() -> None:
             with Interrupt(number):
                 program.optimizer.step()
         except KeyboardInterrupt:
-            number += 11  # all of them take minutes
+            number += 17  # all of them take minutes
         else:
             is_interrupted = False
         program.optimizer.step()
         load(program, checkpoint)
         program.steps = steps
         program.step()
-    expected = Program(None, make_model=make_model, clips=False)
-    for _ in range(program.steps):
-        expected.step()
+    expected = stock(program.steps, make_model=make_model)
     assert values(program) == values(expected)
     assert number > 500

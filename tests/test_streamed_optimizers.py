@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,27 +84,33 @@ def arguments_of(kind: Any) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
+def ways(kinds: Iterable[Any]) -> list[Any]:
+    """Optimizers and their arguments."""
+    return [
         pytest.param(kind, some, id="-".join((kind.__name__, *some)))
-        for kind in TORCH_OPTIMIZERS
+        for kind in kinds
         for some in arguments_of(kind)
-    ],
-)
+    ]
+
+
+def program_of(kind: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Options of a program with an optimizer of this kind."""
+    make_model: Any = {"Muon": Matrices, "SparseAdam": Tables}.get(kind.__name__, Net)
+    return {
+        "make_model": make_model,
+        "make_optimizer": lambda parameters: kind(parameters, lr=1e-2, **arguments),
+        "clips": make_model is not Tables,
+    }
+
+
+@pytest.mark.parametrize(("kind", "arguments"), ways(TORCH_OPTIMIZERS))
 def test_every_optimizer_of_torch(kind: Any, arguments: dict[str, Any]) -> None:
     if kind is torch.optim.LBFGS:
         model = Net()
         with pytest.raises(PlanError, match="LBFGS"):
             StreamedTraining(model, kind(model.parameters()), HostLanes(), HostStateMemory())
         return
-    make_model: Any = {"Muon": Matrices, "SparseAdam": Tables}.get(kind.__name__, Net)
-    run = compare(
-        make_model=make_model,
-        make_optimizer=lambda ps: kind(ps, lr=1e-2, **arguments),
-        clips=make_model is not Tables,
-        eagerness=0.5,
-    )
+    run = compare(eagerness=0.5, **program_of(kind, arguments))
     counts = run.training.counts
     has_state = any(run.optimizer.state.values())
     assert (counts.streamed, counts.resident) == ((4, 0) if has_state else (0, 4))
@@ -118,24 +124,11 @@ def test_a_hundred_steps_with_state_in_host_memory() -> None:
     assert (run.training.counts.streamed, run.training.counts.in_line) == (101, 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        pytest.param(kind, some, id="-".join((kind.__name__, *some)))
-        for kind in PER_PARAMETER_OPTIMIZERS
-        for some in arguments_of(kind)
-    ],
-)
+@pytest.mark.parametrize(("kind", "arguments"), ways(PER_PARAMETER_OPTIMIZERS))
 def test_an_optimizer_keeps_the_objects_of_state_unless_it_is_known_to_replace_some(
     kind: Any, arguments: dict[str, Any]
 ) -> None:
-    make_model: Any = {"Muon": Matrices, "SparseAdam": Tables}.get(kind.__name__, Net)
-    program = Program(
-        None,
-        make_model=make_model,
-        make_optimizer=lambda parameters: kind(parameters, lr=1e-2, **arguments),
-        clips=make_model is not Tables,
-    )
+    program = Program(None, **program_of(kind, arguments))
     program.step()
     program.step()
     before = [dict(values) for values in program.optimizer.state.values()]
@@ -154,12 +147,7 @@ def set_counts(program: Program) -> None:
 
 
 def test_a_number_that_the_program_sets_counts() -> None:
-    run = compare(
-        set_counts,
-        make_model=Tables,
-        make_optimizer=lambda parameters: torch.optim.SparseAdam(list(parameters), lr=1e-2),
-        clips=False,
-    )
+    run = compare(set_counts, **program_of(torch.optim.SparseAdam, {}))
     assert run.training.counts.streamed > 0
 
 
@@ -297,15 +285,13 @@ def test_parameters_of_other_classes_change_the_way_of_a_whole_group() -> None:
 class Late(Net):
     """Its last layer is not used at first."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         x = self.stem(x) * self.scale
-        for number in range(3 if self.calls < 4 else 4):
-            x = x + torch.tanh(self.layers[number](x))
+        for layer in self.layers[: 3 if self.calls < 4 else 4]:
+            x = x + torch.tanh(layer(x))
         y: torch.Tensor = self.head(self.norm(x))
         return y
 

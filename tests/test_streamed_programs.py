@@ -203,7 +203,7 @@ def test_whatever_the_program_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["state", "in-backward"])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     data=st.data(),
     eagerness=st.floats(0, 0.99),

@@ -13,7 +13,9 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +23,6 @@ import torch
 from fresh_attributes import forget_guards
 from lazy_lanes import HostStateMemory, LazyLanes
 from streamed_programs import (
-    REPEATED,
     WIDTH,
     Adapters,
     Branches,
@@ -73,43 +74,44 @@ def places_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
         return [(address_of(it), it.numel()) for it in tensors]
 
 
-def two_models() -> list[Net]:
-    torch.manual_seed(0)
-    models = [Net(), Net()]
-    models[1].load_state_dict(models[0].state_dict())
-    return models
+class Both:
+    """A stock model, and a streamed one of equal weights."""
+
+    def __init__(
+        self, eagerness: float, slots: int = 3, make_model: Callable[[], Any] = Net
+    ) -> None:
+        torch.manual_seed(0)
+        self.models = [make_model(), make_model()]
+        self.models[1].load_state_dict(self.models[0].state_dict())
+        self.lanes = LazyLanes(self.models[1], eagerness)
+        memory = HostStateMemory(lanes=self.lanes)
+        self.weights = stream_weights(self.models[1], self.lanes, memory, slots)
+        self.x = torch.randn(4, WIDTH)
+
+    def compare(self, mode: Callable[[], Any] = torch.no_grad) -> None:
+        """Call both."""
+        with mode():
+            stock, streamed = (model(self.x) for model in self.models)
+        assert bits(streamed) == bits(stock)
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
 def test_weights_may_be_changed_past_torch_after_a_join(eagerness: float) -> None:
     """Between two calls, while copies for the next one wait for their use."""
-    models = two_models()
-    lanes = LazyLanes(models[1], eagerness)
-    weights = stream_weights(models[1], lanes, HostStateMemory(lanes=lanes), slots=3)
-    x = torch.randn(4, WIDTH)
+    both = Both(eagerness)
     for _ in range(3):
-        with torch.no_grad():
-            stock, streamed = (model(x) for model in models)
-        assert bits(streamed) == bits(stock)
+        both.compare()
         umem.join()
-        for model in models:
+        for model in both.models:
             halve(places_of(model.parameters()))
-    assert weights.counts.fetched
+    assert both.weights.counts.fetched
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
 def test_held_weights_are_used_at_home_until_their_release(eagerness: float) -> None:
     """The program changes them between calls, and in their own blocks' calls."""
-    models = two_models()
-    lanes = LazyLanes(models[1], eagerness)
-    weights = stream_weights(models[1], lanes, HostStateMemory(lanes=lanes), slots=3)
-    x = torch.randn(4, WIDTH)
-
-    def see() -> None:
-        with torch.no_grad():
-            stock, streamed = (model(x) for model in models)
-        assert bits(streamed) == bits(stock)
-
+    both = Both(eagerness)
+    models, weights, see = both.models, both.weights, both.compare
     see()
     held = [[it for layer in model.layers[:2] for it in layer.parameters()] for model in models]
     holds = umem.hold(held)
@@ -188,25 +190,6 @@ def test_further_buffers_keep_weights_from_the_backward_pass() -> None:
     assert more.late <= 2
 
 
-class Learning(Net):
-    """Its layers change their weights in their own forward pass."""
-
-    class Layer(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                self.weight.mul_(1.01)
-            return super().forward(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Learning.Layer(WIDTH, WIDTH) for _ in range(4))
-
-
-@pytest.mark.parametrize("slots", [1, 2, 8])
-def test_what_a_block_writes_to_its_weights_stays(slots: int) -> None:
-    compare(make_model=Learning, slots=slots, eagerness=0.5)
-
-
 class Reaching(Net):
     """Its layers do something to their weight in their own forward pass."""
 
@@ -220,6 +203,19 @@ class Reaching(Net):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Reaching.Layer(WIDTH, WIDTH) for _ in range(4))
+
+
+@torch.no_grad()
+def by_an_operator(layer: Any) -> None:
+    layer.weight.mul_(1.01)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_what_a_block_writes_to_its_weights_stays(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reaching.Layer, "do", staticmethod(by_an_operator), raising=False)
+    compare(make_model=Reaching, slots=slots, eagerness=0.5)
 
 
 def by_data(layer: Any) -> None:
@@ -292,23 +288,16 @@ def test_what_a_block_writes_past_its_weights_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Reaching.Layer, "do", staticmethod(do), raising=False)
-    torch.manual_seed(0)
-    models = [Reaching(), Reaching()]
-    models[1].load_state_dict(models[0].state_dict())
-    lanes = LazyLanes(models[1], eagerness)
-    weights = stream_weights(models[1], lanes, HostStateMemory(lanes=lanes), slots=slots)
-    x = torch.randn(4, WIDTH)
+    both = Both(eagerness, slots, Reaching)
     for _ in range(4):
-        for model in models:
+        for model in both.models:
             for layer in model.layers if do is by_data_that_is_kept else ():
                 for kept in getattr(layer, "kept", ()):
                     kept.mul_(0.99)
-        with mode():
-            stock, streamed = (model(x) for model in models)
+        both.compare(mode)
+    for stock, streamed in zip(*(model.parameters() for model in both.models), strict=True):
         assert bits(streamed) == bits(stock)
-    for stock, streamed in zip(*(model.parameters() for model in models), strict=True):
-        assert bits(streamed) == bits(stock)
-    assert weights.counts.fetched
+    assert both.weights.counts.fetched
 
 
 def test_an_address_is_no_reason_to_write_weights_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,17 +326,11 @@ def test_an_address_is_no_reason_to_write_weights_back(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("eagerness", [0.0, 1.0])
 def test_weights_may_be_swapped_while_copies_wait(eagerness: float) -> None:
     """torch refuses tensors with weak references, which a guard has."""
-    models = two_models()
-    for model in models:
-        model.requires_grad_(False)
-    lanes = LazyLanes(models[1], eagerness)
-    weights = stream_weights(models[1], lanes, HostStateMemory(lanes=lanes), slots=3)
-    x = torch.randn(4, WIDTH)
+    both = Both(eagerness, make_model=lambda: Net().requires_grad_(False))
     for _ in range(3):
-        stock, streamed = (model(x) for model in models)
-        assert bits(streamed) == bits(stock)
-        assert any(it.guard.is_on for it in weights._staged)
-        for model in models:
+        both.compare(nullcontext)
+        assert any(it.guard.is_on for it in both.weights._staged)
+        for model in both.models:
             for layer in (model.stem, *model.layers):
                 other = torch.full((WIDTH, WIDTH), 0.1)
                 torch.utils.swap_tensors(layer.weight, nn.Parameter(other, requires_grad=False))
@@ -631,20 +614,18 @@ CHANGES = [
     functional_call,
     per_sample,
 ]
-REPEATED.update(it for it in CHANGES if callable(it))
 
 
-@cache
-def amid_inferences(change: Callable[[Program], None]) -> Callable[[Program], None]:
+@dataclass(frozen=True)
+class AmidInferences:
     """The change, between calls of few and of many tokens."""
 
-    def infer_and_change(program: Program) -> None:
-        infer(program)
-        change(program)
-        infer(program)
+    change: Callable[[Program], None]
 
-    REPEATED.add(infer_and_change)
-    return infer_and_change
+    def __call__(self, program: Program) -> None:
+        infer(program)
+        self.change(program)
+        infer(program)
 
 
 @pytest.mark.parametrize("make_model", [Net, Checkpointed, Adapters])
@@ -807,7 +788,7 @@ def test_no_bit_changes_where_few_experts_are_used(
     cached_share: float,
 ) -> None:
     program = compare(
-        amid_inferences(change),
+        AmidInferences(change),
         slots=slots,
         make_model=make_model,
         eagerness=0.5,
@@ -829,7 +810,7 @@ def test_no_bit_changes_where_few_modules_of_experts_are_called(
     change: Callable[[Program], None], slots: int
 ) -> None:
     program = compare(
-        amid_inferences(change),
+        AmidInferences(change),
         slots=slots,
         make_model=MixtureOfModules,
         eagerness=0.5,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +28,22 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 
+@dataclass(frozen=True)
+class BetweenPasses:
+    """The model is called right before and after: weights of its next pass are fetched already."""
+
+    use: Callable[[Program], None]
+
+    def __call__(self, program: Program) -> None:
+        evaluate(program)
+        evaluate(program)
+        self.use(program)
+        evaluate(program)
+
+
 def compare(use: Callable[[Program], None], eagerness: float = 0.5, slots: int = 2) -> Program:
-    """With weights and optimizer state streamed, and without.
-
-    The model is called right before and after: then weights of its next pass are fetched already.
-    """
-
-    def between_passes(program: Program) -> None:
-        evaluate(program)
-        evaluate(program)
-        use(program)
-        evaluate(program)
-
-    return compare_programs(between_passes, eagerness, slots=slots, streams_weights=True)
+    """With weights and optimizer state streamed, and without."""
+    return compare_programs(BetweenPasses(use), eagerness, slots=slots, streams_weights=True)
 
 
 def evaluate(program: Program) -> None:
@@ -52,11 +57,11 @@ def fetched(program: Program) -> int:
 
 
 def in_folder(use: Callable[[Program, Path], None]) -> Callable[[Program], None]:
+    @wraps(use)
     def in_new_folder(program: Program) -> None:
         with tempfile.TemporaryDirectory() as folder:
             use(program, Path(folder))
 
-    in_new_folder.__name__ = use.__name__
     return in_new_folder
 
 

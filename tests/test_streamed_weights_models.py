@@ -6,6 +6,7 @@ Copies run late or at random moments, and buffers begin as NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -131,6 +132,13 @@ def test_no_bit_changes(make: Callable[[], Any]) -> None:
     assert counts.late <= counts.fetched // 3
 
 
+def generate(model: Any, tokens: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """Tokens, and the logits of each of them; the likeliest ones by default."""
+    asked = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
+    made = model.generate(input_ids=tokens, **asked)
+    return [made.sequences, *made.logits]
+
+
 def generate_in_many_ways(*, streams: bool) -> tuple[list[torch.Tensor], ModelWeights | None]:
     """Batches of one, many and one again; a cache of fixed size; beams; a draft by lookup."""
     torch.manual_seed(0)
@@ -150,16 +158,8 @@ def generate_in_many_ways(*, streams: bool) -> tuple[list[torch.Tensor], ModelWe
     ):
         torch.manual_seed(1)
         tokens = torch.arange(7).repeat(batch, 1) + 3 + torch.arange(batch)[:, None]
-        asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9, **options}
-        made: Any = model.generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **asked,
-        )
-        seen += [made.sequences, *made.logits]
+        asked: dict[str, Any] = {"max_new_tokens": 9, "pad_token_id": 0, **options}
+        seen += generate(model, tokens, attention_mask=torch.ones_like(tokens), **asked)
     return seen, weights
 
 
@@ -243,33 +243,29 @@ def test_tables_of_experts_are_found(make: Callable[[], Any]) -> None:
 
 
 def talk(
-    make: Callable[[], Any], kernels: str, *, streams: bool, min_bytes: int
+    make: Callable[[], Any], kernels: str, min_bytes: int | None = None
 ) -> tuple[list[torch.Tensor], Any]:
-    """Prompts of several sizes in turn, a change of experts, and a training."""
+    """Prompts of several sizes in turn, a change of experts, and a training.
+
+    Weights of so many bytes are streamed; None for a stock run.
+    """
     torch.manual_seed(0)
     model = make().eval()
     model.set_experts_implementation(kernels)
-    weights = stream(model, LazyLanes(model, 0.5), min_bytes) if streams else None
+    weights = None if min_bytes is None else stream(model, LazyLanes(model, 0.5), min_bytes)
     seen: list[torch.Tensor] = []
 
-    def generate() -> None:
+    def answer() -> None:
         for prompts, length in ((2, 5), (1, 1), (3, 4), (4, 3), (1, 9)):
             tokens = torch.arange(prompts * length).view(prompts, length) + 3
-            made = model.generate(
-                input_ids=tokens,
-                max_new_tokens=5,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            seen.extend((made.sequences, *made.logits))
+            seen.extend(generate(model, tokens, max_new_tokens=5))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
-        generate()
+        answer()
         with torch.no_grad():
             model.model.layers[1].mlp.experts.down_proj.mul_(1.5)
-        generate()
+        answer()
         tokens = torch.arange(14).view(2, 7) + 3
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -281,6 +277,11 @@ def talk(
     return [*seen, *(it.detach() for it in model.parameters())], weights
 
 
+@cache
+def stock_talk(make: Callable[[], Any], kernels: str) -> list[torch.Tensor]:
+    return talk(make, kernels)[0]
+
+
 @pytest.mark.parametrize("min_bytes", [512, 8 * 16 * 32 * 4])
 @pytest.mark.parametrize("kernels", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("make", MIXTURES)
@@ -288,8 +289,8 @@ def test_no_bit_changes_where_few_experts_are_used(
     make: Callable[[], Any], kernels: str, min_bytes: int
 ) -> None:
     """All weights are streamed, or not much more than the experts."""
-    stock, _ = talk(make, kernels, streams=False, min_bytes=min_bytes)
-    streamed, weights = talk(make, kernels, streams=True, min_bytes=min_bytes)
+    stock = stock_talk(make, kernels)
+    streamed, weights = talk(make, kernels, min_bytes)
     assert len(stock) == len(streamed)
     assert all(map(torch.equal, stock, streamed))
     counts = weights.streamed.counts
@@ -369,15 +370,7 @@ def chat(make: Callable[[], Any], room: SomeRoom | None) -> tuple[list[torch.Ten
     statuses = []
     for batch in (1, 3):
         tokens = torch.arange(batch * 5).view(batch, 5) + 3
-        made = model.generate(
-            input_ids=tokens,
-            min_new_tokens=40,
-            max_new_tokens=40,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        seen.extend((made.sequences, *made.logits))
+        seen += generate(model, tokens, min_new_tokens=40, max_new_tokens=40)
     if weights is not None:
         statuses.append(weights.status())
     for prompt in range(50):

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-
 _NUMBERS = st.one_of(
     st.sampled_from([0, 1, -1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 10**400, 1e308, 5e-324]),
     st.integers(),

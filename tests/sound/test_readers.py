@@ -23,8 +23,8 @@ from small_trainings import HOST_SIZE, Run
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = int(os.environ.get("READER_EXAMPLES", "120"))
-"""Of the property: the test suite's take some 20 s."""
+EXAMPLES = int(os.environ.get("READER_EXAMPLES", "60"))
+"""Of the property: the test suite's take some 10 s."""
 
 STEPS = 3
 

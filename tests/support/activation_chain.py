@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,14 +79,21 @@ def chain(x: torch.Tensor) -> torch.Tensor:
     return (y.sin() * y).tanh() + 1
 
 
+@contextmanager
+def group(store: ActivationStore, key: object, chosen: set[int] | None = None) -> Iterator[bool]:
+    """A group of the store, which has what the block saves; whether it could be opened."""
+    is_open = store.open_group(key, chosen)
+    try:
+        yield is_open
+    finally:
+        store.close_group()
+
+
 def saved(
     store: ActivationStore, key: object, x: torch.Tensor, chosen: set[int] | None = None
 ) -> torch.Tensor:
-    store.open_group(key, chosen)
-    try:
+    with group(store, key, chosen):
         return chain(x)
-    finally:
-        store.close_group()
 
 
 def released(store: ActivationStore, key: object, x: torch.Tensor) -> torch.Tensor:

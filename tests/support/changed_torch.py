@@ -8,8 +8,6 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -18,6 +16,7 @@ from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from other_process import run_python
 from torch import nn
 
 import umem
@@ -146,15 +145,8 @@ class Report:
 
 def report() -> Report:
     """Run the program, in a process that sees no GPU."""
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return Report(**json.loads(done.stdout.splitlines()[-1]))
+    said = run_python(__file__, CUDA_VISIBLE_DEVICES="")
+    return Report(**json.loads(said.splitlines()[-1]))
 
 
 def owners() -> Iterator[tuple[str, Any]]:

@@ -80,6 +80,7 @@ class LazyLanes(Lanes):
         self._parameters()
         self._eagerness = eagerness
         self._random = random.Random(seed)
+        self._last: Callable[[], _Task | None] = lambda: None
         self._queues: dict[Lane | None, deque[_Task]] = {it: deque() for it in (*Lane, None)}
         self.waits = 0
         """Number of waits that found work to do."""
@@ -151,13 +152,25 @@ class LazyLanes(Lanes):
         after: Sequence[_Task],
         uses: Sequence[torch.Tensor] = (),
     ) -> _Task:
-        gradients = [(it, it.grad) for it in self._parameters()]
-        task = _Task(lane, work, list(after), gradients, uses)
+        task = _Task(lane, work, list(after), self._gradients(), uses)
+        self._last = weakref.ref(task)
         self._queues[lane].append(task)
         if lane is Lane.UPDATE:
             self._waits_since = 0
         self.progress()
         return task
+
+    def _gradients(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+        """Those of all parameters: the list of the last open task, if they are the same."""
+        gradient: Any = nn.Parameter.grad
+        get = gradient.__get__
+        parameters = self._parameters()
+        last = self._last()
+        if last is not None and len(last.gradients) == len(parameters):
+            pairs = zip(last.gradients, parameters, strict=True)
+            if all(of[0] is it and of[1] is get(it) for of, it in pairs):
+                return last.gradients
+        return [(it, it.grad) for it in parameters]
 
     def _lose_memory(self) -> None:
         """Before work runs late: on a GPU, nothing is kept for it once it is launched."""

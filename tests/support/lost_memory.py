@@ -12,8 +12,9 @@ import functools
 import gc
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
 from operator import methodcaller
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -37,13 +38,37 @@ def lose_memory(works: Iterable[object]) -> None:
         Functions, and containers of tensors. The caller refers to each once. Of what they refer
         to, containers, closures and umem's own objects are looked through.
     """
-    found, known = _reach(works)
+    with _without_collections():
+        _overwrite(_found(works))
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A GPU's lanes make no objects here, so Python collects no garbage, whose ends may do much."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _found(works: Iterable[object]) -> dict[int, Any]:
+    """What only these objects lead to, by ``id``."""
+    found, parts = _reach(works)
+    known = Counter(chain.from_iterable(parts.values()))
     # As Python's collector of cycles: whatever has a reference from outside stays, and its parts.
     counts = zip(found, map(sys.getrefcount, found.values()), strict=True)
     staying = [key for key, count in counts if count > known[key] + _OWN]
     while staying:
-        held = found.pop(staying.pop(), None)
-        staying += map(id, _parts(held))
+        key = staying.pop()
+        if found.pop(key, None) is not None:
+            staying += parts[key]
+    return found
+
+
+def _overwrite(found: dict[int, Any]) -> None:
     by_storage = defaultdict(list)
     with Unguarded():
         for it in found.values():
@@ -61,43 +86,47 @@ def _is_memory(it: object) -> bool:
     return isinstance(it, torch.Tensor) and it.is_cpu and it.layout is torch.strided
 
 
-def _reach(works: Iterable[object]) -> tuple[dict[int, Any], Counter[int]]:
-    """What objects lead to, by ``id``, and how many references of these lead to each."""
+def _reach(works: Iterable[object]) -> tuple[dict[int, Any], dict[int | None, list[int]]]:
+    """What objects lead to, by ``id``, and the ``id`` of each one's parts; None has the works."""
     found: dict[int, Any] = {}
     left = [*works]
-    known = Counter(map(id, left))
+    parts: dict[int | None, list[int]] = {None: [*map(id, left)]}
     while left:
         it = left.pop()
-        if id(it) not in found:
-            found[id(it)] = it
-            parts = [*_parts(it)]
-            known.update(map(id, parts))
-            left += parts
-    return found, known
+        key = id(it)
+        if key not in found:
+            found[key] = it
+            more = _parts(it)
+            parts[key] = [*map(id, more)]
+            left += more
+    return found, parts
 
 
-def _parts(whole: Any) -> Iterable[Any]:
+def _parts(whole: Any) -> list[Any]:
     """What an object refers to, as far as that is looked at."""
     kind: Any = type(whole)
     if kind is FunctionType:
-        return () if whole.__closure__ is None else (whole.__closure__,)
-    return filter(_is_looked_at, gc.get_referents(whole)) if _leads(kind) else ()
+        return [] if whole.__closure__ is None else [whole.__closure__]
+    if not _LEADS[kind]:
+        return []
+    return [it for it in gc.get_referents(whole) if _IS_KNOWN[type(it)]]
 
 
-def _is_looked_at(it: object) -> bool:
-    kind: Any = type(it)
-    return _is_known(kind)
+class _OfKinds(dict[Any, bool]):
+    """An answer for each type, asked once: faster to look up than a function is to call."""
+
+    def __init__(self, ask: Callable[[Any], bool]) -> None:
+        self._ask = ask
+
+    def __missing__(self, kind: Any) -> bool:
+        self[kind] = answer = self._ask(kind)
+        return answer
 
 
-@functools.cache
-def _leads(kind: Any) -> bool:
-    return kind in _CONTAINERS or kind.__module__.startswith("umem.")
-
-
-@functools.cache
-def _is_known(kind: Any) -> bool:
-    return kind is FunctionType or _leads(kind) or issubclass(kind, torch.Tensor)
-
+_LEADS = _OfKinds(lambda kind: kind in _CONTAINERS or kind.__module__.startswith("umem."))
+_IS_KNOWN = _OfKinds(
+    lambda kind: kind is FunctionType or _LEADS[kind] or issubclass(kind, torch.Tensor)
+)
 
 _OWN = next(map(sys.getrefcount, {0: object()}.values()))
 """References of :func:`lose_memory` itself to what it looks at."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -81,8 +81,8 @@ class Net(nn.Module):
 class NetWithFlat(Net):
     """A large flat parameter beside the blocks, whose state is staged in four pieces."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers)
         self.flat = nn.Parameter(torch.randn(200 * WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -423,9 +423,6 @@ def nothing(_program: Program) -> None:
     """A plain loop."""
 
 
-REPEATED: set[Callable[[Program], None]] = {nothing}
-"""Changes that several tests make: their stock runs are kept."""
-
 _OF_STOCK = (
     *("make_model", "make_optimizer", "make_optimizers"),
     *("batches", "clips", "plain", "prepare"),
@@ -434,6 +431,9 @@ _OF_STOCK = (
 
 _OF_WEIGHTS = ("extra", "cached_share")
 """Those that only `WeightProgram` has."""
+
+_OF_STREAMED = {it.name for it in fields(WeightProgram)} - {*_OF_STOCK}
+"""Those that a stock run does not heed, unless a test's own change asks for them."""
 
 
 @lru_cache(maxsize=64)
@@ -451,10 +451,16 @@ def stock_bits(
 ) -> Any:
     """All bits of a stock run."""
     chosen: Any = Program if kind is WeightProgram else kind  # their stock runs are equal
-    options = {name: it for name, it in options.items() if name not in _OF_WEIGHTS}
-    if change not in REPEATED:
-        return bits(chosen(None, **options).run(change, steps))
-    return _repeated(chosen, change, steps, *(it for it in options.items() if it[0] in _OF_STOCK))
+    heeded = {name: it for name, it in options.items() if name not in _OF_STREAMED}
+    if _is_local(change) or not heeded.keys() <= set(_OF_STOCK):
+        known = {name: it for name, it in options.items() if name not in _OF_WEIGHTS}
+        return bits(chosen(None, **known).run(change, steps))
+    return _repeated(chosen, change, steps, *heeded.items())
+
+
+def _is_local(change: object) -> bool:
+    """Whether it was made within a function: the others are run several times."""
+    return "<locals>" in getattr(change, "__qualname__", "")
 
 
 def compare(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from streamed_programs import REPEATED, Program
+from streamed_programs import Program
 from torch import nn
 
 
@@ -352,5 +352,3 @@ USES: list[Callable[[Program], None]] = [
     *(exchange_names_of_state, read_counts, view_of_counts, delete_gradients),
     *(scale_one_gradient, load_one_step_count),
 ]
-
-REPEATED.update(USES)
