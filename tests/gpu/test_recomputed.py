@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.gpu.conftest import Job
+from gpu_jobs import SIDE_BY_SIDE, Start, under
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 MODES = ("dropout", "accumulated", "float32")
-VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "UMEM_MANAGED_LIMIT": "512MiB"}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_all_bits_equal_the_stock_run(mode: str, start: Callable[..., Job]) -> None:
-    stock: dict[str, Any] = start("recomputing.py", mode, **VARIABLES).facts()
-    budget = str(int(0.6 * stock["peak_bytes"]))
-    found: dict[str, Any] = start(
-        "recomputing.py", mode, UMEM_DEVICE_BUDGET=budget, **VARIABLES
-    ).facts()
+def test_all_bits_equal_the_stock_run(mode: str, start: Start) -> None:
+    stock: dict[str, Any] = start("recomputing.py", mode, **SIDE_BY_SIDE).facts()
+    budget_bytes = int(0.6 * stock["peak_bytes"])
+    job = start("recomputing.py", mode, **SIDE_BY_SIDE, **under("sft", budget_bytes))
+    found: dict[str, Any] = job.facts()
     print(mode, stock["step_ms"], found["step_ms"], found["tuning"])
     for name in ("losses", "weights", "random"):
         assert found[name] == stock[name], name
