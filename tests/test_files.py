@@ -13,7 +13,8 @@ import stat
 import time
 import tracemalloc
 import zipfile
-from gzip import compress
+from functools import partial
+from gzip import compress as gzip_compress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from umem.io.columns import (
 )
 from umem.io.files import begins_with, read_file, replace_file
 
+compress = partial(gzip_compress, mtime=0)
 LIMIT = 1000
 
 
