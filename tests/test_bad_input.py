@@ -60,7 +60,6 @@ def write(path: Path, text: str) -> Path:
     [
         ("run", "locked/train.py"),
         ("trace", "locked/train.py:make_step"),
-        ("plan", "--trace", "trace.npz", "--output", "locked/plan.npz"),
         ("policy", "show", "locked/policy.yaml"),
     ],
     ids=lambda words: words[0],

@@ -201,7 +201,6 @@ def test_planning_measures_every_planner(tmp_path: Path) -> None:
     for it in plans.values():
         assert len(it.rounds_s) == 2
         assert it.figures["step_s"] >= it.figures["lower_bound_s"] * (1 - 1e-9)
-        assert it.figures["plan_bytes"] > 0
     assert "Recorded steps" in printed
 
 

@@ -98,7 +98,7 @@ class Processes:
         ]
         hardware = ["--trace", str(self._trace), "--hardware", "h200-pcie", "--budget", "128MiB"]
         self._commands = {
-            "plan": ["plan", *hardware, "--output", "work/made.plan"],
+            "plan": ["plan", *hardware],
             "simulate": ["simulate", *hardware],
         }
         whole = {"training": self._training, **self._commands}
@@ -149,7 +149,6 @@ class Processes:
         chance = random.Random(seed)
         name = chance.choice(list(self._commands))
         number = chance.choice((signal.SIGINT, signal.SIGTERM))
-        (self._root / "work" / "made.plan").unlink(missing_ok=True)
         ended = self._end(name, self._commands[name], number, chance)
         self._check_end(ended, number)
         if ended.status == INTERRUPTED_STATUS:
@@ -172,12 +171,10 @@ class Processes:
         """All that was written is whole, and nothing else is there."""
         work = self._root / "work"
         names = {it.name for it in work.iterdir()}
-        assert names <= {"checkpoint", "made.plan"}, names
+        assert names <= {"checkpoint"}, names
         if (work / "checkpoint").exists():
             content = (work / "checkpoint").read_bytes()
             assert content == content[:1] * CHECKPOINT_BYTES
-        if (work / "made.plan").exists():
-            assert len((work / "made.plan").read_bytes()) == self._plan_bytes
         for path in (self._root / "cache").rglob("*"):
             if path.is_file():
                 with suppress(UmemError):
@@ -203,7 +200,6 @@ class Processes:
             check=True,
         )
         assert self._whole["training"].output == done.stdout
-        self._plan_bytes = (self._root / "work" / "made.plan").stat().st_size
         return done.stdout
 
     def _end(

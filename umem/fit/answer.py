@@ -179,7 +179,7 @@ def fit_training(
         else:
             made = prediction(step, plan)
             classes = _places(classes, made)
-            umem = room._replace(device_bytes=budget_bytes).way(
+            umem = _Room(budget_bytes, room.host_bytes).way(
                 "umem",
                 workload.tokens,
                 made.plan.predicted.step_s,

@@ -26,6 +26,7 @@ from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.saved_tensors import Kept, is_lent, keep, may_leave, unpack_kept
 from umem.torch_compat import (
     TorchDispatchMode,
+    operator_schema,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     storage_key,
@@ -192,8 +193,9 @@ class _Effects(TorchDispatchMode):
     ) -> Any:
         """Look at an operator, and run it."""
         kwargs = kwargs or {}
-        named = [*zip(func._schema.arguments, args, strict=False)]
-        named += [(it, kwargs[it.name]) for it in func._schema.arguments if it.name in kwargs]
+        expected = operator_schema(func).arguments
+        named = [*zip(expected, args, strict=False)]
+        named += [(it, kwargs[it.name]) for it in expected if it.name in kwargs]
         for argument, value in named:
             if isinstance(value, torch.Generator):
                 self.found = True
