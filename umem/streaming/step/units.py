@@ -432,7 +432,7 @@ class StreamedUnits:
             self.ring.send_home(piece)  # and with it what was fetched into its slot before
             if piece.returned is not None:
                 self._lanes.finish(piece.returned)
-        for unit in self._units.values():
+        for unit in list(self._units.values()):  # a collection of garbage may end here, too
             if unit.guards is not None:
                 # Not before: streams that gather wait for updates by this guard alone.
                 unit.guards.flats.release()
