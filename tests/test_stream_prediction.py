@@ -79,7 +79,7 @@ def with_budget(policy: ResolvedPolicy, budget_mib: int) -> ResolvedPolicy:
 def step_of(make_trace: MakeTrace) -> StepOf:
     """Builds a step of layers, forward 1 ms and backward 2 ms each, with clipping of 3 ms."""
 
-    def build(batches: int = 1) -> Trace:
+    def build(batches: int = 1, inner_mib: int = 0) -> Trace:
         tensors: dict[str, tuple[int, str, bool]] = {}
         phases: list[tuple[str, float, list[str], list[str]]] = []
         for layer in range(LAYERS):
@@ -93,10 +93,15 @@ def step_of(make_trace: MakeTrace) -> StepOf:
                 tensors[f"out {batch} {layer}"] = (SAVED * MIB, "activations", False)
                 name = f"model.layers.{layer}.linear"
                 reads = [f"{name}.weight", *([f"out {batch} {layer - 1}"] if layer else [])]
-                phases.append((f"forward {name}: mm", 1e-3, reads, [f"out {batch} {layer}"]))
+                made = [f"out {batch} {layer}"]
+                if inner_mib:
+                    made.append(f"inner {batch} {layer}")
+                    tensors[made[1]] = (inner_mib * MIB, "activations", False)
+                phases.append((f"forward {name}: mm", 1e-3, reads, made))
             for layer in reversed(range(LAYERS)):
                 name = f"model.layers.{layer}.linear"
                 reads = [f"{name}.weight", f"out {batch} {layer}"]
+                reads += [f"inner {batch} {layer}"] if inner_mib else []
                 phases.append((f"backward {name}: mm", 2e-3, reads, [f"{name}.weight.grad"]))
         gradients = [f"model.layers.{layer}.linear.weight.grad" for layer in range(LAYERS)]
         phases.append(("aten.norm", 3e-3, gradients, []))
@@ -104,8 +109,8 @@ def step_of(make_trace: MakeTrace) -> StepOf:
             name = f"model.layers.{layer}.linear.weight"
             used = [f"{name}.exp_avg", name]
             phases.append((f"optimizer {name}: adamw", 0.5e-3, [*used, f"{name}.grad"], used))
-        made = make_trace(tensors, [phase[1:] for phase in phases])
-        return replace(made, name="layers", phase_names=tuple(phase[0] for phase in phases))
+        trace = make_trace(tensors, [phase[1:] for phase in phases])
+        return replace(trace, name="layers", phase_names=tuple(phase[0] for phase in phases))
 
     return build
 
@@ -507,3 +512,21 @@ def test_the_committed_predictions_are_todays(run: Run) -> None:
     status, output, _ = run(*command.removeprefix("$ umem ").split())
     assert status == 0
     assert [line.rstrip() for line in output.strip().splitlines()] == expected
+
+
+def test_layers_run_again_where_what_they_save_takes_longer_to_copy(
+    step_of: StepOf, machine: Hardware, policy: ResolvedPolicy
+) -> None:
+    trace = step_of(inner_mib=400)
+    step = streamed_step(trace, policy, STATE * MIB)
+    # What the next layer uses is its argument.
+    assert step.freed_bytes == {unit.name: 400 * MIB for unit in step.units[:-1]} | {
+        step.units[-1].name: (400 + SAVED) * MIB
+    }
+    small = with_budget(policy, 1500)
+    again = predict_stream(trace, machine, small)
+    copied = predict_stream(trace, machine, replace(small, recomputes=False))
+    assert again.training.recomputed
+    assert not copied.training.recomputed
+    assert again.plan.predicted.step_s < 0.9 * copied.plan.predicted.step_s
+    assert stream_row(again)["recomputed"] == sorted(again.training.recomputed)

@@ -163,6 +163,7 @@ def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
     with_state = [number for number, unit in enumerate(units) if unit.state_bytes]
     resident = sum(number in plan.resident for number in with_state)
     temporary = f" and {len(plan.temporary)} temporary ones" if plan.temporary else ""
+    twice = f", {len(training.recomputed)} computed twice" if training.recomputed else ""
     speed = f", {prediction.model_flops_per_s / 1e12:.0f} model TFLOP/s" if step.model_flops else ""
     console.print(
         f"[bold]{plain(prediction.workload)}[/bold] on {plain(prediction.hardware)}, "
@@ -171,7 +172,7 @@ def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
         f"all resident {output.format_seconds(timing.compute_s)}{speed}\n"
         f"state of {resident} of {len(with_state)} blocks resident, {plan.slots} slots of "
         f"{format_bytes(plan.slot_bytes)}{temporary}, "
-        f"activations of {len(plan.copied)} blocks copied"
+        f"activations of {len(plan.copied)} blocks copied{twice}"
     )
     if prediction.weight_homes_bytes:
         console.print(_where_weights_are(prediction))

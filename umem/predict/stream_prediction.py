@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from umem.core.errors import PlanError, TraceError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, with_durations
 from umem.policy import ResolvedPolicy
+from umem.streaming.plan.recomputation import plan_with_recomputation
 from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes
 from umem.streaming.plan.step_timing import (
     UNITS_WITH_GRADIENTS,
@@ -83,6 +85,9 @@ class StreamedStep:
     batches: int
     model_flops: float
     """Floating-point operations of the model, without those of recomputation."""
+    freed_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By name of each layer that may run forward again in the backward pass, what need not be kept
+    of it then. That it does the same again is assumed: a training proves it."""
 
     @property
     def passes_s(self) -> float:
@@ -182,9 +187,9 @@ def predict_stream(
             f"step_in_backward: {trace.name} adds up the gradients of {step.batches} batches, and "
             "a unit's update would come behind the first. Leave out one of the two"
         )
-    training = plan_training(
-        step.units,
-        step.weights,
+    plan = partial(
+        plan_training,
+        weights=step.weights,
         budget_bytes=budget_bytes - least_slack_bytes(budget_bytes),
         hardware=hardware,
         other_s=step.other_s,
@@ -195,6 +200,8 @@ def predict_stream(
         weight_share=policy.rules[TensorClass.WEIGHTS.number].fraction,
         state_share=policy.rules[TensorClass.OPTIMIZER_STATE.number].fraction,
     )
+    freed_bytes = step.freed_bytes if policy.recomputes else {}
+    training = plan_with_recomputation(step.units, freed_bytes, plan)
     made = StreamPrediction(
         trace.name, hardware.name, policy.name, budget_bytes, in_backward, step, training
     )
@@ -237,6 +244,7 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
         "temporary_slots": len(plan.temporary),
         "copied": sorted(plan.copied),
         "fetch_ahead": plan.fetch_ahead,
+        "recomputed": sorted(training.recomputed),
         "copied_gradients": sorted(plan.copied_gradients),
         "returning_gradients": sorted(plan.returning_gradients),
         "weights_resident_bytes": step.weight_bytes - prediction.weight_homes_bytes,
@@ -284,7 +292,7 @@ def streamed_step(
     pieces = [_piece_sizes(sizes, piece_bytes) for sizes in of_units]
     state_bytes = np.array([sum(sizes) for sizes in pieces], np.int64)
     gradient_bytes = _sums(tensor_unit[is_gradient], trace.tensor_bytes[is_gradient], count)
-    saved_bytes = _saved_bytes(trace, policy, unit, kind, starts, ends, count)
+    saved_bytes, freed_bytes = _saved_bytes(trace, policy, unit, kind, starts, ends, count)
 
     in_pass = [kind == each for each in (_FORWARD, _BACKWARD)]
     forward_s, backward_s = (
@@ -323,6 +331,11 @@ def streamed_step(
         step_peak_bytes=step_peak_bytes,
         batches=batches,
         model_flops=float(trace.flops[~is_recomputed].sum()),
+        freed_bytes={
+            name: int(freed_bytes[number])
+            for name, number in order.items()
+            if _LAYER.match(name) and number not in unit[is_recomputed]
+        },
     )
 
 
@@ -501,15 +514,16 @@ def _saved_bytes(
     starts: Sequence[int],
     ends: Sequence[int],
     count: int,
-) -> _Numbers:
+) -> tuple[_Numbers, _Numbers]:
     """Activations that leave behind each unit's forward pass, int64[N]; the most of any batch.
 
     They count for the last unit that uses them before the backward pass, as one that a unit makes
-    for the next, such as the input that a checkpoint keeps, is in use until then.
+    for the next, such as the input that a checkpoint keeps, is in use until then. And those of them
+    that the same unit makes, int64[N]: it need not keep them where it runs forward again.
     """
-    most = np.zeros(count, np.int64)
+    most, own = np.zeros((2, count), np.int64)
     if policy.rules[TensorClass.ACTIVATIONS.number].mechanism != "copy":
-        return most
+        return most, own
     moves = _of_class(trace, policy, TensorClass.ACTIVATIONS) & ~trace.persistent
     _, last_use = first_and_last_use(trace)
     phase = phase_of_access(trace)
@@ -521,9 +535,11 @@ def _saved_bytes(
         last_forward = np.full(trace.tensor_count, -1, np.int64)
         np.maximum.at(last_forward, trace.access_tensor[is_forward], phase[is_forward])
         saved = np.flatnonzero(is_saved & (last_forward >= start))
-        sizes = _sums(unit[last_forward[saved]], trace.tensor_bytes[saved], count)
-        most = np.maximum(most, sizes)
-    return most
+        user = unit[last_forward[saved]]
+        most = np.maximum(most, _sums(user, trace.tensor_bytes[saved], count))
+        is_own = unit[trace.first_phase[saved]] == user
+        own = np.maximum(own, _sums(user[is_own], trace.tensor_bytes[saved[is_own]], count))
+    return most, own
 
 
 def _updates(
