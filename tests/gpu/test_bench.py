@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from poisoned import NOT_POISONED
 from umem_bench.allocators import ALLOCATORS
 from umem_bench.results import Run, read_results
 from umem_bench.scale.tables import is_over_budget
@@ -67,6 +68,7 @@ def test_every_allocator_trains_to_the_same_loss(tmp_path: Path) -> None:
             assert figures["peak_reserved_bytes"] >= figures["peak_allocated_bytes"] > 100 << 20
 
 
+@NOT_POISONED
 def test_variants_train_to_the_same_losses_within_a_budget(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     words = ["training", "--workloads", "activations", "--methods", "sft",
