@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,10 +46,8 @@ def freed(units: Sequence[StreamUnit], share: float = 0.9) -> dict[str, int]:
 
 
 def planned(units: Sequence[StreamUnit], budget_mib: int, hardware: Hardware) -> TrainingPlan:
-    def plan(some: Sequence[StreamUnit]) -> TrainingPlan:
-        return plan_training(some, None, budget_bytes=budget_mib * MIB, hardware=hardware)
-
-    return plan_with_recomputation(units, freed(units), plan)
+    plan = partial(plan_training, weights=None, budget_bytes=budget_mib * MIB, hardware=hardware)
+    return plan_with_recomputation(units, freed(units), hardware, plan)
 
 
 def test_peaks_and_times_of_a_block_that_runs_again() -> None:
@@ -95,6 +94,21 @@ def test_blocks_run_again_where_no_other_plan_fits(machine: Hardware) -> None:
 def test_the_error_is_that_of_a_plan_without(machine: Hardware) -> None:
     with pytest.raises(PlanError, match="takes at least"):
         planned(blocks(), 100, machine)
+
+
+def test_a_block_that_frees_little_for_its_time_is_not_tried(machine: Hardware) -> None:
+    units, tried = blocks(), []
+
+    def plan(some: Sequence[StreamUnit], *, is_trial: bool = False) -> TrainingPlan:
+        tried.append(is_trial)
+        return plan_training(some, None, budget_bytes=1_600 * MIB, hardware=machine)
+
+    # 10 MiB four times over the link take 0.7 ms, and a forward pass takes 1 ms.
+    little = dict.fromkeys(freed(units), 10 * MIB)
+    assert not plan_with_recomputation(units, little, machine, plan).recomputed
+    assert tried == [False]
+    assert plan_with_recomputation(units, freed(units), machine, plan).recomputed
+    assert tried[1:] == [False, True, True, True, True, False]
 
 
 def test_the_most_memory_for_the_least_time_runs_again_first(machine: Hardware) -> None:

@@ -201,7 +201,7 @@ def predict_stream(
         state_share=policy.rules[TensorClass.OPTIMIZER_STATE.number].fraction,
     )
     freed_bytes = step.freed_bytes if policy.recomputes else {}
-    training = plan_with_recomputation(step.units, freed_bytes, plan)
+    training = plan_with_recomputation(step.units, freed_bytes, hardware, plan)
     made = StreamPrediction(
         trace.name, hardware.name, policy.name, budget_bytes, in_backward, step, training
     )

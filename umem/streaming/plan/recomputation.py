@@ -6,24 +6,30 @@ carries it. It costs the unit's forward pass once more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from umem.core.errors import PlanError
+from umem.hardware import Hardware
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.training_plan import TrainingPlan
 
 __all__ = ["plan_with_recomputation", "with_recomputed"]
 
-_SHARES = 8
-"""Numbers of units to try are multiples of this part of those that may run again."""
+_SHARES = (1.0, 0.5, 0.25, 0.75)
+"""Numbers of units to try, as parts of those that may gain by running again."""
+
+_MOST_COPIES = 4
+"""How often the link need not carry a byte that is free: out and back the activation itself, and in
+and out the state that is on the device in its place."""
 
 _LEAST_GAIN = 0.03
 """Part of the step that has to be gained: predictions are not exact to less."""
 
 _EQUAL = 0.005
-"""Relative difference below which the plan with fewer such units is taken."""
+"""Part of the step by which another number of units has to be faster."""
 
 
 def with_recomputed(
@@ -62,7 +68,8 @@ def with_recomputed(
 def plan_with_recomputation(
     units: Sequence[StreamUnit],
     freed_bytes: Mapping[str, int],
-    plan: Callable[[Sequence[StreamUnit]], TrainingPlan],
+    hardware: Hardware,
+    plan: Callable[..., TrainingPlan],
 ) -> TrainingPlan:
     """Plan a training with the number of units that run again by which a step is shortest.
 
@@ -72,42 +79,61 @@ def plan_with_recomputation(
         In forward order.
     freed_bytes
         By name of each unit that may run again, what need not be kept of it.
+    hardware
+        The machine.
     plan
-        Plans everything else for given units.
+        Plans everything else for given units, as
+        :func:`umem.streaming.plan.training_plan.plan_training`.
 
     Raises
     ------
     PlanError
         If there is no plan for any number: that of none.
     """
-    # The most memory for the least time first; at the turn of the passes all of it is needed.
-    useful = [
-        (freed_bytes[unit.name] / unit.forward_s, number)
-        for number, unit in enumerate(units)
-        if freed_bytes.get(unit.name) and unit.forward_s > 0
-    ]
-    order = [units[number].name for _, number in sorted(useful, reverse=True)]
-    best: TrainingPlan | None = None
-    refusal: PlanError | None = None
-    for count in dict.fromkeys(len(order) * share // _SHARES for share in range(_SHARES + 1)):
-        names = frozenset(order[:count])
-        try:
-            tried = plan(with_recomputed(units, freed_bytes, names) if names else units)
-        except PlanError as error:
-            refusal = refusal or error
-            continue
-        least_gain = _EQUAL if best is None or best.recomputed else _LEAST_GAIN
-        step_s = tried.stream.predicted.step_s
-        if best is None or step_s < (1.0 - least_gain) * best.stream.predicted.step_s:
-            best = replace(tried, recomputed=names)
-        if _lost_s(tried) <= _LEAST_GAIN * step_s:
-            break  # more of them could only compute for longer
+    best, refusal = _try(plan, units)
+    if best is not None and best.lost_s <= _LEAST_GAIN * best.step_s:
+        return best
+    order = _useful(units, freed_bytes, hardware)
+    if best is None:  # what saves no time may make room
+        order = _useful(units, freed_bytes, None)
+    limit_s = math.inf if best is None else (1.0 - _LEAST_GAIN) * best.step_s
+    names: frozenset[str] = frozenset()
+    for share in _SHARES if order else ():
+        tried = frozenset(order[: math.ceil(share * len(order))])
+        found, _ = _try(plan, with_recomputed(units, freed_bytes, tried), is_trial=True)
+        if found is not None and found.step_s < limit_s:
+            names, limit_s = tried, (1.0 - _EQUAL) * found.step_s
+    if names:
+        best, refusal = _try(plan, with_recomputed(units, freed_bytes, names))
     if best is None:
         assert refusal is not None
         raise refusal
-    return best
+    return replace(best, recomputed=names)
 
 
-def _lost_s(plan: TrainingPlan) -> float:
-    """Time of a step beyond its computation."""
-    return plan.stream.predicted.step_s - plan.stream.predicted.compute_s
+def _try(
+    plan: Callable[..., TrainingPlan], units: Sequence[StreamUnit], **options: bool
+) -> tuple[TrainingPlan | None, PlanError | None]:
+    try:
+        return plan(units, **options), None
+    except PlanError as error:
+        return None, error
+
+
+def _useful(
+    units: Sequence[StreamUnit], freed_bytes: Mapping[str, int], hardware: Hardware | None
+) -> list[str]:
+    """Units that may gain by running again; of those that free most for their time the first.
+
+    Without a machine, all that free memory. Of equal ones the last come first: at the turn of the
+    passes all of it is needed.
+    """
+    found = []
+    for number, unit in enumerate(units):
+        size_bytes = freed_bytes.get(unit.name, 0)
+        copies_s = 0.0
+        if hardware is not None:
+            copies_s = _MOST_COPIES * size_bytes / hardware.copy_link_bytes_per_s
+        if size_bytes and unit.forward_s > 0 and (hardware is None or copies_s > unit.forward_s):
+            found.append((size_bytes / unit.forward_s, number))
+    return [units[number].name for _, number in sorted(found, reverse=True)]

@@ -27,6 +27,9 @@ may be slower and still less faster again: one more slot for state takes much ro
 _HALVINGS = 2
 """How often the step around the best one is halved: often that is the most that has room."""
 
+_TRIAL_ROOMS = 2
+"""The same of a plan that only shows what another choice is worth."""
+
 _MOST_PLANNED = 4_000
 """Units to plan in all, so that plans for thousands of units take seconds."""
 
@@ -104,6 +107,7 @@ def plan_training(
     fixed_bytes: int = 0,
     weight_share: float = 1.0,
     most_placed_bytes: int | None = None,
+    is_trial: bool = False,
     **options: Any,
 ) -> TrainingPlan:
     """Choose where weights, state, activations and gradients are, for the shortest predicted step.
@@ -129,6 +133,9 @@ def plan_training(
     most_placed_bytes
         The most that state, weights, `fixed_bytes` and staging buffers may take on the device; None
         for as much as has room.
+    is_trial
+        Whether to try few numbers of weights: in a small part of the time, for a step that may be
+        longer than it need be.
     **options
         Of :class:`umem.streaming.plan.state_plan.StreamProblem`.
 
@@ -177,9 +184,10 @@ def plan_training(
         return everything
     best: TrainingPlan | None = None
     best_share = 1.0
-    count = max(1, min(_ROOMS, _MOST_PLANNED // max(1, len(units))))
+    rooms, halvings = (_TRIAL_ROOMS, 0) if is_trial else (_ROOMS, _HALVINGS)
+    count = max(1, min(rooms, _MOST_PLANNED // max(1, len(units))))
     shares = [1.0 - number / count for number in range(1, count + 1)]
-    for halving in range(_HALVINGS + 1):
+    for halving in range(halvings + 1):
         for share in shares:
             plan = plan_with(share)
             if plan is not None and (best is None or plan.step_s < best.step_s * (1.0 - _EQUAL)):

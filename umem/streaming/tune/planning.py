@@ -181,13 +181,18 @@ class Planning:
             room_bytes = budget_bytes - slack_bytes
             plan = partial(self._plan_training, figures=figures, budget_bytes=room_bytes)
             try:
-                return plan_with_recomputation(units, freed_bytes, plan), ""
+                return plan_with_recomputation(units, freed_bytes, self._hardware, plan), ""
             except PlanError as error:
                 errors.append(str(error))
         return None, errors[0]
 
     def _plan_training(
-        self, units: Sequence[StreamUnit], figures: MeasuredStep, budget_bytes: int
+        self,
+        units: Sequence[StreamUnit],
+        figures: MeasuredStep,
+        budget_bytes: int,
+        *,
+        is_trial: bool = False,
     ) -> TrainingPlan:
         weights, fixed_bytes = self._weights, 0
         most_bytes = self.part.most_bytes
@@ -206,6 +211,7 @@ class Planning:
             fixed_bytes=fixed_bytes,
             weight_share=1.0 if weights is None else weights.share,
             most_placed_bytes=most_bytes,
+            is_trial=is_trial,
             state_share=min(self._state_share, self._tuned.movable_share),
             other_s=figures.other_s,
             step_peak_bytes=figures.step_peak_bytes,
