@@ -125,6 +125,30 @@ class CountingInAGlobal(Layer):
         return super().forward(x) * (1.0 + 0.01 * CALLS["all"])
 
 
+SUMS = torch.zeros(1)
+
+
+class SummingInAGlobal(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SUMS.add_(1.0)
+        return super().forward(x) * (1.0 + 0.01 * float(SUMS))
+
+
+def _doubling(graph: Any, _inputs: Any) -> Callable[..., Any]:
+    """Compiles to twice as much: a call that runs as it is written shows."""
+    return lambda *args: tuple(2.0 * it for it in graph(*args))
+
+
+@torch.compile(backend=_doubling)
+def compiled(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x)
+
+
+class WithACompiledFunction(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + compiled(x)
+
+
 class Hooked(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -138,10 +162,10 @@ class Checkpointed(Layer):
         return torch.tanh(y)
 
 
-REPEATABLE = [Layer, Dropping, Attending, Frozen, Checkpointed]
+REPEATABLE = [Layer, Dropping, Attending, Frozen, Checkpointed, WithACompiledFunction]
 OTHERS = [
     *(InPlaceHead, Averaging, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
-    *(Drifting, CountingInAGlobal, Hooked),
+    *(Drifting, CountingInAGlobal, SummingInAGlobal, Hooked),
 ]
 
 
@@ -197,6 +221,7 @@ def run(model: nn.Module, begin: Callable[[int], None], **options: Any) -> list[
     np.random.seed(5)
     Drifting.drift[0] = 1.0
     CALLS["all"] = 0
+    SUMS.zero_()
     seen = []
     for number in range(4):
         begin(number)
@@ -224,6 +249,14 @@ def test_all_bits_are_stocks(kind: type[Layer], autocast: bool) -> None:
     activations = managed(model)
     assert run(model, plan(activations), autocast=autocast) == stock
     assert activations.proofs.keys() & set(NAMES) == (set(NAMES) if kind in REPEATABLE else set())
+
+
+def test_nothing_is_proved_with_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("umem.streaming.activations.repeatable.is_distributed", lambda: True)
+    model = Net(Layer)
+    activations = managed(model)
+    assert run(model, plan(activations)) == run(Net(Layer), lambda _: None)
+    assert not activations.proofs
 
 
 def test_a_block_may_be_called_several_times() -> None:

@@ -358,11 +358,6 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         is_cuda=True,
     ),
     **_names(
-        "sees every operator that runs: what a block's call does, and what a recorded model does",
-        "no block would be known to do the same twice, and traces could not be recorded",
-        {"TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode"},
-    ),
-    **_names(
         "runs a model without its memory, and sees every operator and its module",
         "traces could not be recorded",
         {
@@ -376,6 +371,7 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
                     "UnsupportedOperatorException",
                 )
             },
+            "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
             "tree_map_only": "torch.utils._pytree:tree_map_only",
             "current_autograd_node": "torch._C:_current_autograd_node",
             "operator_schema": "torch:ops.aten.add.Tensor._schema",

@@ -32,7 +32,13 @@ from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.activations.recomputed import RecomputedCall
-from umem.streaming.activations.repeatable import Proof, WatchedCall, call_signature, is_plain
+from umem.streaming.activations.repeatable import (
+    Proof,
+    WatchedCall,
+    call_signature,
+    is_plain,
+    watch,
+)
 from umem.torch_compat import compiled_call
 
 __all__ = ["CopiedActivations", "is_compiled"]
@@ -299,8 +305,8 @@ class CopiedActivations(Listener):
         module = self._blocks[name].module
         if self._is_measuring and name in self._unproved and self._store.may_open_group():
             self._unproved.discard(name)
-            self.was_watched = True
-            call.watched = WatchedCall(module, args, kwargs)
+            call.watched = watch(module, args, kwargs)
+            self.was_watched |= call.watched is not None
         elif is_recomputed:
             is_random = self.proofs[name].is_random
             call.recomputed = RecomputedCall(module, args, kwargs, is_random=is_random)

@@ -2,10 +2,11 @@
 
 A block whose call is run again in the backward pass need not keep what autograd saves. Only the
 program knows what its forward functions do besides: count calls, average statistics, draw random
-numbers, talk to other processes. So a call is watched and, where it did nothing of that kind, run
-once more at once: all that it saves and returns must have the same bits. Nothing shows a change of
-objects that neither the block's modules, their classes, their forward functions nor its arguments
-hold.
+numbers. So all that the block's modules, their classes, their forward functions and its arguments
+hold is looked at before a call and after it. Where nothing has changed, the block runs once more at
+once: all that it saves and returns must have the same bits. Nothing shows a change of other
+objects. The call itself runs as ever: under a mode of torch's dispatcher compiled functions in it
+would not. With several processes there is no proof, as a second collective would wait for ever.
 """
 
 from __future__ import annotations
@@ -25,21 +26,20 @@ from torch import nn
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.saved_tensors import Kept, is_lent, keep, may_leave, unpack_kept
 from umem.torch_compat import (
-    TorchDispatchMode,
-    operator_schema,
+    is_distributed,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     storage_key,
+    version_counter,
 )
 
-__all__ = ["Proof", "WatchedCall", "call_signature", "is_plain"]
+__all__ = ["Proof", "WatchedCall", "call_signature", "is_plain", "watch"]
 
 _LOG = logging.getLogger("umem")
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, dict, set, deque)
-_TALKING = ("c10d", "_c10d_functional", "c10d_functional")
-"""Namespaces of operators that other processes take part in."""
+_CHANGING = (*_CONTAINERS, torch.Tensor, torch.Generator)
 _Saved = tuple[torch.Tensor, bool]
 """A tensor that autograd saves, and whether it stays in any case."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -80,6 +80,17 @@ def is_plain(value: object, depth: int = 4) -> bool:
     return False
 
 
+def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchedCall | None:
+    """Begin to watch a call of a block; None where it can prove nothing."""
+    if is_distributed() or call_signature(module) is None or not is_plain((args, kwargs)):
+        return None
+    try:
+        return WatchedCall(module, args, kwargs)
+    except Exception:
+        _LOG.debug("umem: a block's call cannot be watched", exc_info=True)
+        return None
+
+
 class WatchedCall:
     """A call of a block, between whose ends autograd's saved tensors are seen.
 
@@ -94,28 +105,22 @@ class WatchedCall:
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._module, self._args, self._kwargs = module, args, kwargs
         self._signature = call_signature(module)
-        self._is_possible = self._signature is not None and is_plain((args, kwargs))
-        self._attributes = _attributes_of(module)
+        self._held = self._look()
         self._buffers = [(it, it.detach().clone()) for it in module.buffers()]
         self._python = _python_states()
         self._random = _torch_states(self._arguments())
         self._saved: list[_Saved] = []
-        self._effects = _Effects()
         _push_hooks(self._saved)
-        self._effects.__enter__()  # type: ignore[no-untyped-call]
 
     def abandon(self) -> None:
         """End it without a proof."""
-        self._effects.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         pop_saved_tensor_hooks()
 
     def end(self, output: object) -> Proof | None:
         """End it, and run the block once more; None where it may not run twice."""
         self.abandon()
-        if not self._is_possible or not is_plain(output) or self._has_effects():
-            return None
         try:
-            return self._prove(output)
+            return None if not is_plain(output) or self._has_effects() else self._prove(output)
         except Exception:  # such as lack of memory for a second set of what is saved
             _LOG.debug("umem: a block's call cannot be run again", exc_info=True)
             return None
@@ -138,13 +143,23 @@ class WatchedCall:
     def _arguments(self) -> list[torch.Tensor]:
         return [*tensors_in((self._args, self._kwargs))]
 
+    def _look(self) -> list[object]:
+        """What would tell of a change."""
+        held: list[object] = [_python_states(), call_signature(self._module)]
+        tensors = (*self._arguments(), *self._module.parameters(), *self._module.buffers())
+        held += [version_counter(tensor) for tensor in tensors]
+        held += [
+            (name, *_contents_of(value))
+            for part in self._module.modules()
+            for holder in _holders_of(part)
+            for name, value in holder.items()
+        ]
+        return held
+
     def _has_effects(self) -> bool:
-        return (
-            self._effects.found
-            or self._python != _python_states()
-            or self._attributes != _attributes_of(self._module)
-            or not _are_equal(*zip(*self._buffers, strict=True) if self._buffers else ((), ()))
-        )
+        # Some kernels change statistics without a count of changes.
+        pairs = zip(*self._buffers, strict=True) if self._buffers else ((), ())
+        return self._held != self._look() or not _are_equal(*pairs)
 
     def _run_again(self, saved: list[_Saved]) -> object:
         """Call the block with the random numbers of the first time, past its hooks."""
@@ -179,61 +194,23 @@ def _push_hooks(saved: list[_Saved]) -> None:
     push_saved_tensor_hooks(pack, unpack_kept)
 
 
-class _Effects(TorchDispatchMode):
-    """Sees operators that do more than to make new tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-        self._made: dict[int, torch.UntypedStorage] = {}
-        """Storages of tensors that were made meanwhile, which are kept: an address is one's own."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Look at an operator, and run it."""
-        kwargs = kwargs or {}
-        expected = operator_schema(func).arguments
-        named = [*zip(expected, args, strict=False)]
-        named += [(it, kwargs[it.name]) for it in expected if it.name in kwargs]
-        for argument, value in named:
-            if isinstance(value, torch.Generator):
-                self.found = True
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self.found |= any(_storage(it) not in self._made for it in tensors_in(value))
-        self.found |= func.namespace in _TALKING
-        result = func(*args, **kwargs)
-        inputs = set(map(_storage, tensors_in((args, kwargs))))
-        for tensor in tensors_in(result):
-            key = _storage(tensor)
-            if key not in inputs and key not in self._made:
-                self._made[key] = tensor.untyped_storage()
-        return result
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return storage_key(tensor.untyped_storage())
 
 
-def _attributes_of(module: nn.Module) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Names and identities of what a block's modules, their classes and functions hold."""
-    return [
-        (name, id(value), _contents_of(value))
-        for part in module.modules()
-        for holder in _holders_of(part)
-        for name, value in holder.items()
-    ]
-
-
-def _contents_of(value: Any) -> tuple[int, ...]:
-    """The identities of what a container holds."""
-    if not isinstance(value, _CONTAINERS):
-        return ()
-    return tuple(map(id, [*value, *value.values()] if isinstance(value, dict) else value))
+def _contents_of(value: Any) -> tuple[object, ...]:
+    """The identity of an object, and of what it holds: of containers, generators and tensors."""
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else version_counter(value)
+    if isinstance(value, torch.Generator):
+        return id(value), bytes(value.get_state().numpy())
+    if isinstance(value, dict):
+        return id(value), *map(id, value), *map(id, value.values())
+    return id(value), *(map(id, value) if isinstance(value, _CONTAINERS) else ())
 
 
 def _holders_of(module: nn.Module) -> Iterator[Mapping[str, Any]]:
-    """What a module's attributes are in, and the containers that its forward function names."""
+    """What a module's attributes are in, and what its forward function names that may change."""
     yield vars(module)
     for kind in type(module).__mro__:
         if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
@@ -242,7 +219,7 @@ def _holders_of(module: nn.Module) -> Iterator[Mapping[str, Any]]:
     if inspect.isfunction(forward):
         names = inspect.getclosurevars(forward)
         named = {**names.nonlocals, **names.globals}
-        yield {name: value for name, value in named.items() if isinstance(value, _CONTAINERS)}
+        yield {name: value for name, value in named.items() if isinstance(value, _CHANGING)}
 
 
 def _python_states() -> tuple[Any, ...]:
