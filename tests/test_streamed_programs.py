@@ -167,6 +167,12 @@ ENGINES = {
     "in-backward": Engine(
         in_backward(WATCHED), check=units_are_updated_in_the_backward_pass, refuses=NEEDS_GRADIENTS
     ),
+    "recomputed-in-backward": Engine(
+        in_backward(WATCHED, recomputes=True),
+        (0.5,),
+        blocks_run_again,
+        leaves_out=NEEDS_GRADIENTS,
+    ),
     "in-backward-in-pieces": Engine(
         in_backward(WATCHED, make_model=NetWithFlat),
         (0.5,),
