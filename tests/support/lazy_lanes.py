@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,6 +79,8 @@ class LazyLanes(Lanes):
         self._known: dict[int, Any] = {}
         self.may_update(also)
         self._parameters()
+        self._lock = threading.RLock()
+        """Held while work is queued and run: a GPU's lanes serve several threads."""
         self._eagerness = eagerness
         self._random = random.Random(seed)
         self._last: Callable[[], _Task | None] = lambda: None
@@ -96,6 +99,10 @@ class LazyLanes(Lanes):
 
     def progress(self) -> None:
         """An occasion for work to run before anything waits for it."""
+        with self._lock:
+            self._progress()
+
+    def _progress(self) -> None:
         while self._random.random() < self._eagerness:
             ready = [
                 queue
@@ -152,13 +159,14 @@ class LazyLanes(Lanes):
         after: Sequence[_Task],
         uses: Sequence[torch.Tensor] = (),
     ) -> _Task:
-        task = _Task(lane, work, list(after), self._gradients(), uses)
-        self._last = weakref.ref(task)
-        self._queues[lane].append(task)
-        if lane is Lane.UPDATE:
-            self._waits_since = 0
-        self.progress()
-        return task
+        with self._lock:
+            task = _Task(lane, work, list(after), self._gradients(), uses)
+            self._last = weakref.ref(task)
+            self._queues[lane].append(task)
+            if lane is Lane.UPDATE:
+                self._waits_since = 0
+            self._progress()
+            return task
 
     def _gradients(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
         """Those of all parameters: the list of the last open task, if they are the same."""
@@ -185,13 +193,14 @@ class LazyLanes(Lanes):
 
     def wait(self, moment: _Task | None) -> None:
         """Run everything that the moment needs."""
-        self.progress()
-        if moment is not None and not moment.is_done:
-            self.waits += 1
-            self._waits_since += 1
-            if self._waits_since in (1, 10):  # to look each time takes most of a test
-                self._lose_memory()
-            self._complete(moment)
+        with self._lock:
+            self._progress()
+            if moment is not None and not moment.is_done:
+                self.waits += 1
+                self._waits_since += 1
+                if self._waits_since in (1, 10):  # to look each time takes most of a test
+                    self._lose_memory()
+                self._complete(moment)
 
     def wait_on_stream_of(self, marked: _Task, moment: _Task | None) -> None:
         """All threads are one stream here."""
