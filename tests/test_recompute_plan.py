@@ -108,7 +108,7 @@ def test_a_block_that_frees_little_for_its_time_is_not_tried(machine: Hardware) 
     assert not plan_with_recomputation(units, little, machine, plan).recomputed
     assert tried == [False]
     assert plan_with_recomputation(units, freed(units), machine, plan).recomputed
-    assert tried[1:] == [False, True, True, True, True, False]
+    assert tried[1:] == [False, True, True, True, True, True, False]
 
 
 def test_the_most_memory_for_the_least_time_runs_again_first(machine: Hardware) -> None:

@@ -93,22 +93,36 @@ def plan_with_recomputation(
     best, refusal = _try(plan, units)
     if best is not None and best.lost_s <= _LEAST_GAIN * best.step_s:
         return best
-    order = _useful(units, freed_bytes, hardware)
-    if best is None:  # what saves no time may make room
-        order = _useful(units, freed_bytes, None)
-    limit_s = math.inf if best is None else (1.0 - _LEAST_GAIN) * best.step_s
+    # Where nothing fits, what saves no time may make room.
+    order = _useful(units, freed_bytes, None if best is None else hardware)
+    names = _best_in_trials(units, freed_bytes, order, plan) if order else frozenset()
+    if names:
+        other, _ = _try(plan, with_recomputed(units, freed_bytes, names))
+        limit_s = math.inf if best is None else (1.0 - _LEAST_GAIN) * best.step_s
+        if other is not None and other.step_s < limit_s:
+            best = replace(other, recomputed=names)
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def _best_in_trials(
+    units: Sequence[StreamUnit],
+    freed_bytes: Mapping[str, int],
+    order: Sequence[str],
+    plan: Callable[..., TrainingPlan],
+) -> frozenset[str]:
+    """The units by which trials have the shortest step; empty where none gain."""
     names: frozenset[str] = frozenset()
-    for share in _SHARES if order else ():
+    without, _ = _try(plan, units, is_trial=True)
+    limit_s = math.inf if without is None else (1.0 - _LEAST_GAIN) * without.step_s
+    for share in _SHARES:
         tried = frozenset(order[: math.ceil(share * len(order))])
         found, _ = _try(plan, with_recomputed(units, freed_bytes, tried), is_trial=True)
         if found is not None and found.step_s < limit_s:
             names, limit_s = tried, (1.0 - _EQUAL) * found.step_s
-    if names:
-        best, refusal = _try(plan, with_recomputed(units, freed_bytes, names))
-    if best is None:
-        assert refusal is not None
-        raise refusal
-    return replace(best, recomputed=names)
+    return names
 
 
 def _try(
@@ -125,15 +139,15 @@ def _useful(
 ) -> list[str]:
     """Units that may gain by running again; of those that free most for their time the first.
 
-    Without a machine, all that free memory. Of equal ones the last come first: at the turn of the
-    passes all of it is needed.
+    Without a machine, all that free memory. Of equal ones the first come first, whose copies the
+    forward pass would wait for. Not the last unit, whose backward pass comes at once.
     """
     found = []
-    for number, unit in enumerate(units):
+    for number, unit in enumerate(units[:-1]):
         size_bytes = freed_bytes.get(unit.name, 0)
         copies_s = 0.0
         if hardware is not None:
             copies_s = _MOST_COPIES * size_bytes / hardware.copy_link_bytes_per_s
         if size_bytes and unit.forward_s > 0 and (hardware is None or copies_s > unit.forward_s):
-            found.append((size_bytes / unit.forward_s, number))
-    return [units[number].name for _, number in sorted(found, reverse=True)]
+            found.append((-size_bytes / unit.forward_s, number))
+    return [units[number].name for _, number in sorted(found)]
