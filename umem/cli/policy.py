@@ -174,6 +174,7 @@ def _bounds_table(
         headroom = format_bytes(policy.limits.system_headroom_bytes)
         table.add_row("free beside kind system", headroom)
     table.add_row("planner", planner)
+    table.add_row("blocks run twice", "where faster" if policy.recompute == "auto" else "never")
     table.add_row("shared with", ", ".join(policy.share) or "none")
     return table
 
