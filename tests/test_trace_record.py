@@ -41,11 +41,6 @@ def accesses(trace: Trace, phase: int) -> dict[str, Access]:
     return dict(zip(names, map(Access, trace.access_mode[span]), strict=True))
 
 
-def phase_named(trace: Trace, name: str) -> int:
-    (phase,) = (index for index, known in enumerate(trace.phase_names) if known == name)
-    return phase
-
-
 def tensor_named(trace: Trace, name: str) -> int:
     (tensor,) = (index for index, known in enumerate(trace.tensor_names) if known == name)
     return tensor

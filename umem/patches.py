@@ -302,10 +302,7 @@ PATCHES: Mapping[str, Patch] = {
         "the call of a block in the first measured step, in its thread",
         "the end of that call",
         "no block would be known to do the same twice: what it saves would be copied",
-        {
-            "watched_tensors": PRIVATE_NAMES["push_saved_tensor_hooks"].path,
-            "random_state": "torch:set_rng_state",
-        },
+        {"random_state": "torch:set_rng_state"},
         Way.CALLED,
     ),
     # ---- deferred steps

@@ -92,15 +92,13 @@ class Checker:
     place: str
     """Path of the file, or another name of what is checked."""
     error: type[UmemError]
-    remedy: str = ""
-    """End of each message."""
 
     def refuse(self, where: str, message: str) -> NoReturn:
         """Raise the error for a place in the file, such as ``phases[3].reads``.
 
         The place may hold a key of a stranger's: what acts on a terminal becomes an escape.
         """
-        raise self.error(str(Problem(self.place, key=where, message=message + self.remedy)))
+        raise self.error(str(Problem(self.place, key=where, message=message)))
 
     def refuse_where(
         self, bad: npt.NDArray[np.bool_], key: str, message: Callable[[Any], str]
@@ -142,7 +140,7 @@ class Checker:
         except ValidationError as problem:
             detail = problem.errors(include_url=False)[0]
             key, message = dotted(detail["loc"]), message_of(detail, model)
-            said = Problem(self.place, key=key, message=message + self.remedy)
+            said = Problem(self.place, key=key, message=message)
             raise self.error(str(said)) from None
 
 

@@ -306,7 +306,8 @@ class CopiedActivations(Listener):
         if self._is_measuring and name in self._unproved and self._store.may_open_group():
             self._unproved.discard(name)
             call.watched = watch(module, args, kwargs)
-            self.was_watched |= call.watched is not None
+        if call.watched is not None:
+            self.was_watched = True
         elif is_recomputed:
             is_random = self.proofs[name].is_random
             call.recomputed = RecomputedCall(module, args, kwargs, is_random=is_random)

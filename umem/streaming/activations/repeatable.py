@@ -23,15 +23,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from umem.capture.live.saved_tensors import SavedTensorHooks
 from umem.runtime.model_parts import tensors_in
-from umem.runtime.torch_hooks.saved_tensors import Kept, is_lent, keep, may_leave, unpack_kept
-from umem.torch_compat import (
-    is_distributed,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    storage_key,
-    version_counter,
-)
+from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
+from umem.torch_compat import is_distributed, storage_key, version_counter
 
 __all__ = ["Proof", "WatchedCall", "call_signature", "is_plain", "watch"]
 
@@ -107,14 +102,13 @@ class WatchedCall:
         self._signature = call_signature(module)
         self._held = self._look()
         self._buffers = [(it, it.detach().clone()) for it in module.buffers()]
-        self._python = _python_states()
         self._random = _torch_states(self._arguments())
         self._saved: list[_Saved] = []
-        _push_hooks(self._saved)
+        self._hooks = _see(self._saved)
 
     def abandon(self) -> None:
         """End it without a proof."""
-        pop_saved_tensor_hooks()
+        self._hooks.close()
 
     def end(self, output: object) -> Proof | None:
         """End it, and run the block once more; None where it may not run twice."""
@@ -164,13 +158,13 @@ class WatchedCall:
     def _run_again(self, saved: list[_Saved]) -> object:
         """Call the block with the random numbers of the first time, past its hooks."""
         devices = [device for device in self._random if device.type == "cuda"]
-        _push_hooks(saved)
+        hooks = _see(saved)
         try:
             with torch.random.fork_rng(devices):
                 _restore(self._random)
                 return self._module.forward(*self._args, **self._kwargs)
         finally:
-            pop_saved_tensor_hooks()
+            hooks.close()
 
     def _freed_bytes(self, saved: list[_Saved], output: object) -> int:
         """Bytes of the storages that nothing but autograd holds from the end of the call on."""
@@ -184,14 +178,15 @@ class WatchedCall:
         return sum(size_bytes for key, size_bytes in sizes.items() if key not in held)
 
 
-def _push_hooks(saved: list[_Saved]) -> None:
-    """Note what autograd saves, which stays where it is."""
+def _see(saved: list[_Saved]) -> SavedTensorHooks:
+    """Note what autograd saves in this thread, until the result is closed."""
 
-    def pack(tensor: torch.Tensor) -> Kept:
+    def note(tensor: torch.Tensor) -> None:
         saved.append((tensor.detach(), not may_leave(tensor) or is_lent(tensor)))
-        return keep(tensor)
 
-    push_saved_tensor_hooks(pack, unpack_kept)
+    hooks = SavedTensorHooks(note, lambda _: None)
+    hooks.push_before_others()
+    return hooks
 
 
 def _storage(tensor: torch.Tensor) -> int:
