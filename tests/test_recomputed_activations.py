@@ -8,225 +8,24 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from activation_chain import LazyMover
+from repeated_blocks import (
+    NAMES,
+    OTHERS,
+    REPEATABLE,
+    ROWS,
+    WIDTH,
+    Dropping,
+    Layer,
+    Net,
+    managed,
+    run,
+    step,
+)
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from umem.capture.live import find_blocks
-from umem.offloading import ActivationStore
 from umem.streaming.activations import CopiedActivations
-
-WIDTH, ROWS, LAYERS = 32, 16, 4
-NAMES = [f"layers.{it}" for it in range(LAYERS)]
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return y
-
-
-class Dropping(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(super().forward(x), 0.3, self.training)
-
-
-class Attending(Layer):
-    """Scores of attention, a mask in a keyword, and a tuple of results."""
-
-    def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
-        q = super().forward(x).view(1, ROWS, 4, -1).transpose(1, 2)
-        y = nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-        return x + y.transpose(1, 2).reshape(ROWS, WIDTH)
-
-
-class Frozen(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up.requires_grad_(False)
-
-
-class InPlaceHead(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.relu_())
-
-
-class Averaging(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.batches(x))
-
-
-class Counting(Layer):
-    calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x) * (1.0 + 0.01 * self.calls)
-
-
-class Listing(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(x.detach().sum())
-        return super().forward(x) * len(self.seen)
-
-
-class OwnGenerator(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = torch.Generator().manual_seed(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * torch.rand(1, generator=self.numbers)
-
-
-class PythonsRandom(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * random.random()
-
-
-class NumpysRandom(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * float(np.random.random())
-
-
-class Drifting(Layer):
-    """What a global object makes different each time."""
-
-    drift: list[float] = [1.0]  # noqa: RUF012
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.drift[0] += 0.5
-        return super().forward(x) * self.drift[0]
-
-
-CALLS = {"all": 0}
-
-
-class CountingInAGlobal(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        CALLS["all"] += 1
-        return super().forward(x) * (1.0 + 0.01 * CALLS["all"])
-
-
-SUMS = torch.zeros(1)
-
-
-class SummingInAGlobal(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        SUMS.add_(1.0)
-        return super().forward(x) * (1.0 + 0.01 * float(SUMS))
-
-
-def _doubling(graph: Any, _inputs: Any) -> Callable[..., Any]:
-    """Compiles to twice as much: a call that runs as it is written shows."""
-    return lambda *args: tuple(2.0 * it for it in graph(*args))
-
-
-@torch.compile(backend=_doubling)
-def compiled(x: torch.Tensor) -> torch.Tensor:
-    return torch.sin(x)
-
-
-class WithACompiledFunction(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + compiled(x)
-
-
-class Hooked(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: list[float] = []
-        self.up.register_forward_hook(lambda *it: self.sums.append(float(it[2].detach().sum())))
-
-
-class Checkpointed(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return torch.tanh(y)
-
-
-REPEATABLE = [Layer, Dropping, Attending, Frozen, Checkpointed, WithACompiledFunction]
-OTHERS = [
-    *(InPlaceHead, Averaging, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
-    *(Drifting, CountingInAGlobal, SummingInAGlobal, Hooked),
-]
-
-
-class Net(nn.Module):
-    def __init__(self, kind: type[Layer], order: tuple[int, ...] = tuple(range(LAYERS))) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(kind() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 4)
-        self.order = order
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        options = {}
-        if isinstance(self.layers[0], Attending):
-            options["mask"] = torch.ones(ROWS, ROWS).tril().bool()
-        for number in self.order:
-            x = 0.9 * self.layers[number](x, **options)
-        y: torch.Tensor = self.head(x)
-        return y
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def managed(model: nn.Module) -> CopiedActivations:
-    store = ActivationStore("cpu", LazyMover(), min_bytes=64)
-    blocks = find_blocks(model, None)
-    return CopiedActivations(model, blocks, store, _raise, may_recompute=True)
-
-
-def step(model: nn.Module, number: int, *, autocast: bool = False, **options: Any) -> list[bytes]:
-    """Bits of the loss, the gradients, the buffers and the random numbers behind a step."""
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
-    x.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(x).float().square().mean()
-    loss.backward(**options)
-    if options.get("retain_graph"):
-        loss.backward()
-    tensors = [loss, x.grad, *(it.grad for it in model.parameters()), *model.buffers()]
-    model.zero_grad()
-    found = [it.detach().double().numpy().tobytes() for it in tensors if it is not None]
-    return [*found, torch.rand(1).numpy().tobytes(), str(random.random()).encode()]
-
-
-def run(model: nn.Module, begin: Callable[[int], None], **options: Any) -> list[list[bytes]]:
-    """Four steps, each of which `begin` prepares."""
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-    Drifting.drift[0] = 1.0
-    CALLS["all"] = 0
-    SUMS.zero_()
-    seen = []
-    for number in range(4):
-        begin(number)
-        seen.append(step(model, number, **options))
-    return seen
 
 
 def plan(activations: CopiedActivations) -> Callable[[int], None]:

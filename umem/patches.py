@@ -305,6 +305,13 @@ PATCHES: Mapping[str, Patch] = {
         {"random_state": "torch:set_rng_state"},
         Way.CALLED,
     ),
+    **_patches(
+        "streaming/activations/program_checkpoints.py",
+        "the first training with a budget whose policy lets blocks run twice",
+        _NEVER,
+        "the program's checkpoints would run where there is room for what they free",
+        {"program_checkpoints": PRIVATE_NAMES["checkpoint_ends"].path},
+    ),
     # ---- deferred steps
     **_patches(
         "runtime/torch_hooks/stream_order.py",

@@ -41,13 +41,13 @@ class SavedTensorHooks:
     def push(self) -> None:
         """See what this thread saves from now on, unless there are hooks already."""
         if not self._pushed[get_ident()] and torch_hooks.innermost() is None:
-            self._push_own()
+            self.push_alone()
 
     def push_before_others(self) -> None:
         """See what this thread saves from now on, and pass it on to hooks that are there."""
         top = torch_hooks.innermost()
         if top is None:
-            self._push_own()
+            self.push_alone()
             return
         pack, unpack = top
 
@@ -56,6 +56,11 @@ class SavedTensorHooks:
             return pack(tensor)
 
         self._push((pack_before, unpack))
+
+    def push_alone(self) -> None:
+        """See what this thread saves from now on; hooks that are there see nothing of it."""
+        if saved_tensor_hooks_enabled():
+            self._push((self._pack, self._unpack))
 
     def pop(self) -> bool:
         """Undo this thread's last push, and tell whether that was possible.
@@ -76,10 +81,6 @@ class SavedTensorHooks:
     def _pop_all(self) -> None:
         while self.pop():
             pass
-
-    def _push_own(self) -> None:
-        if saved_tensor_hooks_enabled():
-            self._push((self._pack, self._unpack))
 
     def _push(self, hooks: Hooks) -> None:
         pushed = self._pushed[get_ident()]

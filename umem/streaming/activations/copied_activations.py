@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -31,6 +31,8 @@ from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
+from umem.streaming.activations import program_checkpoints
+from umem.streaming.activations.program_checkpoints import ProgramCheckpoint
 from umem.streaming.activations.recomputed import RecomputedCall
 from umem.streaming.activations.repeatable import (
     Proof,
@@ -66,6 +68,8 @@ class _Call:
     """Whether a group of the store is to be closed at its end."""
     has_group: bool = False
     """Whether the last part is what was saved in the call."""
+    leaves_out: bool = False
+    """Whether the program's checkpoints in it do nothing."""
     watched: WatchedCall | None = None
     """Proves that the call may run twice."""
     recomputed: RecomputedCall | None = None
@@ -182,6 +186,8 @@ class CopiedActivations(Listener):
         self._errors = HookErrors(on_error)
         self._copied: Mapping[str, str | None] = {}
         self._recomputed: frozenset[str] = frozenset()
+        self._left_out: frozenset[str] = frozenset()
+        self._names = weakref.WeakKeyDictionary({b.module: n for n, b in self._blocks.items()})
         self._unproved = set(self._blocks) if may_recompute else set()
         self._fetch_ahead = 1
         self._is_measuring = False
@@ -190,6 +196,8 @@ class CopiedActivations(Listener):
         self._hearing: Hearing | None = None
         self._running = _Running()
         self._released_bytes = self._returned_bytes = 0
+        if may_recompute:
+            program_checkpoints.listen(self)
 
     @property
     def names(self) -> frozenset[str]:
@@ -208,6 +216,7 @@ class CopiedActivations(Listener):
         *,
         is_measuring: bool,
         recomputed: Mapping[str, str | None] = _NOTHING,
+        left_out: Collection[str] = (),
     ) -> None:
         """Choose the blocks whose activations are copied, from the next forward pass on.
 
@@ -223,8 +232,11 @@ class CopiedActivations(Listener):
         recomputed
             Blocks, with proofs, whose calls run again in the backward pass. A call that is not like
             the proved one is copied, and so are all while measuring: they leave as in `copied`.
+        left_out
+            Blocks, with proofs, of which the program's checkpoints are left out, but for measuring.
         """
         self._recomputed = frozenset() if is_measuring else frozenset(recomputed)
+        self._left_out = frozenset() if is_measuring else frozenset(left_out)
         leaving = {**copied, **recomputed}
         self._copied = {name: before for name, before in leaving.items() if name in self._blocks}
         self._fetch_ahead = fetch_ahead
@@ -233,7 +245,7 @@ class CopiedActivations(Listener):
             self.saved_bytes = {}
         self._stop_hearing()
         model = self._model()
-        if (self._copied or is_measuring) and model is not None:
+        if (self._copied or self._left_out or is_measuring) and model is not None:
             self._store.keep(model.parameters(), permanent=True)
             self._with_buffers = weakref.WeakSet(
                 it for it in model.modules() if buffers_of(it, recurse=False)
@@ -301,11 +313,11 @@ class CopiedActivations(Listener):
         is_recomputed = name in self._recomputed and self._may_run_again(name, args, kwargs)
         is_copied = name in self._copied and not is_recomputed
         running.call = call = _Call(name, is_copied, before, forward.take_between())
+        call.leaves_out = name in self._left_out and self._may_run_again(name, args, kwargs)
         self._measure(call)
         module = self._blocks[name].module
-        if self._is_measuring and name in self._unproved and self._store.may_open_group():
-            self._unproved.discard(name)
-            call.watched = watch(module, args, kwargs)
+        if self._is_measuring and name in self._unproved:
+            call.watched = self._watch(name, module, args, kwargs)
         if call.watched is not None:
             self.was_watched = True
         elif is_recomputed:
@@ -360,13 +372,35 @@ class CopiedActivations(Listener):
         if self._is_measuring:
             self._end_measuring(forward)
 
-    def _may_run_again(self, name: str, args: object, kwargs: object) -> bool:
+    def leaves_out(self, checkpoint: ProgramCheckpoint) -> bool:
+        """Whether a checkpoint that begins is in a block of `left_out`, or the call of one."""
+        running = self._running
+        if running.forward is None or not self._left_out:
+            return False
+        if running.call is not None:
+            return running.call.leaves_out
+        name = None if checkpoint.module is None else self._names.get(checkpoint.module)
+        return name in self._left_out and self._may_run_again(name, *checkpoint.arguments)
+
+    def _watch(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> WatchedCall | None:
+        around = program_checkpoints.innermost()
+        if around is None and self._store.may_open_group():
+            self._unproved.discard(name)
+            return watch(module, args, kwargs)
+        if around is not None and around.module is module:
+            self._unproved.discard(name)
+            return watch(module, args, kwargs, around)
+        return None
+
+    def _may_run_again(self, name: str, *arguments: object) -> bool:
         """Whether a call is like the one that was proved."""
         signature = call_signature(self._blocks[name].module)
         return (
             self._store.may_open_group()
             and signature == self.proofs[name].signature
-            and is_plain((args, kwargs))
+            and is_plain(arguments)
         )
 
     def _release(self, forward: _Pass, before: str | None) -> None:

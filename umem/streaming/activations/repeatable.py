@@ -4,9 +4,10 @@ A block whose call is run again in the backward pass need not keep what autograd
 program knows what its forward functions do besides: count calls, average statistics, draw random
 numbers. So all that the block's modules, their classes, their forward functions and its arguments
 hold is looked at before a call and after it. Where nothing has changed, the block runs once more at
-once: all that it saves and returns must have the same bits. Nothing shows a change of other
-objects. The call itself runs as ever: under a mode of torch's dispatcher compiled functions in it
-would not. With several processes there is no proof, as a second collective would wait for ever.
+once: all that it saves and returns must have the same bits. Where the program has checkpoints in
+or around the call, the block also runs twice without them. Nothing shows a change of other objects.
+The call itself runs as ever: under a mode of torch's dispatcher compiled functions in it would not.
+With several processes there is no proof, as a second collective would wait for ever.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import random
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch import nn
 from umem.capture.live.saved_tensors import SavedTensorHooks
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
+from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting
 from umem.torch_compat import is_distributed, storage_key, version_counter
 
 __all__ = ["Proof", "WatchedCall", "call_signature", "is_plain", "watch"]
@@ -50,6 +53,8 @@ class Proof:
     """Whether the call draws from torch's generators, whose states are restored then."""
     freed_bytes: int
     """What need not be kept of the call from its end to the backward pass."""
+    checkpointed_bytes: int = 0
+    """What is kept more where the program's checkpoints of the call are left out; 0 without any."""
 
 
 def call_signature(module: nn.Module) -> tuple[Any, ...] | None:
@@ -75,12 +80,17 @@ def is_plain(value: object, depth: int = 4) -> bool:
     return False
 
 
-def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchedCall | None:
+def watch(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    around: ProgramCheckpoint | None = None,
+) -> WatchedCall | None:
     """Begin to watch a call of a block; None where it can prove nothing."""
     if is_distributed() or call_signature(module) is None or not is_plain((args, kwargs)):
         return None
     try:
-        return WatchedCall(module, args, kwargs)
+        return WatchedCall(module, args, kwargs, around)
     except Exception:
         _LOG.debug("umem: a block's call cannot be watched", exc_info=True)
         return None
@@ -95,20 +105,33 @@ class WatchedCall:
         The block.
     args, kwargs
         Its arguments.
+    around
+        The program's checkpoint of this call.
     """
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: ProgramCheckpoint | None = None,
+    ) -> None:
         self._module, self._args, self._kwargs = module, args, kwargs
         self._signature = call_signature(module)
         self._held = self._look()
         self._buffers = [(it, it.detach().clone()) for it in module.buffers()]
         self._random = _torch_states(self._arguments())
+        self._around = around
         self._saved: list[_Saved] = []
-        self._hooks = _see(self._saved)
+        self._until_end = ExitStack()
+        self._within = self._until_end.enter_context(noting())
+        # What a checkpoint around the call would compute again need not be held.
+        if around is None:
+            self._until_end.callback(_see(self._saved).close)
 
     def abandon(self) -> None:
         """End it without a proof."""
-        self._hooks.close()
+        self._until_end.close()
 
     def end(self, output: object) -> Proof | None:
         """End it, and run the block once more; None where it may not run twice."""
@@ -120,19 +143,38 @@ class WatchedCall:
             return None
 
     def _prove(self, output: object) -> Proof | None:
-        """Run the block once more, and compare."""
-        first, second = self._saved, list[_Saved]()
+        """Run the block again, and compare."""
         random_after = _torch_states(self._arguments())
         is_random = not _are_equal(self._random.values(), random_after.values())
-        again = self._run_again(second)
-        outputs = zip(tensors_in(output), tensors_in(again), strict=True)
-        alike = [len(first) == len(second), *(_are_alike(*pair) for pair in outputs)]
-        for (tensor, stays), (other, stays_too) in zip(first, second, strict=False):
-            alike.append(stays == stays_too and _are_alike(tensor, other))
-        if not all(alike):
+        freed_bytes = checkpointed_bytes = 0
+        if self._around is None:
+            if not self._is_repeated(self._saved, output):
+                return None
+            freed_bytes = self._freed_bytes(self._saved, output)
+        checkpoints = [*self._within, *filter(None, [self._around])]
+        if any(it.has_contexts or (is_random and not it.restores_random) for it in checkpoints):
+            checkpoints = []
+        if checkpoints:
+            with leaving_out():
+                saved, again = self._run_again()
+                if self._is_repeated(saved, output) and _are_all_alike(output, again):
+                    checkpointed_bytes = self._freed_bytes(saved, output) - freed_bytes
+        if self._around is not None and checkpointed_bytes <= 0:
             return None
         assert self._signature is not None
-        return Proof(self._signature, is_random, self._freed_bytes(first, output))
+        return Proof(self._signature, is_random, freed_bytes, max(0, checkpointed_bytes))
+
+    def _is_repeated(self, saved: list[_Saved], output: object) -> bool:
+        """Whether another run saves and returns the same."""
+        others, again = self._run_again()
+        return (
+            len(saved) == len(others)
+            and _are_all_alike(output, again)
+            and all(
+                stays == stays_too and _are_alike(tensor, other)
+                for (tensor, stays), (other, stays_too) in zip(saved, others, strict=True)
+            )
+        )
 
     def _arguments(self) -> list[torch.Tensor]:
         return [*tensors_in((self._args, self._kwargs))]
@@ -155,14 +197,15 @@ class WatchedCall:
         pairs = zip(*self._buffers, strict=True) if self._buffers else ((), ())
         return self._held != self._look() or not _are_equal(*pairs)
 
-    def _run_again(self, saved: list[_Saved]) -> object:
+    def _run_again(self) -> tuple[list[_Saved], object]:
         """Call the block with the random numbers of the first time, past its hooks."""
         devices = [device for device in self._random if device.type == "cuda"]
-        hooks = _see(saved)
+        saved: list[_Saved] = []
+        hooks = _see(saved, alone=True)
         try:
             with torch.random.fork_rng(devices):
                 _restore(self._random)
-                return self._module.forward(*self._args, **self._kwargs)
+                return saved, self._module.forward(*self._args, **self._kwargs)
         finally:
             hooks.close()
 
@@ -178,14 +221,17 @@ class WatchedCall:
         return sum(size_bytes for key, size_bytes in sizes.items() if key not in held)
 
 
-def _see(saved: list[_Saved]) -> SavedTensorHooks:
-    """Note what autograd saves in this thread, until the result is closed."""
+def _see(saved: list[_Saved], *, alone: bool = False) -> SavedTensorHooks:
+    """Note what autograd saves in this thread, until the result is closed.
+
+    Others see it too, unless it is `alone`.
+    """
 
     def note(tensor: torch.Tensor) -> None:
         saved.append((tensor.detach(), not may_leave(tensor) or is_lent(tensor)))
 
     hooks = SavedTensorHooks(note, lambda _: None)
-    hooks.push_before_others()
+    (hooks.push_alone if alone else hooks.push_before_others)()
     return hooks
 
 
@@ -247,6 +293,11 @@ def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
         (it.dtype, it.device, it.size(), it.stride(), it.storage_offset()) for it in (tensor, other)
     )
     return one == two and _have_equal_bits(tensor, other)
+
+
+def _are_all_alike(output: object, other: object) -> bool:
+    pairs = zip(tensors_in(output), tensors_in(other), strict=True)
+    return all(_are_alike(*pair) for pair in pairs)
 
 
 def _have_equal_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,0 +1,269 @@
+"""The program's own checkpoints, which are left out where a plan says so: no bit changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from repeated_blocks import (
+    LAYERS,
+    NAMES,
+    OTHERS,
+    REPEATABLE,
+    ROWS,
+    Attending,
+    Checkpointed,
+    Dropping,
+    InPlaceHead,
+    Layer,
+    Net,
+    managed,
+    run,
+    step,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from umem.streaming.activations import CopiedActivations
+
+Call = Callable[..., torch.Tensor]
+
+
+def around_the_block(layer: nn.Module, *args: Any, **options: Any) -> torch.Tensor:
+    y: torch.Tensor = checkpoint(layer, *args, use_reentrant=False, **options)
+    return y
+
+
+def around_its_call(layer: nn.Module, *args: Any, **options: Any) -> torch.Tensor:
+    y: torch.Tensor = checkpoint(partial(layer.__call__, **options), *args, use_reentrant=False)
+    return y
+
+
+def around_another_function(layer: nn.Module, *args: Any, **options: Any) -> torch.Tensor:
+    y: torch.Tensor = checkpoint(lambda *args: layer(*args, **options), *args, use_reentrant=False)
+    return y
+
+
+class Wrapped(Net):
+    """A model that calls its layers in checkpoints."""
+
+    def __init__(self, kind: type[Layer], call: Call) -> None:
+        super().__init__(kind)
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        options = {}
+        if isinstance(self.layers[0], Attending):
+            options["mask"] = torch.ones(ROWS, ROWS).tril().bool()
+        for number in self.order:
+            x = 0.9 * self.call(self.layers[number], x, **options)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class Within(Layer):
+    """A layer with the checkpoint in its call, as transformers has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+class DroppingWithin(Layer):
+    """Another one, whose checkpoint may not restore the random numbers."""
+
+    restores = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(super(DroppingWithin, self).forward(x), 0.3, self.training)
+
+        y: torch.Tensor = checkpoint(call, x, use_reentrant=False, preserve_rng_state=self.restores)
+        return y
+
+
+class Selective(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+        return y
+
+
+class Tally:
+    calls = 0
+
+
+TALLY = Tally()
+
+
+class Counted(nn.Module):
+    """Counts its calls where a proof does not look."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        TALLY.calls += 1
+        return x * 1.0
+
+
+def plan(activations: CopiedActivations) -> Callable[[int], None]:
+    """Watch the first step; then leave the checkpoints of all proved blocks out."""
+
+    def begin(number: int) -> None:
+        if number < 2:
+            proofs = activations.proofs if number else {}
+            chosen = [name for name, it in proofs.items() if it.checkpointed_bytes]
+            activations.set_plan({}, 1, is_measuring=number == 0, left_out=chosen)
+        activations.begin_step()
+
+    return begin
+
+
+def left_out(activations: CopiedActivations) -> set[str]:
+    return {name for name, it in activations.proofs.items() if it.checkpointed_bytes}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("call", [around_the_block, around_its_call])
+# A checkpoint's input may not change in place.
+@pytest.mark.parametrize("kind", [*REPEATABLE, *(it for it in OTHERS if it is not InPlaceHead)])
+def test_all_bits_are_stocks(kind: type[Layer], call: Call, autocast: bool) -> None:
+    stock = run(Wrapped(kind, call), lambda _: None, autocast=autocast)
+    model = Wrapped(kind, call)
+    activations = managed(model)
+    assert run(model, plan(activations), autocast=autocast) == stock
+    assert left_out(activations) == (set(NAMES) if kind in REPEATABLE else set())
+
+
+@pytest.mark.parametrize("kind", [Within, DroppingWithin, Checkpointed])
+def test_checkpoints_within_a_block(kind: type[Layer]) -> None:
+    stock = run(Net(kind), lambda _: None)
+    model = Net(kind)
+    activations = managed(model)
+    assert run(model, plan(activations)) == stock
+    assert left_out(activations) == set(NAMES)
+
+
+def test_other_functions_may_do_more() -> None:
+    stock = run(Wrapped(Dropping, around_another_function), lambda _: None)
+    model = Wrapped(Dropping, around_another_function)
+    activations = managed(model)
+    assert run(model, plan(activations)) == stock
+    assert not left_out(activations)
+
+
+def test_one_that_does_not_restore_random_numbers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DroppingWithin, "restores", False)
+    stock = run(Net(DroppingWithin), lambda _: None)
+    model = Net(DroppingWithin)
+    activations = managed(model)
+    assert run(model, plan(activations)) == stock
+    assert not left_out(activations)
+
+
+def test_selective_ones_stay() -> None:
+    stock = run(Net(Selective), lambda _: None)
+    model = Net(Selective)
+    activations = managed(model)
+    assert run(model, plan(activations)) == stock
+    assert not left_out(activations)
+
+
+@pytest.mark.parametrize("call", [around_the_block, None])
+def test_nothing_is_computed_again(call: Call | None) -> None:
+    model = Net(Within) if call is None else Wrapped(Layer, call)
+    for layer in model.layers:
+        layer.norm = Counted()
+    begin = plan(managed(model))
+    counts = []
+    for number in range(3):
+        begin(number)
+        TALLY.calls = 0
+        step(model, number)
+        counts.append(TALLY.calls)
+    assert counts[1:] == [LAYERS, LAYERS]
+
+
+def test_bytes_are_those_that_the_checkpoint_frees() -> None:
+    plain, around, within = Net(Layer), Wrapped(Layer, around_the_block), Net(Within)
+    found = []
+    for model in (plain, around, within):
+        activations = managed(model)
+        plan(activations)(0)
+        step(model, 0)
+        found.append({name: activations.proofs[name] for name in NAMES})
+    for name in NAMES:
+        freed_bytes = found[0][name].freed_bytes
+        assert freed_bytes > 0
+        assert found[1][name].freed_bytes == 0
+        assert found[1][name].checkpointed_bytes == freed_bytes
+        assert found[2][name].freed_bytes + found[2][name].checkpointed_bytes == freed_bytes
+
+
+def test_another_call_than_the_proved_one_keeps_its_checkpoint() -> None:
+    model, stock = Wrapped(Dropping, around_the_block), Wrapped(Dropping, around_the_block)
+    begin = plan(managed(model))
+
+    def both(number: int) -> None:
+        found = []
+        for it in (model, stock):
+            torch.manual_seed(number)
+            random.seed(number)
+            found.append(step(it, number))
+        assert found[0] == found[1]
+
+    for number in range(2):
+        begin(number)
+        both(number)
+    calls: list[object] = []
+    handles = [
+        it.layers[1].up.register_forward_hook(lambda *it: calls.append(it)) for it in (model, stock)
+    ]
+    both(2)
+    assert len(calls) == 4  # twice each
+    for handle in handles:
+        handle.remove()
+    model.layers[2].eval()
+    stock.layers[2].eval()
+    both(3)
+
+
+def test_a_call_that_fails_leaves_nothing_behind() -> None:
+    class Failing(Layer):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            if self.fails:
+                raise ValueError("no")
+            return y
+
+    model = Wrapped(Failing, around_the_block)
+    begin = plan(managed(model))
+    layer: Any = model.layers[2]
+    for number in range(3):
+        begin(number)
+        layer.fails = True
+        with pytest.raises(ValueError, match="no"):
+            step(model, number)
+        layer.fails = False
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        step(model, number)
+
+
+def test_copies_of_what_is_saved_without_a_checkpoint() -> None:
+    model, stock = Wrapped(Dropping, around_the_block), Wrapped(Dropping, around_the_block)
+    activations = managed(model)
+    begin = plan(activations)
+
+    def begin_and_copy(number: int) -> None:
+        begin(number)
+        if number == 1:
+            copied = dict.fromkeys(NAMES[:2])
+            activations.set_plan(copied, 1, is_measuring=False, left_out=NAMES)
+
+    assert run(model, begin_and_copy) == run(stock, lambda _: None)
+    assert activations.statistics.tensors_out > 2 * 2 * 3
