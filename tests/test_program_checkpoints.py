@@ -219,9 +219,10 @@ def test_another_call_than_the_proved_one_keeps_its_checkpoint() -> None:
         begin(number)
         both(number)
     calls: list[object] = []
-    handles = [
-        it.layers[1].up.register_forward_hook(lambda *it: calls.append(it)) for it in (model, stock)
-    ]
+    handles = []
+    for net in (model, stock):
+        layer: Any = net.layers[1]
+        handles.append(layer.up.register_forward_hook(lambda *seen: calls.append(seen)))
     both(2)
     assert len(calls) == 4  # twice each
     for handle in handles:

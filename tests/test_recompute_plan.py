@@ -16,6 +16,7 @@ from umem.streaming.plan import (
     plan_training,
     plan_with_recomputation,
     with_recomputed,
+    without_checkpoints,
 )
 
 MIB = 2**20
@@ -120,3 +121,51 @@ def test_the_most_memory_for_the_least_time_runs_again_first(machine: Hardware) 
     best = planned(slow, 1_800, machine)
     assert best.recomputed
     assert all(int(name.split()[1]) % 2 == 0 for name in best.recomputed)
+
+
+def in_checkpoints() -> list[StreamUnit]:
+    """Blocks as of :func:`blocks`, each in a checkpoint of the program, which keeps its input."""
+    most_bytes = WEIGHTS + SAVED
+    return blocks(
+        backward_s=3 * MS,
+        saved_bytes=10 * MIB,
+        forward_peak_bytes=most_bytes,
+        backward_peak_bytes=most_bytes,
+    )
+
+
+def planned_without(budget_mib: int, hardware: Hardware) -> TrainingPlan:
+    units = in_checkpoints()
+    plan = partial(plan_training, weights=None, budget_bytes=budget_mib * MIB, hardware=hardware)
+    return plan_with_recomputation(units, {}, hardware, plan, freed(units))
+
+
+def test_peaks_and_times_of_a_block_without_its_checkpoint() -> None:
+    units = in_checkpoints()
+    changed = without_checkpoints(units, freed(units), {"block 3", "block 15"})
+    own = int(0.9 * SAVED)
+    for number, (before, after) in enumerate(zip(units, changed, strict=True)):
+        is_chosen = number in (3, 15)
+        kept, mine = own * (number > 3), own * is_chosen
+        at_loss = own * (number == 15)
+        assert after.forward_peak_bytes == before.forward_peak_bytes + kept + mine
+        assert after.backward_peak_bytes == before.backward_peak_bytes + kept + at_loss
+        assert after.backward_s == pytest.approx(before.backward_s - is_chosen * before.forward_s)
+        assert after.saved_bytes == before.saved_bytes + mine
+
+
+def test_all_checkpoints_are_left_out_where_there_is_room(machine: Hardware) -> None:
+    best = planned_without(8_000, machine)
+    assert best.left_out == {unit.name for unit in in_checkpoints()}
+    assert best.step_s == pytest.approx(48 * MS, rel=0.05)
+
+
+def test_some_are_left_out_where_there_is_less(machine: Hardware) -> None:
+    best, every = planned_without(2_400, machine), planned_without(8_000, machine)
+    assert 0 < len(best.left_out) < len(every.left_out)
+    assert every.step_s < best.step_s < COUNT * 4 * MS
+    assert best.device_bytes <= 2_400 * MIB
+
+
+def test_none_is_left_out_without_room(machine: Hardware) -> None:
+    assert not planned_without(500, machine).left_out

@@ -27,6 +27,7 @@ from streamed_programs import (
     Adapters,
     Branches,
     Checkpointed,
+    CheckpointedGates,
     Net,
     NetWithFlat,
     Program,
@@ -82,6 +83,10 @@ def steps_are_streamed(run: Any) -> None:
 
 def blocks_run_again(run: Any) -> None:
     assert len(run.activations.proofs) > 2
+
+
+def checkpoints_are_left_out(run: Any) -> None:
+    assert sum(it.checkpointed_bytes > 0 for it in run.activations.proofs.values()) > 2
 
 
 def adapters_are_trained(run: Any) -> None:
@@ -148,6 +153,13 @@ ENGINES = {
     "recomputed": Engine({"recomputes": True}, (0.5,), blocks_run_again),
     "recomputed-with-weights-and-state": Engine(
         {"recomputes": True, "streams_weights": True}, check=blocks_run_again
+    ),
+    "checkpoints-left-out": Engine(
+        {"make_model": CheckpointedGates, "recomputes": True}, (0.5,), checkpoints_are_left_out
+    ),
+    "checkpoints-left-out-with-weights-and-state": Engine(
+        {"make_model": CheckpointedGates, "recomputes": True, "streams_weights": True},
+        check=checkpoints_are_left_out,
     ),
     "weights-of-four-bits": Engine(
         {"make_model": QLoRA, "make_optimizer": adamw_of_trained, "streams_weights": True},

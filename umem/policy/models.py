@@ -400,8 +400,8 @@ class Policy(_Record):
     variable UMEM_PLANNER overrides it."""
     recompute: Recompute = "auto"
     """Whether blocks may run forward again in the backward pass, in place of copies of what they
-    save: auto (where the plan is faster so, and a call has proved that it gives the same bits and
-    does nothing else), never."""
+    save, and the program's own checkpoints be left out where there is room: auto (where the plan is
+    faster so, and a call has proved that it gives the same bits and does nothing else), never."""
     share: tuple[ShareLibrary, ...] = Field(default=(), json_schema_extra={"uniqueItems": True})
     """Libraries whose arrays come from the same memory and count in the same statistics."""
     defaults: ClassRule = Field(default_factory=ClassRule)

@@ -1,5 +1,7 @@
 """A language model written by hand, stock or within a budget: ``recomputing.py MODE [STEPS]``.
 
+Its modes: ``dropout``, ``accumulated``, ``float32``, and ``checkpoints`` of its own.
+
 The last line is JSON: what its steps were, how long they took, and what the plan did.
 """
 
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import umem
 from umem.streaming.training import streamed_trainings
@@ -42,8 +45,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, *, checkpoints: bool) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
@@ -52,7 +56,7 @@ class Model(nn.Module):
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.words(words) + self.places.weight[: words.shape[1]]
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         y: torch.Tensor = self.head(self.norm(x))
         return y
 
@@ -60,7 +64,8 @@ class Model(nn.Module):
 def main(mode: str, steps: int) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
-    model = Model(dropout=0.1 if mode == "dropout" else 0.0).cuda()
+    has_dropout = mode in ("dropout", "checkpoints")
+    model = Model(0.1 if has_dropout else 0.0, checkpoints=mode == "checkpoints").cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     batches, rows = (2, ROWS // 2) if mode == "accumulated" else (1, ROWS)
     if mode == "float32":
@@ -93,6 +98,7 @@ def main(mode: str, steps: int) -> dict[str, Any]:
         "tuning": [
             {
                 "recomputed": it.recomputed_blocks,
+                "left_out": it.left_out_checkpoints,
                 "copied": it.copied_blocks,
                 "predicted_ms": 1e3 * (it.predicted_s or 0.0),
                 "late": it.activations.late_fetches,

@@ -8,7 +8,11 @@ from umem.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from umem.streaming.plan.lane_simulation import LaneKind, LaneReport, LaneTasks, simulate_lanes
-    from umem.streaming.plan.recomputation import plan_with_recomputation, with_recomputed
+    from umem.streaming.plan.recomputation import (
+        plan_with_recomputation,
+        with_recomputed,
+        without_checkpoints,
+    )
     from umem.streaming.plan.state_plan import (
         StreamPlan,
         StreamProblem,
@@ -50,13 +54,14 @@ __all__ = [
     "staged_bytes",
     "with_recomputed",
     "with_weights",
+    "without_checkpoints",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "lane_simulation": "LaneKind LaneReport LaneTasks simulate_lanes",
-        "recomputation": "plan_with_recomputation with_recomputed",
+        "recomputation": "plan_with_recomputation with_recomputed without_checkpoints",
         "state_plan": "StreamPlan StreamProblem least_slack_bytes plan_stream simulate_plan",
         "step_timing": "FIRST_SLOTS StreamUnit TemporarySlot largest_slot_bytes simulate_stream",
         "training_plan": "TrainingPlan plan_training with_weights",

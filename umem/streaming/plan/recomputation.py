@@ -1,7 +1,8 @@
-"""Chooses units that run forward again in the backward pass, where that is faster than copies.
+"""Chooses what runs forward again in the backward pass, where that makes the shortest step.
 
 What such a unit saves is free from the end of its forward pass to its backward pass, and no link
-carries it. It costs the unit's forward pass once more.
+carries it. It costs the unit's forward pass once more. So units run again in place of copies, and
+where there is room the program's own checkpoints are left out.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from types import MappingProxyType
 
 from umem.core.errors import PlanError
 from umem.hardware import Hardware
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.training_plan import TrainingPlan
 
-__all__ = ["plan_with_recomputation", "with_recomputed"]
+__all__ = ["plan_with_recomputation", "with_recomputed", "without_checkpoints"]
 
 _SHARES = (1.0, 0.5, 0.25, 0.75)
 """Numbers of units to try, as parts of those that may gain by running again."""
+
+_SHARES_LEFT_OUT = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
+"""Numbers of units whose checkpoints to leave out, as parts of all that have some."""
 
 _MOST_COPIES = 4
 """How often the link need not carry a byte that is free: out and back the activation itself, and in
@@ -27,6 +32,8 @@ and out the state that is on the device in its place."""
 
 _LEAST_GAIN = 0.03
 """Part of the step that has to be gained: predictions are not exact to less."""
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 _EQUAL = 0.005
 """Part of the step by which another number of units has to be faster."""
@@ -65,11 +72,44 @@ def with_recomputed(
     return tuple(found)
 
 
+def without_checkpoints(
+    units: Sequence[StreamUnit], saved_bytes: Mapping[str, int], names: Collection[str]
+) -> tuple[StreamUnit, ...]:
+    """Units of a step in which checkpoints of the program are left out.
+
+    Parameters
+    ----------
+    units
+        Those of a step with them, in forward order.
+    saved_bytes
+        By name, what a unit keeps more between its two passes without its checkpoint.
+    names
+        The units without.
+    """
+    more = [saved_bytes.get(unit.name, 0) if unit.name in names else 0 for unit in units]
+    before = [0, *accumulate(more)]
+    last = units[-1]
+    return tuple(
+        replace(
+            unit,
+            forward_peak_bytes=unit.forward_peak_bytes + kept_bytes + own_bytes,
+            # The second forward pass had its own on the device, but not yet at the loss.
+            backward_peak_bytes=unit.backward_peak_bytes
+            + kept_bytes
+            + (own_bytes if unit is last else 0),
+            backward_s=max(0.0, unit.backward_s - (unit.forward_s if own_bytes else 0.0)),
+            saved_bytes=unit.saved_bytes + own_bytes,
+        )
+        for unit, own_bytes, kept_bytes in zip(units, more, before, strict=False)
+    )
+
+
 def plan_with_recomputation(
     units: Sequence[StreamUnit],
     freed_bytes: Mapping[str, int],
     hardware: Hardware,
     plan: Callable[..., TrainingPlan],
+    checkpointed_bytes: Mapping[str, int] = _NOTHING,
 ) -> TrainingPlan:
     """Plan a training with the number of units that run again by which a step is shortest.
 
@@ -84,6 +124,8 @@ def plan_with_recomputation(
     plan
         Plans everything else for given units, as
         :func:`umem.streaming.plan.training_plan.plan_training`.
+    checkpointed_bytes
+        By name of each unit whose checkpoint may be left out, what is kept more of it then.
 
     Raises
     ------
@@ -92,7 +134,7 @@ def plan_with_recomputation(
     """
     best, refusal = _try(plan, units)
     if best is not None and best.lost_s <= _LEAST_GAIN * best.step_s:
-        return best
+        return _leave_out(units, checkpointed_bytes, plan, best)
     # Where nothing fits, what saves no time may make room.
     order = _useful(units, freed_bytes, None if best is None else hardware)
     names = _best_in_trials(units, freed_bytes, order, plan) if order else frozenset()
@@ -104,6 +146,30 @@ def plan_with_recomputation(
     if best is None:
         assert refusal is not None
         raise refusal
+    return best
+
+
+def _leave_out(
+    units: Sequence[StreamUnit],
+    saved_bytes: Mapping[str, int],
+    plan: Callable[..., TrainingPlan],
+    best: TrainingPlan,
+) -> TrainingPlan:
+    """The plan for as many units without their checkpoints as have room, or `best`."""
+    # What is saved last is needed first.
+    order = [unit.name for unit in reversed(units) if saved_bytes.get(unit.name) and unit.forward_s]
+    chosen, limit_s = frozenset[str](), (1.0 - _LEAST_GAIN) * best.step_s
+    for share in _SHARES_LEFT_OUT if order else ():
+        names = frozenset(order[: math.ceil(share * len(order))])
+        other, _ = _try(plan, without_checkpoints(units, saved_bytes, names), is_trial=True)
+        if other is not None and other.step_s < limit_s:
+            chosen, limit_s = names, (1.0 - _EQUAL) * other.step_s
+            if other.lost_s <= _EQUAL * other.step_s:
+                break
+    if chosen:
+        other, _ = _try(plan, without_checkpoints(units, saved_bytes, chosen))
+        if other is not None and other.step_s < (1.0 - _LEAST_GAIN) * best.step_s:
+            return replace(other, left_out=chosen)
     return best
 
 

@@ -60,6 +60,8 @@ class TrainingPlan:
     """Device memory at the fullest moment."""
     recomputed: frozenset[str] = frozenset()
     """Names of the units that run forward again in the backward pass."""
+    left_out: frozenset[str] = frozenset()
+    """Names of the units without the checkpoints that the program has there."""
 
     @property
     def step_s(self) -> float:

@@ -31,6 +31,8 @@ class NamedPlan:
     recomputed: Mapping[str, str | None]
     """Units that run forward again in the backward pass. Each with the unit before which its
     activations leave where it cannot."""
+    left_out: frozenset[str]
+    """Units whose checkpoints of the program are left out."""
     resident: frozenset[str]
     """Units whose state stays on the device."""
     slots: int
@@ -70,6 +72,7 @@ class NamedPlan:
                 for number, name in enumerate(order)
                 if name in whole.recomputed
             },
+            left_out=whole.left_out,
             resident=frozenset(order[n] for n in plan.resident),
             slots=plan.slots,
             stages_operands=plan.stages_operands,
@@ -93,6 +96,7 @@ class NamedPlan:
             },
             fetch_ahead=1,
             recomputed={},
+            left_out=frozenset(),
             resident=frozenset(),
             slots=FEWEST_SLOTS,
             stages_operands=False,

@@ -62,6 +62,8 @@ class Planning:
         """As in it; empty when activations are copied no more."""
         self.recomputed: Mapping[str, str | None] = {}
         """The same."""
+        self.left_out: frozenset[str] = frozenset()
+        """The same."""
         self.units: Sequence[StreamUnit] = []
         """Those of the plan."""
         self.plans = 0
@@ -112,8 +114,9 @@ class Planning:
         return self.plans < _MOST_PLANS
 
     def stop_copying(self) -> None:
-        """Copy activations no more, and run no block forward again."""
+        """Copy activations no more, run no block forward again, and leave no checkpoint out."""
         self.copied = self.recomputed = {}
+        self.left_out = frozenset()
 
     # ------------------------------------------------------------------ a plan
 
@@ -147,6 +150,7 @@ class Planning:
             self.stream, self.units = whole.stream, whole.units
             self.named = NamedPlan.of(whole, figures.batches)
         self.copied, self.recomputed = self.named.copied, self.named.recomputed
+        self.left_out = self.named.left_out
         self._place_weights(whole)
         if ending is not None:
             ending.set_plan(self.named)
@@ -175,13 +179,17 @@ class Planning:
         """A plan with the usual slack or, in a small budget, with less; or why none fits."""
         budget_bytes = self._room.budget_bytes
         freed_bytes = {name: proof.freed_bytes for name, proof in self._proofs.items()}
+        saved_bytes = {name: proof.checkpointed_bytes for name, proof in self._proofs.items()}
         errors = []
         for share in _SLACK_SHARES:
             slack_bytes = int(share * slack * least_slack_bytes(budget_bytes))
             room_bytes = budget_bytes - slack_bytes
             plan = partial(self._plan_training, figures=figures, budget_bytes=room_bytes)
             try:
-                return plan_with_recomputation(units, freed_bytes, self._hardware, plan), ""
+                whole = plan_with_recomputation(
+                    units, freed_bytes, self._hardware, plan, saved_bytes
+                )
+                return whole, ""
             except PlanError as error:
                 errors.append(str(error))
         return None, errors[0]
@@ -322,8 +330,9 @@ class Planning:
             peak_bytes += self._weights.device_bytes
         _LOG.info(
             "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s and %d "
-            "temporary ones, %d blocks computed twice, activations of %d (%s) and gradients of %d "
-            "(%s, and %s back) copied, %s of host memory, %.3f s a step predicted, %s of %s spare",
+            "temporary ones, %d blocks computed twice, checkpoints of %d left out, activations of "
+            "%d (%s) and gradients of %d (%s, and %s back) copied, %s of host memory, %.3f s a "
+            "step predicted, %s of %s spare",
             self.plans,
             sum(whole.units[number].state_bytes > 0 for number in plan.resident),
             sum(unit.state_bytes > 0 for unit in whole.units),
@@ -332,6 +341,7 @@ class Planning:
             format_bytes(plan.slot_bytes),
             len(plan.temporary),
             len(self.recomputed),
+            len(self.left_out),
             len(self.copied),
             format_bytes(self.copied_bytes),
             len(copied),

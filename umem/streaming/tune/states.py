@@ -85,6 +85,8 @@ class TuningStatus:
     copied_blocks: int
     recomputed_blocks: int
     """Blocks that run forward again in the backward pass."""
+    left_out_checkpoints: int
+    """Blocks without the checkpoints that the program has there."""
     copied_gradients_bytes: int
     """Gradients that the plan copies out in each step."""
     returning_gradients_bytes: int

@@ -280,6 +280,7 @@ class StreamTuner:
                 1 if named is None else named.fetch_ahead,
                 is_measuring=self.is_measuring,
                 recomputed=self._planning.recomputed,
+                left_out=self._planning.left_out,
             )
 
     def close(self) -> None:
@@ -366,6 +367,7 @@ class StreamTuner:
             copied_bytes=planning.copied_bytes,
             copied_blocks=len(planning.copied),
             recomputed_blocks=len(planning.recomputed),
+            left_out_checkpoints=len(planning.left_out),
             copied_gradients_bytes=planning.gradient_bytes(optimizers.copied_gradients),
             returning_gradients_bytes=planning.gradient_bytes(optimizers.returning_gradients),
             predicted_s=None if self.plan is None else self.plan.predicted.step_s,
