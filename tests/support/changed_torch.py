@@ -83,6 +83,9 @@ USES: dict[str, Callable[[], object]] = {
     "accelerator_graph_replay": lambda: any_torch.accelerator.Graph.replay(None),
     "accelerator_graph_capture_begin": lambda: any_torch.accelerator.Graph.capture_begin(None),
     "scripted_method": lambda: torch.jit.script(nn.Linear(4, 4)).forward(tensor()),
+    "program_checkpoints": lambda: any_torch.utils.checkpoint.checkpoint(
+        nn.Linear(4, 4), tensor(), use_reentrant=False
+    ),
     "run_backward": lambda: torch.ones(2, requires_grad=True).sum().backward(),
     "run_backward_of_graph": lambda: any_torch.autograd.graph._engine_run_backward(
         (torch.ones(2, requires_grad=True).sum(),)
@@ -305,6 +308,7 @@ def main() -> None:
     if torch.distributed.is_available():
         importlib.import_module(FSDP)
     torch.cuda.is_available()  # keeps what it finds
+    isinstance(None, torch.Generator)  # likewise
     Program(None).run(lambda _: None)
     before = {key: runs_replacement(key) for key in USES}
     looks = Looks()
@@ -321,6 +325,7 @@ def main() -> None:
         {},
         {"streams_weights": True},
         {"in_backward": True, "clips": False},
+        {"recomputes": True},
     ]
     for options in streamed:
         Program(LazyLanes, **options).run(looks.look)
