@@ -79,7 +79,7 @@ def with_budget(policy: ResolvedPolicy, budget_mib: int) -> ResolvedPolicy:
 def step_of(make_trace: MakeTrace) -> StepOf:
     """Builds a step of layers, forward 1 ms and backward 2 ms each, with clipping of 3 ms."""
 
-    def build(batches: int = 1, inner_mib: int = 0) -> Trace:
+    def build(batches: int = 1, inner_mib: int = 0, *, checkpoints: bool = False) -> Trace:
         tensors: dict[str, tuple[int, str, bool]] = {}
         phases: list[tuple[str, float, list[str], list[str]]] = []
         for layer in range(LAYERS):
@@ -94,14 +94,17 @@ def step_of(make_trace: MakeTrace) -> StepOf:
                 name = f"model.layers.{layer}.linear"
                 reads = [f"{name}.weight", *([f"out {batch} {layer - 1}"] if layer else [])]
                 made = [f"out {batch} {layer}"]
-                if inner_mib:
-                    made.append(f"inner {batch} {layer}")
-                    tensors[made[1]] = (inner_mib * MIB, "activations", False)
+                inner = [f"inner {batch} {layer}"] if inner_mib else []
+                tensors |= dict.fromkeys(inner, (inner_mib * MIB, "activations", False))
+                made += [] if checkpoints else inner
                 phases.append((f"forward {name}: mm", 1e-3, reads, made))
             for layer in reversed(range(LAYERS)):
                 name = f"model.layers.{layer}.linear"
                 reads = [f"{name}.weight", f"out {batch} {layer}"]
-                reads += [f"inner {batch} {layer}"] if inner_mib else []
+                inner = [f"inner {batch} {layer}"] if inner_mib else []
+                if checkpoints:
+                    phases.append((f"recompute {name}: mm", 1e-3, list(reads), inner))
+                reads += inner
                 phases.append((f"backward {name}: mm", 2e-3, reads, [f"{name}.weight.grad"]))
         gradients = [f"model.layers.{layer}.linear.weight.grad" for layer in range(LAYERS)]
         phases.append(("aten.norm", 3e-3, gradients, []))
@@ -530,3 +533,20 @@ def test_layers_run_again_where_what_they_save_takes_longer_to_copy(
     assert not copied.training.recomputed
     assert again.plan.predicted.step_s < 0.9 * copied.plan.predicted.step_s
     assert stream_row(again)["recomputed"] == sorted(again.training.recomputed)
+
+
+def test_checkpoints_are_left_out_where_there_is_room(
+    step_of: StepOf, machine: Hardware, policy: ResolvedPolicy
+) -> None:
+    trace = step_of(inner_mib=400, checkpoints=True)
+    step = streamed_step(trace, policy, STATE * MIB)
+    assert step.checkpointed_bytes == {unit.name: 400 * MIB for unit in step.units}
+    large = with_budget(policy, 20_000)
+    found = predict_stream(trace, machine, large)
+    assert found.training.left_out == {unit.name for unit in step.units}
+    assert stream_row(found)["left_out"] == sorted(found.training.left_out)
+    never = predict_stream(trace, machine, replace(large, recomputes=False))
+    assert not never.training.left_out
+    # 1 ms of each layer.
+    saved_s = never.plan.predicted.step_s - found.plan.predicted.step_s
+    assert saved_s == pytest.approx(LAYERS * 1e-3, rel=0.05)

@@ -164,6 +164,7 @@ def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
     resident = sum(number in plan.resident for number in with_state)
     temporary = f" and {len(plan.temporary)} temporary ones" if plan.temporary else ""
     twice = f", {len(training.recomputed)} computed twice" if training.recomputed else ""
+    twice += f", checkpoints of {len(training.left_out)} left out" if training.left_out else ""
     speed = f", {prediction.model_flops_per_s / 1e12:.0f} model TFLOP/s" if step.model_flops else ""
     console.print(
         f"[bold]{plain(prediction.workload)}[/bold] on {plain(prediction.hardware)}, "

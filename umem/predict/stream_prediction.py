@@ -88,6 +88,8 @@ class StreamedStep:
     freed_bytes: Mapping[str, int] = field(default_factory=dict)
     """By name of each layer that may run forward again in the backward pass, what need not be kept
     of it then. That it does the same again is assumed: a training proves it."""
+    checkpointed_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What each unit keeps more where the program's checkpoint of it is left out, by name."""
 
     @property
     def passes_s(self) -> float:
@@ -201,7 +203,8 @@ def predict_stream(
         state_share=policy.rules[TensorClass.OPTIMIZER_STATE.number].fraction,
     )
     freed_bytes = step.freed_bytes if policy.recomputes else {}
-    training = plan_with_recomputation(step.units, freed_bytes, hardware, plan)
+    checkpointed_bytes = step.checkpointed_bytes if policy.recomputes else {}
+    training = plan_with_recomputation(step.units, freed_bytes, hardware, plan, checkpointed_bytes)
     made = StreamPrediction(
         trace.name, hardware.name, policy.name, budget_bytes, in_backward, step, training
     )
@@ -245,6 +248,7 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
         "copied": sorted(plan.copied),
         "fetch_ahead": plan.fetch_ahead,
         "recomputed": sorted(training.recomputed),
+        "left_out": sorted(training.left_out),
         "copied_gradients": sorted(plan.copied_gradients),
         "returning_gradients": sorted(plan.returning_gradients),
         "weights_resident_bytes": step.weight_bytes - prediction.weight_homes_bytes,
@@ -293,6 +297,8 @@ def streamed_step(
     state_bytes = np.array([sum(sizes) for sizes in pieces], np.int64)
     gradient_bytes = _sums(tensor_unit[is_gradient], trace.tensor_bytes[is_gradient], count)
     saved_bytes, freed_bytes = _saved_bytes(trace, policy, unit, kind, starts, ends, count)
+    is_recomputed = np.array([name.startswith("recompute") for name in trace.phase_names])
+    checkpointed = _checkpointed_bytes(trace, policy, unit, is_recomputed, starts, ends, count)
 
     in_pass = [kind == each for each in (_FORWARD, _BACKWARD)]
     forward_s, backward_s = (
@@ -306,7 +312,6 @@ def streamed_step(
     is_first = (kind == _FORWARD) & (np.arange(len(kind)) < ends[0])
     live[is_first] += held[unit[is_first]]
     forward_peak, backward_peak = (_most(unit[it], live[it], count) for it in in_pass)
-    is_recomputed = np.array([name.startswith("recompute") for name in trace.phase_names])
     is_step = (kind == _STEP) | ((kind == _BETWEEN) & (np.arange(len(kind)) >= ends[-1]))
     step_peak_bytes = int(live[is_step].max(initial=0))
     return StreamedStep(
@@ -336,6 +341,7 @@ def streamed_step(
             for name, number in order.items()
             if _LAYER.match(name) and number not in unit[is_recomputed]
         },
+        checkpointed_bytes={name: int(checkpointed[number]) for name, number in order.items()},
     )
 
 
@@ -540,6 +546,30 @@ def _saved_bytes(
         is_own = unit[trace.first_phase[saved]] == user
         own = np.maximum(own, _sums(user[is_own], trace.tensor_bytes[saved[is_own]], count))
     return most, own
+
+
+def _checkpointed_bytes(
+    trace: Trace,
+    policy: ResolvedPolicy,
+    unit: _Numbers,
+    is_recomputed: _Flags,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    count: int,
+) -> _Numbers:
+    """Activations that a checkpoint of each unit makes again for its backward pass, int64[N].
+
+    The most of any batch.
+    """
+    most = np.zeros(count, np.int64)
+    first = trace.first_phase
+    _, last_use = first_and_last_use(trace)
+    is_again = _of_class(trace, policy, TensorClass.ACTIVATIONS) & ~trace.persistent
+    is_again &= is_recomputed[first] & ~is_recomputed[last_use] & (unit[first] == unit[last_use])
+    for start, end in zip(starts, ends, strict=True):
+        again = np.flatnonzero(is_again & (first >= start) & (first < end))
+        most = np.maximum(most, _sums(unit[first[again]], trace.tensor_bytes[again], count))
+    return most
 
 
 def _updates(
