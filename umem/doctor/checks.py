@@ -301,6 +301,8 @@ def _device(device: Capabilities) -> Iterator[Check]:
     gpu = f"GPU {device.device_index}"
     free = "" if device.free_bytes is None else f", {format_bytes(device.free_bytes)} free"
     kind = ", coherent with its CPU" if device.is_coherent else ""
+    if device.integrated:
+        kind = ", in one pool with its CPU's"
     yield _ok(
         gpu,
         f"{device.device_name}, compute capability {dotted(device.compute_capability)}, "
@@ -354,7 +356,7 @@ def _limits(environment: Environment) -> Iterator[Check]:
         yield _host_limit(host.memory.limit)
         share = share_of(host.memory, environment.variables, 1 + host.processes)
         yield _host_share(share)
-        yield _page_locked(share)
+        yield from _page_locked(share, environment)
     yield from _nodes_of_pinned(environment)
     why = "DataLoader workers hand batches over it"
     if host.shm_bytes is None:
@@ -410,7 +412,21 @@ def _host_limit(limit: MemoryLimit | None) -> Check:
     )
 
 
-def _page_locked(share: HostShare) -> Check:
+def _page_locked(share: HostShare, environment: Environment) -> Iterator[Check]:
+    pools = [device for device in environment.devices or () if device.integrated]
+    if pools:
+        why = "the GPU's memory is the host's: a copy between them would gain nothing"
+        yield _info("page-locked memory", "none", why)
+        limit = environment.host.memory and environment.host.memory.limit
+        if limit:
+            yield _warn(
+                "control group and GPU memory",
+                f"{format_bytes(limit.limit_bytes)} by {limit.path}",
+                "the kernel does not count GPU memory in a group, so that the limit does not bound "
+                "it; umem's budget does",
+                "export UMEM_DEVICE_BUDGET=SIZE for less than the budget above",
+            )
+        return
     limit_bytes = int(PINNED_SHARE * share.share_bytes)
     why = f"{100 * PINNED_SHARE:.0f} % of {format_bytes(share.share_bytes)}, its share"
     if share.ranks > 1 and not share.source:
@@ -422,7 +438,7 @@ def _page_locked(share: HostShare) -> Check:
             f"by {share.ranks}"
         )
     limit = f"at most {format_bytes(limit_bytes)} for a process"
-    return _info("page-locked memory", limit, why)
+    yield _info("page-locked memory", limit, why)
 
 
 def _host_share(share: HostShare) -> Check:
@@ -441,8 +457,15 @@ def _host_memory(environment: Environment) -> Check:
     if host.other_nodes_bytes:
         other = format_bytes(host.other_nodes_bytes)
         value += f", without {other} on NUMA nodes of GPUs or closed to this process"
-    # On a coherent machine the GPU's own memory is part of the host's: nothing to compare.
-    cards = [device.total_bytes for device in environment.devices or () if not device.is_coherent]
+    # On a coherent machine, and in one pool, the GPU's own memory is part of the host's: nothing to
+    # compare.
+    cards = [
+        device.total_bytes
+        for device in environment.devices or ()
+        if not device.is_coherent and not device.integrated
+    ]
+    if any(device.integrated for device in environment.devices or ()):
+        value += ", the GPU's memory included: they share one pool"
     largest_bytes = max(cards, default=0)
     if host.available_bytes >= largest_bytes:
         return _ok(name, value)
@@ -478,7 +501,7 @@ _UMEM_VARIABLES = (
     "UMEM_POISON",
 )
 
-_ANY_MACHINE = "h200-pcie"
+_ANY_MACHINE = "h200"
 """Percentages are checked against a card's memory; without a card, against that of this profile."""
 
 _WITHOUT_EFFECT = "torch's own allocator reads it; under the swap it has no effect"
