@@ -197,9 +197,7 @@ def _enable(policy: Policy) -> Runtime:
     of_device = managed_bytes_of_device(by_device, capabilities)
     share = host_share()
     has_one_pool = any(it.integrated for it in capabilities)
-    caps = host_caps(
-        resolved, share, has_managed_cap=any(of_device), has_one_pool=has_one_pool
-    )
+    caps = host_caps(resolved, share, has_managed_cap=any(of_device), has_one_pool=has_one_pool)
     config = native_config(
         replace(resolved, managed_limit_bytes=caps.managed_bytes), caps.pinned_bytes, of_device
     )

@@ -148,13 +148,13 @@ def _simulate_streamed(
             ]
     if as_json:
         rows = [stream_row(prediction) for prediction in predictions]
-        output.print_json({"results": rows, "rates": machine.rates})
+        output.print_json({"results": rows, "rates": hardware.rates})
         return
     console = output.make_console()
     for prediction in predictions:
         _print_streamed(console, prediction)
         console.print()
-    console.print(options.rates_of(plain(machine.name), machine.rates), style="dim")
+    console.print(options.rates_of(plain(hardware.name), hardware.rates), style="dim")
 
 
 def _print_streamed(console: Console, prediction: StreamPrediction) -> None:

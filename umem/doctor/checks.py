@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from umem.core.errors import PolicyError
+from umem.core.errors import HardwareError, PolicyError
 from umem.core.install import install_command
 from umem.core.log import parse_log_level
 from umem.core.units import format_bytes, parse_bytes
@@ -18,7 +18,7 @@ from umem.hardware import load_hardware
 from umem.hardware.capabilities import Capabilities
 from umem.hardware.host_memory import PINNED_SHARE, MemoryLimit
 from umem.hardware.host_share import HostShare, share_of
-from umem.hardware.load import describe_machine
+from umem.hardware.load import MEASURE, describe_machine
 from umem.policy import load_policy, poisons, resolve, without
 from umem.torch_compat import NEWEST, OLDEST, Need
 
@@ -337,6 +337,20 @@ def _device(device: Capabilities) -> Iterator[Check]:
     if device.host_numa_node is not None:
         link += f", nearest CPUs on node {device.host_numa_node}"
     yield _info(f"{gpu} link", link)
+    yield _rates(f"{gpu} rates", device)
+
+
+def _rates(name: str, device: Capabilities) -> Check:
+    """What predictions for the device rest on."""
+    try:
+        machine = describe_machine(device, None)
+    except HardwareError as error:
+        remedy = f"correct the file, or measure again: {MEASURE}"
+        return _fail(name, "this machine's profile cannot be read", str(error), remedy)
+    if machine.rates == "unknown":
+        why = "no profile has this device: umem fit and predictions give no seconds for it"
+        return _warn(name, machine.rates, why, f"{MEASURE} (two minutes)")
+    return _info(name, machine.rates, machine.description)
 
 
 # Memory and limits.
@@ -379,7 +393,7 @@ def _device_budgets(environment: Environment) -> Iterator[Check]:
                 environment.variables,
                 free_bytes=device.free_bytes,
             )
-        except PolicyError:  # the variable's own check says why
+        except (HardwareError, PolicyError):  # a check of its own says why
             return
         budget = resolved.device_budget_bytes
         value = "none" if budget is None else format_bytes(budget)
@@ -550,4 +564,6 @@ def _umem_variable(name: str, value: str, environment: Environment) -> Check:
             resolve(load_policy("managed"), machine, {name: value})
     except PolicyError as error:
         return _fail(name, value, str(error), f"correct it, or unset {name}")
+    except HardwareError:  # the profile's own check says why
+        pass
     return _ok(name, value)

@@ -49,15 +49,15 @@ _HOPPER = (67, 495, 989, 989, 1979)
 _GRACE_BLACKWELL = (80, 1250, 2500, 2500, 5000)
 
 CARDS: Mapping[str, Card] = {
-    "a100-40-pcie": Card("NVIDIA A100 40 GB, PCIe 4 x16, x86 host", r"NVIDIA A100-PCIE-40GB",
+    "a100-40-pcie": Card("NVIDIA A100 40 GB, PCIe 4 x16", r"NVIDIA A100-PCIE-40GB",
         "39.39 GiB", _A100, 1.555, "PCIe 4 x16", "hbm", _DATA_CENTER + "a100/"),
-    "a100-40-sxm": Card("NVIDIA A100 40 GB SXM, PCIe 4 x16, x86 host", r"NVIDIA A100-SXM4-40GB",
+    "a100-40-sxm": Card("NVIDIA A100 40 GB SXM, PCIe 4 x16", r"NVIDIA A100-SXM4-40GB",
         "39.39 GiB", _A100, 1.555, "PCIe 4 x16", "hbm", _DATA_CENTER + "a100/"),
-    "a100-80-pcie": Card("NVIDIA A100 80 GB, PCIe 4 x16, x86 host", r"NVIDIA A100 80GB PCIe",
+    "a100-80-pcie": Card("NVIDIA A100 80 GB, PCIe 4 x16", r"NVIDIA A100 80GB PCIe",
         "79.15 GiB", _A100, 1.935, "PCIe 4 x16", "hbm", _DATA_CENTER + "a100/"),
-    "a100-80-sxm": Card("NVIDIA A100 80 GB SXM, PCIe 4 x16, x86 host", r"NVIDIA A100-SXM4-80GB",
+    "a100-80-sxm": Card("NVIDIA A100 80 GB SXM, PCIe 4 x16", r"NVIDIA A100-SXM4-80GB",
         "79.15 GiB", _A100, 2.039, "PCIe 4 x16", "hbm", _DATA_CENTER + "a100/"),
-    "b200": Card("NVIDIA B200, PCIe 5 x16, x86 host", r"NVIDIA B200",
+    "b200": Card("NVIDIA B200, PCIe 5 x16", r"NVIDIA B200",
         "178.36 GiB", (75, 1100, 2250, 2250, 4500), 7.7, "PCIe 5 x16", "hbm",
         _DATA_CENTER + "hgx/"),
     "gb10": Card("NVIDIA GB10 (DGX Spark), one pool of 128 GB LPDDR5X", r"NVIDIA GB10",
@@ -78,43 +78,43 @@ CARDS: Mapping[str, Card] = {
     "gh200-quad": Card("NVIDIA GH200, one of four in a node, 96 GB HBM3, 128 GB LPDDR5X each",
         r"NVIDIA GH200 120GB", "94.5 GiB", _HOPPER, 4, "NVLink-C2C", "hbm",
         _DATA_CENTER + "grace-hopper-superchip/"),
-    "h100-nvl": Card("NVIDIA H100 NVL 94 GB, PCIe 5 x16, x86 host", r"NVIDIA H100 NVL",
+    "h100-nvl": Card("NVIDIA H100 NVL 94 GB, PCIe 5 x16", r"NVIDIA H100 NVL",
         "93.1 GiB", (60, 417.5, 835.5, 835.5, 1670.5), 3.9, "PCIe 5 x16", "hbm",
         _DATA_CENTER + "h100/"),
-    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB HBM2e, PCIe 5 x16, x86 host", r"NVIDIA H100 PCIe",
+    "h100-pcie": Card("NVIDIA H100 PCIe 80 GB HBM2e, PCIe 5 x16", r"NVIDIA H100 PCIe",
         "79.1 GiB", (51, 378, 756, 756, 1513), 2, "PCIe 5 x16", "hbm", _DATA_CENTER + "h100/"),
-    "h100-sxm": Card("NVIDIA H100 SXM 80 GB HBM3, PCIe 5 x16, x86 host",
+    "h100-sxm": Card("NVIDIA H100 SXM 80 GB HBM3, PCIe 5 x16",
         r"NVIDIA H100 80GB HBM3", "79.2 GiB", _HOPPER, 3.35, "PCIe 5 x16", "hbm",
         _DATA_CENTER + "h100/"),
-    "h200": Card("NVIDIA H200, PCIe 5 x16, x86 host", r"NVIDIA H200",
+    "h200": Card("NVIDIA H200, PCIe 5 x16", r"NVIDIA H200",
         "150109880320", _HOPPER, 4.8, "PCIe 5 x16", "hbm", _DATA_CENTER + "h200/"),
     "jetson-thor": Card("NVIDIA Jetson AGX Thor, one pool of 128 GB LPDDR5X", r"NVIDIA Thor",
         "128 GB", (8.06, 129, 258.5, 258.5, 517), 0.273, "one pool", "lpddr",
         "https://developer.nvidia.com/blog/"
         "introducing-nvidia-jetson-thor-the-ultimate-platform-for-physical-ai/"),
-    "l4": Card("NVIDIA L4, PCIe 4 x16, x86 host", r"NVIDIA L4",
+    "l4": Card("NVIDIA L4, PCIe 4 x16", r"NVIDIA L4",
         "22.03 GiB", (30.3, 60, 121, 121, 242.5), 0.3, "PCIe 4 x16", "gddr",
         _DATA_CENTER + "l4/"),
-    "l40s": Card("NVIDIA L40S, PCIe 4 x16, x86 host", r"NVIDIA L40S",
+    "l40s": Card("NVIDIA L40S, PCIe 4 x16", r"NVIDIA L40S",
         "44.4 GiB", (91.6, 183, 362, 362, 733), 0.864, "PCIe 4 x16", "gddr",
         _DATA_CENTER + "l40s/"),
-    "rtx-3090": Card("NVIDIA GeForce RTX 3090, PCIe 4 x16, x86 host", r"NVIDIA GeForce RTX 3090",
+    "rtx-3090": Card("NVIDIA GeForce RTX 3090, PCIe 4 x16", r"NVIDIA GeForce RTX 3090",
         "23.69 GiB", (35.6, 35.6, 71, 71, 0), 0.936, "PCIe 4 x16", "geforce",
         "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"),
-    "rtx-4090": Card("NVIDIA GeForce RTX 4090, PCIe 4 x16, x86 host", r"NVIDIA GeForce RTX 4090",
+    "rtx-4090": Card("NVIDIA GeForce RTX 4090, PCIe 4 x16", r"NVIDIA GeForce RTX 4090",
         "23.64 GiB", (82.6, 82.6, 165.2, 165.2, 330.3), 1.008, "PCIe 4 x16", "geforce",
         _WHITE_PAPERS + "ada/nvidia-ada-gpu-architecture.pdf"),
-    "rtx-5090": Card("NVIDIA GeForce RTX 5090, PCIe 5 x16, x86 host", r"NVIDIA GeForce RTX 5090",
+    "rtx-5090": Card("NVIDIA GeForce RTX 5090, PCIe 5 x16", r"NVIDIA GeForce RTX 5090",
         "31.36 GiB", (104.8, 104.8, 209.5, 209.5, 419), 1.792, "PCIe 5 x16", "geforce",
         _WHITE_PAPERS + "blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"),
-    "rtx-a6000": Card("NVIDIA RTX A6000, PCIe 4 x16, x86 host", r"NVIDIA RTX A6000",
+    "rtx-a6000": Card("NVIDIA RTX A6000, PCIe 4 x16", r"NVIDIA RTX A6000",
         "47.53 GiB", (38.7, 77.4, 154.8, 154.8, 0), 0.768, "PCIe 4 x16", "gddr",
         _NVIDIA + "design-visualization/rtx-a6000/"),
-    "rtx-pro-6000": Card("NVIDIA RTX PRO 6000 Blackwell at 600 W, PCIe 5 x16, x86 host",
+    "rtx-pro-6000": Card("NVIDIA RTX PRO 6000 Blackwell at 600 W, PCIe 5 x16",
         r"NVIDIA RTX PRO 6000 Blackwell (Workstation|Server) Edition",
         "94.97 GiB", (126, 251.9, 503.8, 503.8, 1007.6), 1.792, "PCIe 5 x16", "gddr",
         _NVIDIA + "products/workstations/professional-desktop-gpus/rtx-pro-6000/"),
-    "t4": Card("NVIDIA T4, PCIe 3 x16, x86 host", r"(NVIDIA )?Tesla T4",
+    "t4": Card("NVIDIA T4, PCIe 3 x16", r"(NVIDIA )?Tesla T4",
         "14.74 GiB", (8.1, 0, 65, 0, 0), 0.32, "PCIe 3 x16", "gddr", _DATA_CENTER + "tesla-t4/"),
 }  # fmt: skip
 """By name, sorted."""
@@ -228,8 +228,8 @@ _EVERYWHERE: _Figures = {
     ),
     "fault_service_s": (
         "13.33 us",
-        f"derived. {_ON_H200}: GPU faults on host pages bring in 5 to 12 GB/s; the geometric middle "
-        "is 7.75 GB/s. A batch is 256 // 17 = 15 blocks, 255 faults, 31457280 B. "
+        f"derived. {_ON_H200}: GPU faults on host pages bring in 5 to 12 GB/s; the geometric "
+        "middle is 7.75 GB/s. A batch is 256 // 17 = 15 blocks, 255 faults, 31457280 B. "
         "It takes 31457280 B / 7.75 GB/s = 4061 us. The link needs 31457280 B / 51 GB/s = 617 us "
         "of it and the batch 45 us, which leaves (4061 - 617 - 45) us / 255 = 13.33 us for each "
         "fault. The driver's work is taken to be the same on every card",
@@ -661,5 +661,5 @@ _G10 = {
     ),
     "extends": "a100-40-pcie",
 }
-"""The machine of published results, which is no card: it is loaded by its name, and never listed."""
+"""The machine of published results, which is no card: loaded by its name, and never listed."""
 del _G10["flops_per_s"]

@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from umem.core.errors import HardwareError, UmemError
@@ -114,12 +114,15 @@ def detect_hardware(device: int = 0) -> Hardware:
     return describe_machine(found, None if host is None else host.total_bytes)
 
 
-def describe_machine(machine: Capabilities, host_bytes: int | None) -> Hardware:
+def describe_machine(
+    machine: Capabilities, host_bytes: int | None, *, measured: bool = True
+) -> Hardware:
     """Describe a machine by its capabilities and, where it is known, its host memory.
 
-    Figures that are neither detected nor of the same device are marked as assumptions.
+    Figures that are neither detected nor of the same device are marked as assumptions. Without
+    `measured`, what ``umem hardware measure`` found counts for nothing.
     """
-    profile, about = _profile_of(machine)
+    profile, about = _profile_of(machine, measured)
     sources = dict(profile.sources)
     values: dict[str, Any] = {
         "device_bytes": machine.total_bytes,
@@ -142,13 +145,13 @@ def describe_machine(machine: Capabilities, host_bytes: int | None) -> Hardware:
     )
 
 
-def _profile_of(machine: Capabilities) -> tuple[Hardware, str]:
+def _profile_of(machine: Capabilities, measured: bool) -> tuple[Hardware, str]:
     """Figures for a machine, and where they come from."""
     path = measured_profile(machine.device_name)
-    if os.path.isfile(path):
-        measured = load_profile(path)
-        if _has_memory(machine, measured.device_bytes):
-            return measured, f"figures that were not detected were measured here ({path})"
+    if measured and os.path.isfile(path):
+        found = load_profile(path)
+        if _has_memory(machine, found.device_bytes):
+            return found, f"figures that were not detected were measured here ({path})"
     name = nearest_card(machine)
     profile = _on_link(load_profile(name), machine)
     if _is_card(machine, name):
@@ -171,8 +174,7 @@ def measured_profile(device_name: str) -> Path:
 
 
 def nearest_card(machine: Capabilities) -> str:
-    """Name of the device's own profile, or else of one with the same kind of link and most nearly
-    as much memory."""
+    """Name of the device's own profile, or of the one with such a link and nearest memory."""
     links = ("PCIe",)
     if machine.integrated:
         links = ("one pool",)

@@ -103,7 +103,8 @@ class _Profile(BaseModel, extra="forbid", defer_build=True):
             ("mapped_write_bytes_per_s", "mapped_bytes_per_s"),
         )
         conflicts = []
-        if getattr(self, "one_pool").value and getattr(self, "host_bytes").value:
+        figures: Any = self
+        if figures.one_pool.value and figures.host_bytes.value:
             message = "device_bytes counts the one pool: give 0 B"
             conflicts.append((("host_bytes", "value"), message))
         for low, high in pairs:
@@ -155,8 +156,8 @@ _AMD = re.compile(r"(amd|radeon|rocm|strix|mi[23]\d\d|gfx\d).*", re.IGNORECASE)
 def _own(name: str) -> Mapping[str, Any] | None:
     if _AMD.fullmatch(name):
         raise HardwareError(
-            f"{name[:_MAX_NAME]}: umem needs CUDA, which AMD's GPUs do not run: choose the profile of "
-            "an NVIDIA GPU (`umem hardware list`)"
+            f"{name[:_MAX_NAME]}: umem needs CUDA, which AMD's GPUs do not run: choose the profile "
+            "of an NVIDIA GPU (`umem hardware list`)"
         )
     return card_profile(FORMER_NAMES.get(name, name))
 

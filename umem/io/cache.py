@@ -1,4 +1,4 @@
-"""The user's folders: the cache, with private files that can be made again, and the configuration."""
+"""The user's folders: a cache of private files that can be made again, and the configuration."""
 
 from __future__ import annotations
 

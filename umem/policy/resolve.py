@@ -122,10 +122,10 @@ def resolve(
 
     Rules of kind auto become what is fastest by the machine's figures. Percentages refer to the
     device's memory. Where CPU and GPU share one memory, every class stays where it is, and the
-    budget leaves the system its part. ``UMEM_MANAGED_LIMIT`` (bytes) can lower ``limits.managed_bytes``: the smaller
-    of the two holds. ``UMEM_DEVICE_BUDGET`` (bytes or a percentage) overrides ``device_budget``. A
-    budget above the device's memory becomes the device's memory. ``UMEM_PLANNER`` overrides
-    ``planner``, which is none where no class has pages to plan.
+    budget leaves the system its part. ``UMEM_MANAGED_LIMIT`` (bytes) can lower
+    ``limits.managed_bytes``: the smaller of the two holds. ``UMEM_DEVICE_BUDGET`` (bytes or a
+    percentage) overrides ``device_budget``. A budget above the device's memory becomes the device's
+    memory. ``UMEM_PLANNER`` overrides ``planner``, which is none where no class has pages to plan.
 
     Parameters
     ----------
