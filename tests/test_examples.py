@@ -312,7 +312,7 @@ def test_no_steps_is_an_error() -> None:
 
 # The demo.
 
-HARDWARE = replace(load_hardware("h200-pcie"), device_bytes=8 << 30)
+HARDWARE = replace(load_hardware("h200"), device_bytes=8 << 30)
 
 
 @pytest.fixture(scope="module")

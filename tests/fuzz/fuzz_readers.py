@@ -104,7 +104,7 @@ def _refusal(read: Callable[[Path], object], path: Path) -> str | None:
 
 @cache
 def _machine() -> Hardware:
-    return load_hardware("h100-pcie")
+    return load_hardware("h100-sxm")
 
 
 @cache
@@ -228,7 +228,7 @@ def _hardware_document() -> dict[str, Any]:
     from umem.io import yaml_files
 
     folder = Path(yaml_files.__file__).parents[2] / "policies" / "hardware"
-    loaded: dict[str, Any] = yaml.safe_load((folder / "h100-pcie.yaml").read_text(encoding="utf-8"))
+    loaded: dict[str, Any] = yaml.safe_load((folder / "h100-sxm.yaml").read_text(encoding="utf-8"))
     return loaded
 
 

@@ -305,8 +305,8 @@ def _print_one(
     console.print(_advice(question, answer, budget, target), soft_wrap=True)
     if answer.rates == "unknown":
         console.print(
-            f"No seconds: no profile has the rates of {plain(answer.hardware)}. `{MEASURE}` "
-            "measures them in two minutes."
+            f"No seconds: no profile has the rates of {plain(answer.hardware)}.\n"
+            f"To measure them, in two minutes: {MEASURE}"
         )
         return
     console.print(

@@ -32,7 +32,7 @@ from umem.hardware.model import Hardware, figures, quantity_of
 from umem.hardware.profile import load_profile
 from umem.io.files import write_file
 
-__all__ = ["Measured", "measure", "profile_text", "save_profile"]
+__all__ = ["Measured", "host_update", "measure", "profile_text", "save_profile"]
 
 _MIB = 1 << 20
 
@@ -318,7 +318,7 @@ class _Bench:
             yield Measured("lock_bytes_per_s", size_bytes / took_s, how)
 
     def _host_update(self) -> Iterator[Measured]:
-        yield from _host_update(self._host_bytes, self._for_s)
+        yield from host_update(self._host_bytes, self._for_s)
 
     # Pages of managed memory.
 
@@ -385,8 +385,8 @@ class _Managed:
         }
 
 
-def _host_update(host_bytes: int, for_s: float) -> Iterator[Measured]:
-    """AdamW on the host's cores, which is bound by host memory."""
+def host_update(host_bytes: int, for_s: float) -> Iterator[Measured]:
+    """Measure AdamW on the host's cores, which host memory bounds; nothing without `host_bytes`."""
     # A parameter takes 16 bytes: weight, gradient and two moments.
     count = min(64 * _MIB, host_bytes // 16)
     if count < 1:
