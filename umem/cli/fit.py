@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -369,13 +370,9 @@ def _print_machines(console: Console, question: Workload, answers: list[Fit]) ->
         )
     output.print_table(console, table)
     console.print("\n--gpu PROFILE shows where everything is, and what to run.")
-    by_rates = {
-        rates: [plain(it.hardware) for it in answers if it.rates == rates]
-        for rates in ("measured", "published", "assumed")
-    }
-    for rates, names in by_rates.items():
-        if names:
-            console.print(f"Rates that are {rates}: {', '.join(names)}.", style="dim")
+    counts = Counter(answer.rates for answer in answers)
+    of_rates = ", ".join(f"{counts[it]} {it}" for it in ("measured", "published", "assumed"))
+    console.print(f"Rates: {of_rates}; umem hardware list says which.", style="dim")
     console.print(_basis(question, "each profile's roofline"), style="dim")
 
 

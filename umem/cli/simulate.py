@@ -118,8 +118,12 @@ def simulate(
         if plot is not None:
             pictures = output.save_figures(_figures(results, plot), say)
     if as_json:
-        rows = [report_row(report) for _, reports in results for report in reports]
-        output.print_json({"results": rows, "rates": machine.rates})
+        rows = [
+            report_row(report) | {"rates": machine.rates}
+            for _, reports in results
+            for report in reports
+        ]
+        output.print_json({"results": rows})
         return
     console = output.make_console()
     for _, reports in results:
@@ -147,8 +151,8 @@ def _simulate_streamed(
                 predict_stream(trace, hardware, policy, in_backward=in_backward) for trace in traces
             ]
     if as_json:
-        rows = [stream_row(prediction) for prediction in predictions]
-        output.print_json({"results": rows, "rates": hardware.rates})
+        rows = [stream_row(prediction) | {"rates": hardware.rates} for prediction in predictions]
+        output.print_json({"results": rows})
         return
     console = output.make_console()
     for prediction in predictions:
