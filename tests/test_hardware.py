@@ -548,9 +548,9 @@ NAMES = {
 @pytest.mark.parametrize(("profile", "device_name"), NAMES.items())
 def test_a_card_has_the_figures_of_its_profile(profile: str, device_name: str) -> None:
     theirs = load_hardware(profile)
-    link = tuple(map(int, re.findall(r"\d+", CARDS[profile].link)))
+    generation, lanes = map(int, re.findall(r"\d+", CARDS[profile].link))
     machine = replace(
-        H200, device_name=device_name, total_bytes=theirs.device_bytes, pcie_link=link
+        H200, device_name=device_name, total_bytes=theirs.device_bytes, pcie_link=(generation, lanes)
     )
     found = describe_machine(machine, None)
     assert found.rates == theirs.rates

@@ -431,11 +431,11 @@ def _page_locked(share: HostShare, environment: Environment) -> Iterator[Check]:
     if pools:
         why = "the GPU's memory is the host's: a copy between them would gain nothing"
         yield _info("page-locked memory", "none", why)
-        limit = environment.host.memory and environment.host.memory.limit
-        if limit:
+        group = environment.host.memory and environment.host.memory.limit
+        if group:
             yield _warn(
                 "control group and GPU memory",
-                f"{format_bytes(limit.limit_bytes)} by {limit.path}",
+                f"{format_bytes(group.limit_bytes)} by {group.path}",
                 "the kernel does not count GPU memory in a group, so that the limit does not bound "
                 "it; umem's budget does",
                 "export UMEM_DEVICE_BUDGET=SIZE for less than the budget above",

@@ -175,7 +175,7 @@ def measured_profile(device_name: str) -> Path:
 
 def nearest_card(machine: Capabilities) -> str:
     """Name of the device's own profile, or of the one with such a link and nearest memory."""
-    links = ("PCIe",)
+    links: tuple[str, ...] = ("PCIe",)
     if machine.integrated:
         links = ("one pool",)
     elif machine.is_coherent or machine.is_grace_hopper:
