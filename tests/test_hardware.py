@@ -550,7 +550,10 @@ def test_a_card_has_the_figures_of_its_profile(profile: str, device_name: str) -
     theirs = load_hardware(profile)
     generation, lanes = map(int, re.findall(r"\d+", CARDS[profile].link))
     machine = replace(
-        H200, device_name=device_name, total_bytes=theirs.device_bytes, pcie_link=(generation, lanes)
+        H200,
+        device_name=device_name,
+        total_bytes=theirs.device_bytes,
+        pcie_link=(generation, lanes),
     )
     found = describe_machine(machine, None)
     assert found.rates == theirs.rates
