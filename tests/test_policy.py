@@ -132,6 +132,7 @@ def test_nothing_is_copied_onto_itself_in_one_pool(name: str, hardware: str) -> 
     assert not resolved.streams_state
     assert not resolved.streams_weights
     assert not resolved.copies_activations
+    assert not resolved.recomputes
     assert (resolved.planner, resolved.homes) == ("none", [])
     assert all("one memory" in reason for reason in resolved.reasons)
 

@@ -59,7 +59,7 @@ def test_measured_figures_become_those_of_detect(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("UMEM_MANAGED_LIMIT", limit)
-    done = json.loads(run_python(MEASURE))
+    done = json.loads(run_python("-c", MEASURE))
     values, machine = done["values"], detect()
     assert len(done["titles"]) > 8
     assert {

@@ -132,6 +132,7 @@ def simulate(
         for report in reports if verbose else ():
             _print_details(console, report)
             console.print()
+    console.print(options.rates_of(plain(machine.name), machine.rates), style="dim")
     output.print_written(pictures)
 
 

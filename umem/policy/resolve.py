@@ -78,7 +78,7 @@ class ResolvedPolicy:
     """Why each class has its rule, for people: a sentence where the machine decided, else empty."""
     share: tuple[ShareLibrary, ...]
     recomputes: bool
-    """Whether blocks may run forward again in the backward pass."""
+    """Whether blocks may run forward again in the backward pass, in place of copies."""
 
     @property
     def streams_state(self) -> bool:
@@ -175,7 +175,7 @@ def resolve(
         rules=tuple(rule for rule, _ in chosen),
         reasons=tuple(reason for _, reason in chosen),
         share=policy.share,
-        recomputes=policy.recompute == "auto",
+        recomputes=policy.recompute == "auto" and not hardware.one_pool,
     )
 
 
