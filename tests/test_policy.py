@@ -854,7 +854,7 @@ def test_the_policies_for_users_of_other_systems(tmp_path: Path) -> None:
     found: dict[str, tuple[float, float]] = {}
     for example in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL):
         policy = load_policy(write(tmp_path, example))
-        for hardware in hardware_names():
+        for hardware in set(hardware_names()) - set(ONE_POOL):
             resolved = resolve(policy, load_hardware(hardware), {})
             rules = dict(zip(TensorClass, resolved.rules, strict=True))
             assert resolved.streams_state

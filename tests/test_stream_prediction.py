@@ -511,7 +511,9 @@ def test_the_committed_predictions_are_todays(run: Run) -> None:
     command, *expected = first.splitlines()
     status, output, _ = run(*command.removeprefix("$ umem ").split())
     assert status == 0
-    assert [line.rstrip() for line in output.strip().splitlines()] == expected
+    said, rates = output.strip().split("\n\n")
+    assert [line.rstrip() for line in said.splitlines()] == expected
+    assert rates == "Rates of h100-sxm: published."
 
 
 def test_layers_run_again_where_what_they_save_takes_longer_to_copy(
