@@ -82,6 +82,11 @@ def test_amd_is_refused_by_name(name: str) -> None:
         load_hardware(name)
 
 
+def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write(tmp_path, "extends: h200\n", "mi300x.yaml").parent)
+    assert load_hardware("mi300x.yaml").name == "mi300x"
+
+
 def test_former_names_load() -> None:
     for former, name in FORMER_NAMES.items():
         assert load_hardware(former) == load_hardware(name)
