@@ -824,7 +824,8 @@ def test_cli_show_has_a_line_for_every_figure() -> None:
     assert result.exit_code == 0
     for row in explain_hardware(load_hardware("gh200-144")):
         assert re.search(rf"^{re.escape(row.field)} +{re.escape(row.value)} ", result.stdout, re.M)
-    assert "assumed: " in result.stdout
+    assert re.search(r"^call_s +27 us +assumed ", result.stdout, re.M)
+    assert re.search(r"^memory_bytes_per_s +4.17 TB/s +published ", result.stdout, re.M)
     assert "…" not in result.stdout
 
 
@@ -833,6 +834,8 @@ def test_cli_show_json_is_the_machine() -> None:
     hardware = load_hardware("h200")
     assert {field: shown[field]["value"] for field in figures(hardware)} == figures(hardware)
     assert shown["call_s"]["assumption"] == hardware.sources["call_s"].text
+    assert (shown["call_s"]["is"], shown["launch_s"]["is"]) == ("assumed", "measured")
+    assert shown["rates"] == "measured"
     assert shown["launch_s"]["source"] == hardware.sources["launch_s"].text
 
 

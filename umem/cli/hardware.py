@@ -55,12 +55,15 @@ def show(
         output.print_json(_as_json(loaded))
         return
     table = output.make_table("figure", numbers=("value",))
+    table.columns[0].no_wrap = True
+    table.add_column("is")
     table.add_column("source", overflow="fold")
     for row in explain_hardware(loaded):
-        text = "" if row.source is None else plain(row.source.text)
-        if row.source is not None and row.source.assumption:
-            text = f"[yellow]assumed:[/yellow] {text}"
-        table.add_row(row.field, row.value, text)
+        text, mark = "", ""
+        if row.source is not None:
+            text, mark = plain(row.source.text), row.source.mark
+        mark = f"[yellow]{mark}[/yellow]" if mark == "assumed" else mark
+        table.add_row(row.field, row.value, mark, text)
     console = output.make_console()
     console.print(f"[bold]{plain(loaded.name)}[/bold]  {plain(loaded.description)}")
     console.print(options.rates_of(plain(loaded.name), loaded.rates), style="dim")
@@ -128,4 +131,5 @@ def _as_json(hardware: Hardware) -> dict[str, Any]:
         data[field] = {"value": value}
         if source is not None:
             data[field]["assumption" if source.assumption else "source"] = source.text
+            data[field]["is"] = source.mark
     return data
