@@ -752,6 +752,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(
     assert errors == "umem: there is no GPU 0 to measure: no NVIDIA driver on this machine\n"
 
 
+@pytest.mark.slow
 def test_a_card_without_a_profile_gets_bytes_and_then_seconds(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -785,6 +786,7 @@ def test_a_card_without_a_profile_gets_bytes_and_then_seconds(
     assert "with measured rates" in " ".join(output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gb10", "jetson-thor"])
 def test_a_fit_into_one_pool_moves_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
