@@ -104,6 +104,12 @@ def test_rates_rest_on_their_worst_source(name: str, rates: str) -> None:
     assert "assumed" not in marks or rates == "assumed"
 
 
+def test_only_what_was_measured_on_a_card_counts_as_measured() -> None:
+    for name in PROFILES:
+        marks = {source.mark for source in load_hardware(name).sources.values()}
+        assert ("measured" in marks) is (name in ("h100-sxm", "h200")), name
+
+
 def test_rates_are_no_more_than_published_peaks() -> None:
     for name, card in CARDS.items():
         hardware = load_hardware(name)

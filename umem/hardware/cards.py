@@ -261,41 +261,51 @@ _EVERYWHERE: _Figures = {
 """The driver's figures, and the host's, unless a card has others."""
 
 
-def _pcie(generation: int, factor: float) -> _Figures:
-    """Figures of PCIe x16, by the bandwidth of PCIe 5 over its own."""
-    here, ours = f"PCIe {generation} x16", generation == 5
-    rates: dict[str, tuple[float, str, str]] = {
-        "to_device_bytes_per_s": (51, _ON_H200, "prefetch of 1 GiB in one call"),
-        "link_bytes_per_s": (
-            67.5,
-            _ON_H200,
-            "eviction and prefetch of 2 GiB each at once ran at 21 to 24 and 44 to 46 GB/s; the "
-            "middles, 22.5 and 45, together",
-        ),
-        "copy_to_device_bytes_per_s": (55 if ours else 51.4, _ON_H100, _COPIES),
-        "copy_to_host_bytes_per_s": (55 if ours else 52.5, _ON_H100, _COPIES),
-        "copy_link_bytes_per_s": (100, _ON_H100, f"{_COPIES}, both engines at once"),
-        "mapped_read_bytes_per_s": (51, _ON_H200, "host pages read in place"),
-        "mapped_write_bytes_per_s": (
-            52.5,
-            _ON_H200,
-            "a copy kernel's writes to mapped host memory",
-        ),
-        "mapped_bytes_per_s": (84, _ON_H200, "host pages read and written in place, together"),
+_OVER_H200S_LINK = {
+    "to_device_bytes_per_s": (51, "prefetch of 1 GiB in one call"),
+    "link_bytes_per_s": (
+        67.5,
+        "eviction and prefetch of 2 GiB each at once ran at 21 to 24 and 44 to 46 GB/s; the "
+        "middles, 22.5 and 45, together",
+    ),
+    "mapped_read_bytes_per_s": (51, "host pages read in place"),
+    "mapped_write_bytes_per_s": (52.5, "a copy kernel's writes to mapped host memory"),
+    "mapped_bytes_per_s": (84, "host pages read and written in place, both together"),
+}
+"""GB/s behind PCIe 5 x16, as measured on one H200."""
+
+
+def _pcie(generation: int, to_device: float, to_host: float) -> _Figures:
+    """Figures of PCIe x16, by the GB/s of explicit copies; those of pages are in proportion."""
+    factor = 2.0 ** (5 - generation)
+    raw = 63.0 / factor
+    copied = (
+        "copies as an H100 (copy engines, page-locked memory in huge pages)"
+        if generation == 5
+        else "copies as a kernel that copies over an H200's link"
+    )
+    figures = {
+        f"copy_{name}_bytes_per_s": (
+            f"{rate:g} GB/s",
+            f"PCI Express {generation} x16: {raw:g} GB/s each way, of which {copied} reaches "
+            f"{rate / raw:.2f}",
+        )
+        for name, rate in (("to_device", to_device), ("to_host", to_host))
     }
-    figures = {}
-    for name, (rate, where, how) in rates.items():
-        source = f"{where}, behind {here}: {how}"
-        if not ours:
-            source = f"{here}: {rate} GB/s of PCIe 5 over {factor:g}; {where}: {how}"
+    figures["copy_link_bytes_per_s"] = (
+        f"{100 / factor:g} GB/s",
+        f"PCI Express {generation} x16: {2 * raw:g} GB/s both ways, of which an H100 reaches 0.79",
+    )
+    scaled = "" if generation == 5 else f", {factor:g} times the bandwidth of this link"
+    for name, (rate, how) in _OVER_H200S_LINK.items():
+        source = f"{_ON_H200}, PCIe 5 x16{scaled}: {how}"
         figures[name] = (f"{rate / factor:g} GB/s", source)
-    to_host = min(24.0, 51 / factor)
     return {
         **figures,
         "to_host_bytes_per_s": (
-            f"{to_host:g} GB/s",
-            f"{_ON_H200}: prefetch to the host in any chunk of 8 MiB or more from 1 to 8 threads; "
-            "the time to populate host pages bounds it, and not a link that has more",
+            f"{min(24.0, 51 / factor):g} GB/s",
+            f"{_ON_H200}: 24 GB/s by prefetch to the host in any chunk of 8 MiB or more from 1 to "
+            "8 threads; the time to populate host pages bounds it, and not a link that has more",
         ),
         "page_slowdown_s_per_byte": (
             f"{5 * factor:g} ms/GiB",
@@ -310,9 +320,6 @@ def _pcie(generation: int, factor: float) -> _Figures:
             "(benchmarks/results/h200-step-beside.txt)",
         ),
     }
-
-
-_COPIES = "copy engine, page-locked memory in huge pages, chunks of 32 to 256 MiB"
 
 
 def _same(rate: str, both: str, source: str, both_source: str, slowdown: str) -> _Figures:
@@ -349,9 +356,9 @@ _COHERENT: _Figures = {
 }
 
 _LINKS: Mapping[str, _Figures] = {
-    "PCIe 3 x16": _pcie(3, 4),
-    "PCIe 4 x16": _pcie(4, 2),
-    "PCIe 5 x16": _pcie(5, 1),
+    "PCIe 3 x16": _pcie(3, 12.85, 13.1),
+    "PCIe 4 x16": _pcie(4, 25.7, 26.2),
+    "PCIe 5 x16": _pcie(5, 55, 55),
     "NVLink-C2C": {
         **_COHERENT,
         **_same(
@@ -409,10 +416,6 @@ _H200_PRODUCTS: _Figures = {
         _measured_product(61, "1979", "measured as bf16, with torch._scaled_mm and one scale"),
     ),
 }
-_SAME_CHIP: _Figures = {
-    name: (value, f"NVIDIA's data sheet: the H200's chip and peak, of which an H200: {text}")
-    for name, (value, text) in _H200_PRODUCTS.items()
-}
 _ATTENTION: _Figures = {
     "attention_flops_per_s": (
         "541 TFLOP/s",
@@ -426,10 +429,27 @@ _ATTENTION: _Figures = {
         f"308 ({_KERNELS})",
     ),
 }
+_SAME_CHIP: _Figures = {
+    name: (value, f"NVIDIA's data sheet: the H200's chip and peak, of which an H200: {text}")
+    for name, (value, text) in _H200_PRODUCTS.items()
+}
+_CHIP_OF_GH200: _Figures = {
+    **_SAME_CHIP,
+    **{
+        name: (value, f"NVIDIA's data sheet: the H100's chip and peak, of which an H100: {text}")
+        for name, (value, text) in _ATTENTION.items()
+    },
+}
+_COPIES = "copy engine, page-locked memory in huge pages, chunks of 32 to 256 MiB"
+_COPIED_BOTH_WAYS: _Figures = {
+    "copy_link_bytes_per_s": (
+        "100 GB/s",
+        f"{_ON_H100}, PCIe 5 x16: both copy engines at once, 50 GB/s each way, {_COPIES}",
+    ),
+}
 _STAGED = "benchmarks/results/h200-staged-copies.txt"
 _GH200: _Figures = {
-    **_SAME_CHIP,
-    **_ATTENTION,
+    **_CHIP_OF_GH200,
     "memory_bytes_per_s": (
         "3.4 TB/s",
         f"{_FIRST_LOOK}: STREAM on the GPU; 4 TB/s by NVIDIA's data sheet",
@@ -481,6 +501,11 @@ _MEASURED: Mapping[str, _Figures] = {
     "h100-sxm": {
         **_SAME_CHIP,
         **_ATTENTION,
+        **_COPIED_BOTH_WAYS,
+        **dict.fromkeys(
+            ("copy_to_device_bytes_per_s", "copy_to_host_bytes_per_s"),
+            ("55 GB/s", f"{_ON_H100}: {_COPIES}"),
+        ),
         "device_bytes": ("79.2 GiB", f"{_ON_H100}: total reported by CUDA"),
         "unvectorised_bytes_per_s": (
             "1.89 TB/s",
@@ -496,6 +521,7 @@ _MEASURED: Mapping[str, _Figures] = {
     "h200": {
         **_H200_PRODUCTS,
         **_ATTENTION,
+        **_COPIED_BOTH_WAYS,
         "device_bytes": (150109880320, f"{_ON_H200}: total reported by CUDA"),
         "memory_bytes_per_s": (
             "4.36 TB/s",
@@ -582,8 +608,13 @@ def card_profile(name: str) -> Mapping[str, Any] | None:
     card = CARDS.get(name)
     if card is None:
         return None
-    figures = {**_EVERYWHERE, **_by_rule(card), **_LINKS[card.link], **_MEASURED.get(name, {})}
-    return _as_file(name, card.description, figures)
+    figures = {**_EVERYWHERE, **_by_rule(card), **_LINKS[card.link]}
+    if name != "h200":  # on which they were measured
+        figures = {
+            figure: (value, f"{_ASSUMED}as {text}" if text.startswith(_OF_H200_ITSELF) else text)
+            for figure, (value, text) in figures.items()
+        }
+    return _as_file(name, card.description, {**figures, **_MEASURED.get(name, {})})
 
 
 def _as_file(name: str, description: str, figures: _Figures) -> dict[str, Any]:
@@ -598,6 +629,7 @@ def _as_file(name: str, description: str, figures: _Figures) -> dict[str, Any]:
 
 
 _ASSUMED = "assumed: "
+_OF_H200_ITSELF = ("measured", "derived")
 
 # "The artifact" is github.com/platformxlab/G10 at de2c8c6: its configurations come from
 # src/resources/genconfigs.py, and its published milliseconds are example_results/overall_batchsize
