@@ -66,7 +66,7 @@ def show(
         table.add_row(row.field, row.value, mark, text)
     console = output.make_console()
     console.print(f"[bold]{plain(loaded.name)}[/bold]  {plain(loaded.description)}")
-    console.print(options.rates_of(plain(loaded.name), loaded.rates), style="dim")
+    console.print(options.rates_line(plain(loaded.name), loaded.rates), style="dim")
     output.print_table(console, table)
 
 

@@ -51,7 +51,7 @@ __all__ = [
     "find_workloads",
     "known_name",
     "known_names",
-    "rates_of",
+    "rates_line",
     "recording_progress",
     "takes_workload",
 ]
@@ -277,7 +277,7 @@ def find_machine(name: str) -> Hardware:
     return machine
 
 
-def rates_of(hardware: str, rates: str) -> str:
+def rates_line(hardware: str, rates: str) -> str:
     """The line that says what a prediction for a machine rests on."""
     return f"Rates of {hardware}: {rates}."
 

@@ -189,7 +189,7 @@ def _print(console: Console, data: dict[str, Any]) -> None:
         f"[bold]{plain(data['workload'])}[/bold] on {plain(data['hardware'])}, "
         f"policy {plain(data['policy'])}, {format_bytes(data['device_budget_bytes'])} of device "
         f"memory\nplanner {data['planner']}, made in {output.format_seconds(data['planning_s'])}\n"
-        f"{options.rates_of(plain(data['hardware']), data['rates'])}"
+        f"{options.rates_line(plain(data['hardware']), data['rates'])}"
     )
     tables = (("hint", "hints", data["hints"]), ("residency", "tensors", data["residency"]))
     for heading, counted, rows in tables:

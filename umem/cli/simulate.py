@@ -132,7 +132,7 @@ def simulate(
         for report in reports if verbose else ():
             _print_details(console, report)
             console.print()
-    console.print(options.rates_of(plain(machine.name), machine.rates), style="dim")
+    console.print(options.rates_line(plain(machine.name), machine.rates), style="dim")
     output.print_written(pictures)
 
 
@@ -159,7 +159,7 @@ def _simulate_streamed(
     for prediction in predictions:
         _print_streamed(console, prediction)
         console.print()
-    console.print(options.rates_of(plain(hardware.name), hardware.rates), style="dim")
+    console.print(options.rates_line(plain(hardware.name), hardware.rates), style="dim")
 
 
 def _print_streamed(console: Console, prediction: StreamPrediction) -> None:

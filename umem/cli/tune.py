@@ -311,7 +311,7 @@ def _print(console: Console, data: dict[str, Any], target: Path | None) -> None:
             "sum: batches in a step; again: activations are recomputed (checkpoints)", style="dim"
         )
     console.print(
-        f"{options.rates_of(plain(data['hardware']), data['rates'])}\n"
+        f"{options.rates_line(plain(data['hardware']), data['rates'])}\n"
         "Predicted, not measured. Each is faster than every one that uses no more of either "
         f"memory, by more than {data['tolerance']:.1%}.",
         style="dim",
