@@ -16,6 +16,7 @@ from umem.hardware.load import describe_machine
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.runtime._native import Allocator
 from umem.runtime.array_libraries import import_libraries
+from umem.runtime.host_room import divide_host
 from umem.runtime.state import native_config
 from umem.swap import HostCaps, check_devices, host_caps, managed_bytes_of_device
 
@@ -118,3 +119,11 @@ def test_the_budget_of_one_pool_is_hard() -> None:
     assert allocator.kind_stats(0)["managed"]["reserved_bytes"] == 0
     allocator.free(held)
     assert allocator.malloc(62 << 20) != 0
+
+
+def test_a_second_process_gives_no_page_locked_memory_in_one_pool() -> None:
+    allocator = Allocator.on_host(native_config(policy(), 1), 0, 1)
+    before = allocator.pinned_room_bytes()
+    divide_host(allocator, 0.0, 2)
+    divide_host(allocator, 0.0, 1)
+    assert allocator.pinned_room_bytes() == before <= 1

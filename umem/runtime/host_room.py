@@ -24,14 +24,13 @@ def divide_host(allocator: Allocator, pinned_share: float, processes: int) -> No
     """Move the cap on page-locked memory to this process's part of what the host has left.
 
     `pinned_share` is what such memory may take of the process's share, and `processes` how many are
-    under umem, this one included. The first process alone keeps the cap that it began with, and so
-    does one that may take nothing of the host.
+    under umem, this one included. The first process alone keeps the cap that it began with.
     """
     global _processes
     is_alone = _processes == processes == 1
     _processes = processes
     share = _share()
-    if is_alone or not pinned_share or share is None or share.source:
+    if is_alone or share is None or share.source:
         return
     allocator.set_pinned_room(int(pinned_share / PINNED_SHARE * share.left_bytes))
 
