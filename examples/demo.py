@@ -36,16 +36,16 @@ MODES = ("lora", "sft")
 
 _TRAINING = ("--precision", "fp32-autocast", "--batch", "4", "--checkpoint")
 PREDICTIONS = (
-    ("fit", "llama-2-7b", *_TRAINING, "--gpu", "h100-80"),
+    ("fit", "llama-2-7b", *_TRAINING, "--gpu", "h100-sxm"),
     (
         *("simulate", "--model", "llama-2-7b", "--mode", "sft", *_TRAINING),
-        *("--policy", "sft", "--hardware", "h100-pcie"),
+        *("--policy", "sft", "--hardware", "h100-sxm"),
     ),
 )
 """Commands for a training that does not fit a GPU with 80 GB."""
 
 # Stands in for the machine that the policy of the replayed step is resolved for.
-HARDWARE = "h200-pcie"
+HARDWARE = "h200"
 
 # 76 million weights, which train on two CPU cores in seconds.
 RECORDED = ("--mode", "sft", "--size", "small", "--batch", "1", "--seq", "256")

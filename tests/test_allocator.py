@@ -7,20 +7,24 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
-from cards import GH200, H200
+from cards import GB10, GH200, H200
 
 from umem.core.errors import UnsupportedError
 from umem.hardware import load_hardware
 from umem.hardware.host_share import HostShare
+from umem.hardware.load import describe_machine
 from umem.policy import ResolvedPolicy, load_policy, resolve
+from umem.runtime._native import Allocator
 from umem.runtime.array_libraries import import_libraries
+from umem.runtime.host_room import divide_host
+from umem.runtime.state import native_config
 from umem.swap import HostCaps, check_devices, host_caps, managed_bytes_of_device
 
 GIB = 1 << 30
 
 
 def policy(**keys: object) -> ResolvedPolicy:
-    return resolve(load_policy(keys), load_hardware("h200-pcie"), environ={})
+    return resolve(load_policy(keys), load_hardware("h200"), environ={})
 
 
 class TestDevices:
@@ -98,3 +102,28 @@ class TestDefaultLimit:
         nothing = HostShare(0, ranks=1, source="", total_bytes=80 * GIB)
         assert self.caps(policy(), nothing).pinned_bytes == 1
         assert self.caps(policy(), None).pinned_bytes == 0, "unknown: no cap"
+
+
+def test_the_budget_of_one_pool_is_hard() -> None:
+    """What exceeds it is out of memory: nothing goes to the host, which is the same memory."""
+    pool = describe_machine(GB10, GB10.total_bytes)
+    resolved = resolve(load_policy("sft"), pool, {"UMEM_DEVICE_BUDGET": "64MiB"}, free_bytes=GIB)
+    share = HostShare(GIB, ranks=1, source="", total_bytes=GIB)
+    of_device = managed_bytes_of_device((resolved,), (GB10,))
+    caps = host_caps(resolved, share, has_managed_cap=any(of_device), has_one_pool=True)
+    allocator = Allocator.on_host(native_config(resolved, caps.pinned_bytes, of_device), 0, 1)
+    held = allocator.malloc(60 << 20)
+    with pytest.raises(MemoryError, match=r"^CUDA out of memory\..*device budget, 64.00 MiB"):
+        allocator.malloc(10 << 20)
+    assert allocator.kind_stats(0)["pinned"]["reserved_bytes"] == 0
+    assert allocator.kind_stats(0)["managed"]["reserved_bytes"] == 0
+    allocator.free(held)
+    assert allocator.malloc(62 << 20) != 0
+
+
+def test_a_second_process_gives_no_page_locked_memory_in_one_pool() -> None:
+    allocator = Allocator.on_host(native_config(policy(), 1), 0, 1)
+    before = allocator.pinned_room_bytes()
+    divide_host(allocator, 0.0, 2)
+    divide_host(allocator, 0.0, 1)
+    assert allocator.pinned_room_bytes() == before <= 1

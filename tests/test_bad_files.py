@@ -451,10 +451,10 @@ def cases() -> Iterator[tuple[str, Any, str]]:
         place = f":{line}:{column}: " + (f"{key}: " if key else "")
         yield "policy", text, re.escape(place) + ".*" + re.escape(says)
     for text, place, says in PROFILES:
-        extends = "extends: h200-pcie\n" + ("name: x\n" if text.startswith("extends") else "")
+        extends = "extends: h200\n" + ("name: x\n" if text.startswith("extends") else "")
         yield "hardware", extends + text, re.escape(f":{place}: ") + ".*" + re.escape(says)
     for figure, value, says in FIGURES:
-        text = f"extends: h200-pcie\n{figure}: {{value: {value}, source: x}}\n"
+        text = f"extends: h200\n{figure}: {{value: {value}, source: x}}\n"
         place = f":2:{len(figure) + 4}: {figure}.value: "
         yield "hardware", text, place + ".*" + re.escape(says)
     for text, says in PROFILE_TEXTS:

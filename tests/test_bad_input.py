@@ -302,7 +302,7 @@ def test_ctrl_c_raises_again_after_the_recording() -> None:
     ("command", "keys"),
     [
         ("policy", 'extends: sft\ndescription: "b\\e[2J"\n'),
-        ("hardware", 'extends: h100-pcie\nlaunch_s: {value: 1us, source: "b\\e[2J"}\n'),
+        ("hardware", 'extends: h100-sxm\nlaunch_s: {value: 1us, source: "b\\e[2J"}\n'),
     ],
 )
 def test_control_characters_of_a_file(run: Run, tmp_path: Path, command: str, keys: str) -> None:
@@ -330,7 +330,7 @@ def chain(folder: Path, length: int, last: str) -> Path:
     return folder / "p0.yaml"
 
 
-@pytest.mark.parametrize(("command", "last"), [("policy", "sft"), ("hardware", "h100-pcie")])
+@pytest.mark.parametrize(("command", "last"), [("policy", "sft"), ("hardware", "h100-sxm")])
 def test_a_longer_chain_of_files(run: Run, tmp_path: Path, command: str, last: str) -> None:
     status, _, errors = run(command, "show", chain(tmp_path, 1500, last))
     assert status == 2
@@ -388,7 +388,7 @@ def test_many_problems(run: Run, tmp_path: Path) -> None:
         assert lines[-1] == f"{path}: 1,002 more problems"
     status, text, _ = run("policy", "validate", "--json", path)
     assert len(json.loads(text)[0]["problems"]) == 1012
-    profile = write(tmp_path / "machine.yaml", f"extends: h100-pcie\n{keys}")
+    profile = write(tmp_path / "machine.yaml", f"extends: h100-sxm\n{keys}")
     status, _, errors = run("hardware", "show", profile)
     assert (status, len(errors.splitlines())) == (2, 11)
     assert "1,002 more problems" in errors.splitlines()[-1]
@@ -402,7 +402,7 @@ def test_many_problems(run: Run, tmp_path: Path) -> None:
     "words",
     [
         ("doctor",),
-        ("fit", "llama-2-7b", "--gpu", "h100-80"),
+        ("fit", "llama-2-7b", "--gpu", "h100-sxm"),
         ("simulate", "--model", "llama-tiny", "--mode", "sft", "--batch", "1", "--seq", "64"),
     ],
     ids=lambda words: words[0],

@@ -19,6 +19,7 @@ from umem.hardware.capabilities import (
     detect_all,
     numa_nodes,
 )
+from umem.hardware.host_memory import HostMemory
 
 GIB = 1 << 30
 
@@ -98,6 +99,7 @@ H200_ATTRIBUTES = {
     "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0,
     "DIRECT_MANAGED_MEM_ACCESS_FROM_HOST": 0,
     "ASYNC_ENGINE_COUNT": 3,
+    "INTEGRATED": 0,
     "HOST_NUMA_ID": 0,
     "NUMA_CONFIG": 0,
     "NUMA_ID": -1,
@@ -127,6 +129,14 @@ GB200 = replace(
     GH200,
     name="NVIDIA GB200",
     attributes=H200_ATTRIBUTES | GRACE | {"COMPUTE_CAPABILITY_MAJOR": 10},
+)
+GB10 = replace(
+    GH200,
+    name="NVIDIA GB10",
+    attributes=H200_ATTRIBUTES | GRACE | {"INTEGRATED": 1, "NUMA_CONFIG": 0},
+    total_bytes=120 * GIB,
+    c2c=None,
+    nodes=(NumaNode(0, 120 * GIB, True),),
 )
 ARM_SERVER = replace(H200, architecture="aarch64")
 
@@ -203,6 +213,24 @@ def test_device_without_concurrent_access_cannot_prefetch_or_discard() -> None:
 )
 def test_free_memory(card: tuple[int, int] | None, free_bytes: int | None) -> None:
     assert detect(driver=replace(H200, card=card)).free_bytes == free_bytes
+
+
+@pytest.mark.parametrize(
+    ("memory", "free_bytes"),
+    [
+        (HostMemory(120 * GIB, 90 * GIB, limit=None), 90 * GIB),
+        (HostMemory(121 * GIB, 121 * GIB, limit=None), 120 * GIB),
+        (None, None),
+    ],
+)
+def test_free_memory_of_one_pool_is_what_the_kernel_calls_available(
+    monkeypatch: pytest.MonkeyPatch, memory: HostMemory | None, free_bytes: int | None
+) -> None:
+    monkeypatch.setattr(capabilities, "host_memory", lambda: memory)
+    found = detect(driver=replace(GB10, card=(120 * GIB, 3 * GIB)))
+    assert found.integrated
+    assert found.free_bytes == free_bytes
+    assert not detect(driver=H200).integrated
 
 
 def test_every_device_has_its_own_ordinal() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import cards
 import pytest
-from cards import GH200
+from cards import GB10, GH200
 from command_line import Run, umem_command
 
 import umem
@@ -36,6 +36,7 @@ from umem.doctor import (
 )
 from umem.hardware.capabilities import Capabilities, NumaNode
 from umem.hardware.host_memory import HostMemory, MemoryLimit
+from umem.hardware.load import measured_profile
 from umem.torch_compat import PRIVATE_NAMES
 
 GIB = 1 << 30
@@ -422,6 +423,20 @@ class TestHostMemory:
         report = diagnose(replace(HEALTHY, host=replace(HOST, memory=None)))
         assert check(report, "host memory").value == "unknown"
 
+    def test_one_pool(self) -> None:
+        """It is counted once, nothing is page-locked, and the limit does not bound the GPU."""
+        report = diagnose(replace(self.small, devices=(GB10,)))
+        assert "in one pool" in check(report, "GPU 0").value
+        found = check(report, "host memory")
+        assert (found.status, found.remedy) == (Status.OK, "")
+        assert "share one pool" in found.value
+        assert check(report, "page-locked memory").value == "none"
+        group = check(report, "control group and GPU memory")
+        assert group.status is Status.WARN
+        assert "memory.max" in group.value
+        assert "UMEM_DEVICE_BUDGET" in group.remedy
+        assert check(report, "GPU 0 device budget, policy sft").value == "85 GiB"
+
     def test_coherent_machine(self) -> None:
         """There the card's memory is the host's too."""
         assert check(diagnose(replace(self.small, devices=(GH200,))), "host memory").status is (
@@ -504,6 +519,33 @@ class TestFeatures:
         found = feature(diagnose(replace(HEALTHY, packages=packages)), "CUPTI")
         assert found.verdict is Verdict.PARTLY
         assert found.remedy == "pip install 'cupti-python==13.0.*'"
+
+
+@pytest.mark.parametrize(
+    ("device", "status", "rates"),
+    [
+        (H200, Status.INFO, "measured"),
+        (GB10, Status.INFO, "assumed"),
+        (replace(H200, device_name="NVIDIA X"), Status.WARN, "unknown"),
+    ],
+)
+def test_what_predictions_rest_on(device: Capabilities, status: Status, rates: str) -> None:
+    found = check(diagnose(replace(HEALTHY, devices=(device,))), "GPU 0 rates")
+    assert (found.status, found.value) == (status, rates)
+    assert ("umem hardware measure" in found.remedy) is (rates == "unknown")
+
+
+def test_a_profile_of_the_user_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    path = measured_profile(H200.device_name)
+    path.parent.mkdir(parents=True)
+    path.write_text("extends: h200\nnme: x\n", encoding="utf-8")
+    found = check(diagnose(HEALTHY), "GPU 0 rates")
+    assert found.status is Status.FAIL
+    assert f"{path}:2:1" in found.why
+    assert "umem hardware measure" in found.remedy
 
 
 def test_grace_hopper_is_recognised() -> None:

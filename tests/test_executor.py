@@ -364,7 +364,7 @@ def test_the_step_in_the_backward_pass_needs_streamed_state(
 ) -> None:
     managers = sys.modules["umem.managing"]
     policy = umem.load_policy("managed")
-    resolved = resolve(policy, load_hardware("h200-pcie"), {})
+    resolved = resolve(policy, load_hardware("h200"), {})
     enabled = SimpleNamespace(policy=policy, resolved=resolved)
     monkeypatch.setattr(managers, "runtime", lambda: enabled)
     training = Training()

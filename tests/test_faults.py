@@ -130,7 +130,7 @@ def test_no_plan_fills_a_host_without_room(
     assert manager.status().state is ManagerState.OFF
     (record,) = caplog.records
     said = record.getMessage()
-    assert "MiB off the device, and h200-pcie has host_bytes of 3 MiB" in said
+    assert "MiB off the device, and h200 has host_bytes of 3 MiB" in said
     assert "raise the budget" in said
     assert manager.engine.statistics().counts == {}
 

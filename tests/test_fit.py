@@ -63,7 +63,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return umem_command(monkeypatch, capsys)
 
 
-def machine(mode: str, name: str = "h100-pcie") -> tuple[Hardware, ResolvedPolicy]:
+def machine(mode: str, name: str = "h100-sxm") -> tuple[Hardware, ResolvedPolicy]:
     hardware = load_hardware(name)
     return hardware, resolve(load_policy(mode), hardware)
 
@@ -76,7 +76,7 @@ def trained(
     seq: int = 2048,
     precision: str = "bf16",
     checkpoint: bool = True,
-    gpu: str = "h100-pcie",
+    gpu: str = "h100-sxm",
     host_bytes: int | None = None,
 ) -> Fit:
     workload = Workload(load_shape(model), mode, batch, seq, precision, checkpoint)
@@ -194,10 +194,10 @@ def test_a_step_is_near_that_of_a_trace() -> None:
 @pytest.mark.parametrize(
     ("model", "gpu", "step_s"),
     [
-        ("llama-2-7b", "h100-pcie", 0.96),
-        ("llama-2-13b", "h100-pcie", 1.79),
-        ("qwen3-14b", "h100-pcie", 2.18),
-        ("gpt-oss-20b", "h100-pcie", 2.37),
+        ("llama-2-7b", "h100-sxm", 0.96),
+        ("llama-2-13b", "h100-sxm", 1.79),
+        ("qwen3-14b", "h100-sxm", 2.18),
+        ("gpt-oss-20b", "h100-sxm", 2.37),
         ("llama-2-13b", "gh200-96", 1.71),
         ("gpt-oss-20b", "gh200-96", 0.88),
     ],
@@ -207,7 +207,7 @@ def test_steps_are_near_those_of_traces(model: str, gpu: str, step_s: float) -> 
 
 
 def test_all_resident_takes_the_time_of_stock() -> None:
-    found = trained("llama-2-7b", mode="lora", gpu="h200-pcie")
+    found = trained("llama-2-7b", mode="lora", gpu="h200")
     umem, stock, offload = found.ways
     assert umem.host_bytes == 0
     assert umem.time_s == pytest.approx(stock.time_s)
@@ -245,7 +245,7 @@ def test_sgd_has_one_moment(mode: str, precision: str, bytes_each: int, update_b
     assert workload.state_width == bytes_each
     assert sum(map(sum, workload.update_bytes)) == update_bytes
     adamw = replace(workload, optimizer="adamw")
-    machine = load_hardware("h100-pcie")
+    machine = load_hardware("h100-sxm")
     state = [class_bytes(it, machine)["optimizer_state"] for it in (workload, adamw)]
     assert state[0] * adamw.state_width == state[1] * bytes_each
 
@@ -330,13 +330,13 @@ SFT = ("fit", "llama-2-7b", "--precision", "fp32-autocast", "--batch", 4, "--che
 
 
 def test_one_machine_fits_into_80_columns(run: Run) -> None:
-    status, text, errors = run(*SFT, "--gpu", "h100-80")
+    status, text, errors = run(*SFT, "--gpu", "h100-sxm")
     assert (status, errors) == (0, "")
     assert all(len(line) <= 80 for line in text.splitlines())
-    for word in ("h100-pcie", "optimizer state", "logits", "stock", "CPU offload", "largest batch"):
+    for word in ("h100-sxm", "optimizer state", "logits", "stock", "CPU offload", "largest batch"):
         assert word in text
     assert "umem run --policy sft" in text
-    assert "roofline of h100-pcie" in text
+    assert "roofline of h100-sxm" in text
     assert "not measured" in text
 
 
@@ -352,7 +352,7 @@ def test_every_machine_gets_a_row(run: Run, mode: str) -> None:
 
 
 def test_json_has_the_figures(run: Run) -> None:
-    status, text, _ = run(*SFT, "--gpu", "h100-pcie", "--budget", "70GiB", "--json")
+    status, text, _ = run(*SFT, "--gpu", "h100-sxm", "--budget", "70GiB", "--json")
     assert status == 0
     (row,) = json.loads(text)["results"]
     assert row["device_budget_bytes"] == 70 * GIB
@@ -366,7 +366,7 @@ def test_json_has_the_figures(run: Run) -> None:
 
 
 def test_options_have_the_names_of_training_scripts_too(run: Run) -> None:
-    words = ["llama-2-7b", "--gpu", "h100-80", "--json"]
+    words = ["llama-2-7b", "--gpu", "h100-sxm", "--json"]
     assert run(*words, "--dtype", "bf16", "--checkpointing") == run(
         *words, "--precision", "bf16", "--checkpoint"
     )
@@ -375,24 +375,24 @@ def test_options_have_the_names_of_training_scripts_too(run: Run) -> None:
 @pytest.mark.slow
 def test_the_policy_is_one_that_runs(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    status, text, _ = run(*SFT, "--gpu", "h100-80", "--budget", "70GiB", "--output", file)
+    status, text, _ = run(*SFT, "--gpu", "h100-sxm", "--budget", "70GiB", "--output", file)
     assert status == 0
     assert f"umem run --policy {file} train.py" in text
     assert "UMEM_DEVICE_BUDGET" not in text
-    policy = resolve(load_policy(file), load_hardware("h100-pcie"))
+    policy = resolve(load_policy(file), load_hardware("h100-sxm"))
     assert policy.device_budget_bytes == 70 * GIB
-    found = json.loads(run(*SFT, "--gpu", "h100-80", "--budget", "70GiB", "--json")[1])
+    found = json.loads(run(*SFT, "--gpu", "h100-sxm", "--budget", "70GiB", "--json")[1])
     assert found["results"][0]["policy"] == file.read_text()
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_gets_advice(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    status, text, _ = run("fit", "llama-2-70b", "--gpu", "h100-80", "--output", file)
+    status, text, _ = run("fit", "llama-2-70b", "--gpu", "h100-sxm", "--output", file)
     assert status == 0
     assert "--mode lora" in text
     assert not file.exists()
-    status, text, _ = run("fit", "llama-2-7b", "--gpu", "h100-80", "--batch", 4000)
+    status, text, _ = run("fit", "llama-2-7b", "--gpu", "h100-sxm", "--batch", 4000)
     assert status == 0
     assert "try: --batch " in text
 
@@ -413,9 +413,9 @@ def test_what_does_not_fit_gets_advice(run: Run, tmp_path: Path) -> None:
         (["llama-2-7b", "--optimizer", "adam"], "--optimizer"),
         (["llama-2-7b", "--mode", "inference", "--optimizer", "sgd"], "--optimizer"),
         (["llama-2-7b", "--output", "mine.yaml"], "--output"),
-        (["llama-2-7b", "--gpu", "h100-80", "--output", "mine"], "--output"),
+        (["llama-2-7b", "--gpu", "h100-sxm", "--output", "mine"], "--output"),
         (["llama-2-7b", "--host-ram", "much"], "--host-ram"),
-        (["llama-2-7b", "--gpu", "h100-80", "--budget", "200GiB"], "--budget"),
+        (["llama-2-7b", "--gpu", "h100-sxm", "--budget", "200GiB"], "--budget"),
     ],
 )
 def test_bad_input_names_the_place(run: Run, arguments: list[str], named: str) -> None:

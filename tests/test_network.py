@@ -36,7 +36,7 @@ for module in walk_packages(umem.__path__, "umem."):
 serve(dict)
 print("process", os.getpid())
 assert ask(os.getpid()) == {}
-sys.argv = ["umem", "fit", "llama-2-7b", "--gpu", "h100-80"]
+sys.argv = ["umem", "fit", "llama-2-7b", "--gpu", "h100-sxm"]
 main()
 """
 

@@ -40,7 +40,7 @@ def test_the_command_predicts_what_the_executor_predicts(
     save_trace(trace, tmp_path / "step.npz")
     status, said, _ = umem_command(monkeypatch, capsys)(
         "simulate", "--runnable", "--json", "--trace", tmp_path / "step.npz", "--budget",
-        f"{TIGHT} B", "--hardware", "h200-pcie", "--policy", "managed", "--planner", planner,
+        f"{TIGHT} B", "--hardware", "h200", "--policy", "managed", "--planner", planner,
     )  # fmt: skip
     assert status == 0
     assert json.loads(said)["results"] == [json.loads(json.dumps(report_row(predicted)))]

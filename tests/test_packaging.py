@@ -173,7 +173,7 @@ def test_wheel_holds_policies_examples_and_types(wheel13: tuple[Path, str]) -> N
         names = set(archive.namelist())
     files = (path.relative_to(ROOT) for path in (ROOT / "policies").rglob("*.yaml"))
     policies = {f"umem/{path.as_posix()}" for path in files}
-    assert {"umem/policies/sft.yaml", "umem/policies/hardware/h200-pcie.yaml"} <= policies
+    assert "umem/policies/sft.yaml" in policies
     types = {f"umem/runtime/{name}.pyi" for name in ("_native", "_guard")}
     assert policies | types | {"umem/py.typed"} <= names
     examples = {f"umem/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}

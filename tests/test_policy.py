@@ -56,7 +56,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 FOLDER = CHECKOUT / "policies"
 PRESETS = ("inference", "lora", "managed", "managed-all", "rmm-managed", "sft")
 BY_MACHINE = ("inference", "lora", "sft")
-PCIE, GRACE = load_hardware("h200-pcie"), load_hardware("gh200-96")
+PCIE, GRACE = load_hardware("h200"), load_hardware("gh200-96")
 CARD = dataclasses.replace(PCIE, device_bytes=80 * GIB)
 
 
@@ -121,7 +121,39 @@ def test_classes_of_managed_share_memory() -> None:
     assert (resolved.device_budget_bytes, resolved.planner) == (72 * GIB, "planned")
 
 
-@pytest.mark.parametrize("hardware", hardware_names())
+ONE_POOL = tuple(name for name in hardware_names() if load_hardware(name).one_pool)
+
+
+@pytest.mark.parametrize("hardware", ONE_POOL)
+@pytest.mark.parametrize("name", preset_names())
+def test_nothing_is_copied_onto_itself_in_one_pool(name: str, hardware: str) -> None:
+    resolved = resolve(load_policy(name), load_hardware(hardware), {})
+    assert {(rule.kind, rule.mechanism) for rule in resolved.rules} == {("device", "keep")}
+    assert not resolved.streams_state
+    assert not resolved.streams_weights
+    assert not resolved.copies_activations
+    assert not resolved.recomputes
+    assert (resolved.planner, resolved.homes) == ("none", [])
+    assert all("one memory" in reason for reason in resolved.reasons)
+
+
+@pytest.mark.parametrize(
+    ("budget", "size_bytes"),
+    [(None, 85 * GIB), ("100%", 85 * GIB), (f"{90 * GIB} B", 85 * GIB), ("40GiB", 40 * GIB)],
+)
+def test_a_budget_of_one_pool_leaves_the_system_its_part(
+    budget: str | None, size_bytes: int
+) -> None:
+    environment = {} if budget is None else {"UMEM_DEVICE_BUDGET": budget}
+    pool = load_hardware("gb10")
+    resolved = resolve(load_policy("sft"), pool, environment, free_bytes=100 * GIB)
+    assert resolved.device_budget_bytes == size_bytes
+    assert ("100 GiB free in the one memory" in resolved.budget_reason) is (budget != "40GiB")
+    managed = resolve(load_policy("managed"), pool, {}, free_bytes=100 * GIB)
+    assert managed.device_budget_bytes == int(0.85 * 100 * GIB)
+
+
+@pytest.mark.parametrize("hardware", [it for it in hardware_names() if it not in ONE_POOL])
 @pytest.mark.parametrize("name", BY_MACHINE)
 def test_presets_by_machine_take_memory_that_the_card_shows_as_free(
     name: str, hardware: str
@@ -822,7 +854,7 @@ def test_the_policies_for_users_of_other_systems(tmp_path: Path) -> None:
     found: dict[str, tuple[float, float]] = {}
     for example in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL):
         policy = load_policy(write(tmp_path, example))
-        for hardware in hardware_names():
+        for hardware in set(hardware_names()) - set(ONE_POOL):
             resolved = resolve(policy, load_hardware(hardware), {})
             rules = dict(zip(TensorClass, resolved.rules, strict=True))
             assert resolved.streams_state
@@ -872,7 +904,7 @@ def test_cli_show_without_a_gpu_is_the_policy_as_written(monkeypatch: pytest.Mon
 
 
 def test_cli_show_says_what_the_machine_decides_and_why() -> None:
-    arguments = ["show", "sft", "--hardware", "h200-pcie"]
+    arguments = ["show", "sft", "--hardware", "h200"]
     text = runner.invoke(app, arguments, env={"COLUMNS": "80"}).stdout
     assert re.search(r"optimizer_state +pinned +host .* stream", text)
     assert re.search(r"device budget .*in reserve", text)
@@ -905,9 +937,9 @@ def test_cli_show_for_a_machine(tmp_path: Path) -> None:
     ("arguments", "environment", "says"),
     [
         (["show", "lorra"], {}, "did you mean 'lora'?"),
-        (["show", "sft", "--hardware", "h200"], {}, "no hardware profile is called 'h200'"),
+        (["show", "sft", "--hardware", "h20"], {}, "no hardware profile is called 'h20'"),
         (
-            ["show", "sft", "--hardware", "h200-pcie"],
+            ["show", "sft", "--hardware", "h200"],
             {"UMEM_DEVICE_BUDGET": "x"},
             "environment variable UMEM_DEVICE_BUDGET",
         ),

@@ -21,7 +21,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 STREAMED = (
     "--model llama-2-7b --mode sft --precision fp32-autocast --batch 4 --checkpoint --policy sft "
-    "--hardware h100-pcie"
+    "--hardware h100-sxm"
 )
 PREDICTIONS = [
     ("docs/simulate.md", "--model llama-2-7b", "predicted-llama-2-7b-gh200-96.txt"),

@@ -84,7 +84,7 @@ def test_a_training_runs(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_commands_answer(tmp_path: Path) -> None:
-    done = run_read_only(tmp_path, *umem("fit", "llama-2-7b", "--gpu", "h100-80"))
+    done = run_read_only(tmp_path, *umem("fit", "llama-2-7b", "--gpu", "h100-sxm"))
     assert done.returncode == 0, done.stderr
     assert "host memory" in done.stdout
 

@@ -159,7 +159,7 @@ class Process:
             return
         owner.tuner = StreamTuner(
             owner.model,
-            load_hardware("h200-pcie"),
+            load_hardware("h200"),
             WallClockOf(self.machine),
             RoomOfMachine(self.machine),
             ActivationStore("cpu", LazyMover(), min_bytes=1024),

@@ -941,7 +941,7 @@ def llama_2_7b(hardware: Hardware) -> list[StreamUnit]:
     width, inner, vocabulary = 4096, 11008, 32000
     layer = 4 * width**2 + 3 * width * inner + 2 * width
     parameters = [vocabulary * width, *[layer] * 32, vocabulary * width + width]
-    update_s = 0.58e-3 / 64e6 * load_hardware("h200-pcie").memory_bytes_per_s
+    update_s = 0.58e-3 / 64e6 * load_hardware("h200").memory_bytes_per_s
     forward_work = sum(parameters[1:])
     return [
         StreamUnit(
@@ -961,7 +961,7 @@ def test_measured_steps_are_predicted_within_a_twentieth() -> None:
 
     Clipping, which was part of the measured steps, reads the gradients twice and writes them once.
     """
-    hardware = load_hardware("h100-pcie")
+    hardware = load_hardware("h100-sxm")
     units = llama_2_7b(hardware)
     clipping_s = 12 / 8 * sum(it.state_bytes for it in units) / hardware.memory_bytes_per_s
     timing = simulate_stream(units, range(9), 6, hardware=hardware, other_s=clipping_s)

@@ -466,15 +466,15 @@ def saved_step(step_of: StepOf, tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_simulate_predicts_a_policy_that_streams(run: Run, saved_step: Path) -> None:
     arguments = ("simulate", "--trace", saved_step, "--policy", "sft", "--budget", "456MiB")
-    status, output, errors = run(*arguments, "--hardware", "h100-pcie")
+    status, output, errors = run(*arguments, "--hardware", "h100-sxm")
     assert (status, errors) == (0, "")
-    assert "layers on h100-pcie, policy sft, 456 MiB of device memory" in output
+    assert "layers on h100-sxm, policy sft, 456 MiB of device memory" in output
     assert "passes alone 18 ms" in output
     assert "deferred" in output
     assert "…" not in output
     assert all(len(line) <= 80 for line in output.splitlines())
     for flags, in_backward in (((), False), (("--step-in-backward",), True)):
-        _, output, _ = run(*arguments, "--hardware", "h100-pcie", *flags, "--json")
+        _, output, _ = run(*arguments, "--hardware", "h100-sxm", *flags, "--json")
         (row,) = json.loads(output)["results"]
         assert (row["planner"], row["step_in_backward"]) == ("stream", in_backward)
         assert row["device_bytes"] <= 200 * MIB
@@ -482,7 +482,7 @@ def test_simulate_predicts_a_policy_that_streams(run: Run, saved_step: Path) -> 
 
 @pytest.mark.slow
 def test_simulate_says_where_weights_are(run: Run, saved_step: Path) -> None:
-    arguments = ("simulate", "--trace", saved_step, "--policy", "sft", "--hardware", "h100-pcie")
+    arguments = ("simulate", "--trace", saved_step, "--policy", "sft", "--hardware", "h100-sxm")
     _, output, _ = run(*arguments, "--budget", "4GiB")
     assert "weights:" not in output
     status, output, errors = run(*arguments, "--budget", "356MiB")
@@ -514,7 +514,9 @@ def test_the_committed_predictions_are_todays(run: Run) -> None:
     command, *expected = first.splitlines()
     status, output, _ = run(*command.removeprefix("$ umem ").split())
     assert status == 0
-    assert [line.rstrip() for line in output.strip().splitlines()] == expected
+    said, rates = output.strip().split("\n\n")
+    assert [line.rstrip() for line in said.splitlines()] == expected
+    assert rates == "Rates of h100-sxm: published."
 
 
 def test_layers_run_again_where_what_they_save_takes_longer_to_copy(

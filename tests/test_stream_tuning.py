@@ -228,7 +228,7 @@ class Training:
             memory.place(state["exp_avg_sq"], on_device=True)
         store = ActivationStore("cpu", mover or LazyMover(), min_bytes=1024)
         clock = WallClockOf(machine)
-        hardware = hardware or load_hardware("h200-pcie")
+        hardware = hardware or load_hardware("h200")
         lanes = LazyLanes(self.model, 0.5, 1)
         self.weights: Any = None
         if streams_weights:
@@ -562,7 +562,7 @@ def test_a_step_that_waits_has_slots_where_activations_were() -> None:
     machine = Machine(more_bytes)
     # Copies of a layer's state take four seconds, its shortest pass one.
     slow = replace(
-        load_hardware("h200-pcie"),
+        load_hardware("h200"),
         copy_to_device_bytes_per_s=LAYER_STATE / 4,
         copy_to_host_bytes_per_s=LAYER_STATE / 4,
         copy_link_bytes_per_s=LAYER_STATE / 2,

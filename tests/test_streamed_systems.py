@@ -300,7 +300,7 @@ def test_transforms_do_not_end_measurements(monkeypatch: pytest.MonkeyPatch) -> 
     room = Room(-1)
     store = ActivationStore("cpu", LazyMover(), min_bytes=64)
     streamed = Program(lambda model: LazyLanes(model, 0.5))
-    tuner = StreamTuner(streamed.model, load_hardware("h200-pcie"), room, room, store)
+    tuner = StreamTuner(streamed.model, load_hardware("h200"), room, room, store)
     streamed.tuner = tuner
     found = streamed.run(gradient_of_a_function, steps=5)
     assert bits(found) == bits(Program(None).run(gradient_of_a_function, steps=5))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from umem.predict.tuning import Candidate, Point, TunedWorkload, front
 
-TINY = ("tune", "--model", "llama-tiny", "--seq", "64", "--hardware", "h100-pcie")
+TINY = ("tune", "--model", "llama-tiny", "--seq", "64", "--hardware", "h100-sxm")
 WHERE = ("step_s", "device_bytes", "host_bytes")
 
 

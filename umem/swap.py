@@ -65,6 +65,9 @@ MANAGED_SHARE_OF_HOST = 0.5
 process's share of host memory, which page-locked memory cannot have then. The rest is for data
 loaders and other programs."""
 
+_NOTHING_BYTES = 1
+"""A cap that lets nothing through: 0 stands for no cap."""
+
 _LOADING_SHARE = 1 - 1 / 64
 """Of the budget, while a model is loaded whose weights may be streamed: page tables of the weights
 that find no room take device memory too, 1/512 of their size. Enough for eight times the budget."""
@@ -193,7 +196,8 @@ def _enable(policy: Policy) -> Runtime:
     import_libraries(resolved.share)
     of_device = managed_bytes_of_device(by_device, capabilities)
     share = host_share()
-    caps = host_caps(resolved, share, has_managed_cap=any(of_device))
+    has_one_pool = any(it.integrated for it in capabilities)
+    caps = host_caps(resolved, share, has_managed_cap=any(of_device), has_one_pool=has_one_pool)
     config = native_config(
         replace(resolved, managed_limit_bytes=caps.managed_bytes), caps.pinned_bytes, of_device
     )
@@ -340,14 +344,21 @@ class HostCaps:
 
 
 def host_caps(
-    resolved: ResolvedPolicy, share: HostShare | None, *, has_managed_cap: bool
+    resolved: ResolvedPolicy,
+    share: HostShare | None,
+    *,
+    has_managed_cap: bool,
+    has_one_pool: bool = False,
 ) -> HostCaps:
     """Divide a process's share of host memory between managed and page-locked memory.
 
     With `has_managed_cap` managed memory gets :data:`MANAGED_SHARE_OF_HOST` beside the devices'
     budgets, where there are budgets and managed memory; page-locked memory gets the rest of
-    :data:`PINNED_SHARE`. A cap that the policy names stays as it is.
+    :data:`PINNED_SHARE`. A cap that the policy names stays as it is. With `has_one_pool` nothing of
+    the host is left beside the device's budget: what exceeds that is out of memory.
     """
+    if has_one_pool:
+        return HostCaps(resolved.managed_limit_bytes, _NOTHING_BYTES, 0.0)
     share_bytes = 0 if share is None else share.share_bytes
     managed_share = 0.0
     has_managed = any(rule.kind == "managed" for rule in resolved.rules)
@@ -358,8 +369,7 @@ def host_caps(
         managed_bytes=resolved.managed_limit_bytes
         if not has_managed_cap
         else int(managed_share * share_bytes),
-        # A share of nothing is no reason for no cap.
-        pinned_bytes=0 if share is None else max(int(pinned_share * share_bytes), 1),
+        pinned_bytes=0 if share is None else max(int(pinned_share * share_bytes), _NOTHING_BYTES),
         pinned_share=pinned_share,
     )
 

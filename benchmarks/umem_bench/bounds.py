@@ -33,7 +33,7 @@ BUDGETS_PERCENT = (100, 75, 50, 35, 25)
 
 MODELS = ("llama-2-7b", "llama-2-13b")
 MODES = ("sft", "lora")
-MODEL_MACHINES = ("gh200-96", "h200-pcie")
+MODEL_MACHINES = ("gh200-96", "h200")
 MODEL_PERCENT = 60
 
 LIMIT = 1.05

@@ -26,7 +26,7 @@ _TENSOR_BYTES = 64 << 20
 @functools.cache
 def compile_planner() -> None:
     """Plan and simulate with every planner, once in a process; CUDA is not started."""
-    trace, hardware = small_step(), load_hardware("h200-pcie")
+    trace, hardware = small_step(), load_hardware("h200")
     # Of 20 tensors: one budget leaves room for the optimizer's step, the other does not.
     for budget_bytes in (12 * _TENSOR_BYTES, 18 * _TENSOR_BYTES):
         rules = {"name": "small", "extends": "managed", "device_budget": f"{budget_bytes} B"}

@@ -46,7 +46,7 @@ def run_core(policy: str, *, rounds: int, quick: bool) -> list[Measurement]:
     from umem.runtime.native_library import native
     from umem.runtime.state import native_config
 
-    hardware = replace(load_hardware("h200-pcie"), device_bytes=_DEVICE_BYTES)
+    hardware = replace(load_hardware("h200"), device_bytes=_DEVICE_BYTES)
     config = native_config(resolve(load_policy(policy), hardware))
     allocator: Allocator = native().Allocator.on_host(config, _DEVICE_BYTES)
     cases: dict[str, tuple[Callable[[int], None], int]] = {

@@ -150,7 +150,7 @@ class _Step:
 
 def planned_step() -> _Step:
     """Plan the training of the picture for an H100, as ``umem simulate`` does."""
-    hardware = load_hardware("h100-pcie")
+    hardware = load_hardware("h100-sxm")
     trace = model_trace(
         "llama-2-7b", "sft", precision="fp32-autocast", batch=4, seq=2048, checkpoint=True
     )

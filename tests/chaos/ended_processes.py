@@ -96,7 +96,7 @@ class Processes:
             *("run", *(() if is_gpu else ("--fallback",)), str(_HERE / "training_program.py")),
             *(str(_STEPS), str(self._trace), str(self._root / "work")),
         ]
-        hardware = ["--trace", str(self._trace), "--hardware", "h200-pcie", "--budget", "128MiB"]
+        hardware = ["--trace", str(self._trace), "--hardware", "h200", "--budget", "128MiB"]
         self._commands = {
             "plan": ["plan", *hardware],
             "simulate": ["simulate", *hardware],

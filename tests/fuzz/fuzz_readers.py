@@ -7,6 +7,7 @@ value that is not written and read back unchanged, too much time or memory.
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 import time
@@ -104,7 +105,7 @@ def _refusal(read: Callable[[Path], object], path: Path) -> str | None:
 
 @cache
 def _machine() -> Hardware:
-    return load_hardware("h100-pcie")
+    return load_hardware("h100-sxm")
 
 
 @cache
@@ -223,13 +224,9 @@ def _profile_seeds() -> list[bytes]:
 
 
 def _hardware_document() -> dict[str, Any]:
-    import yaml
+    from umem.hardware.cards import card_profile
 
-    from umem.io import yaml_files
-
-    folder = Path(yaml_files.__file__).parents[2] / "policies" / "hardware"
-    loaded: dict[str, Any] = yaml.safe_load((folder / "h100-pcie.yaml").read_text(encoding="utf-8"))
-    return loaded
+    return copy.deepcopy(dict(card_profile("h100-sxm") or {}))
 
 
 _POLICIES: list[dict[str, Any]] = [

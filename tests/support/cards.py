@@ -30,6 +30,23 @@ H200 = Capabilities(
     device_numa_node=None,
     numa_nodes=(NumaNode(0, 512 * GIB, True),),
 )
+GB10 = replace(
+    H200,
+    device_name="NVIDIA GB10",
+    compute_capability=(12, 1),
+    total_bytes=int(119.63 * GIB),
+    free_bytes=100 * GIB,
+    pageable_memory_access=True,
+    pageable_uses_host_page_tables=True,
+    direct_managed_access_from_host=True,
+    copy_engines=2,
+    pcie_link=None,
+    nvlink_c2c=None,
+    cpu_architecture="aarch64",
+    numa_nodes=(NumaNode(0, int(119.63 * GIB), True),),
+    integrated=True,
+)
+"""Made up: nobody has run umem on one."""
 GH200 = replace(
     H200,
     device_name="NVIDIA GH200 480GB",

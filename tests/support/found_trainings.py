@@ -102,7 +102,7 @@ class Streams:
             memory = HostStateMemory()
             room = Room(self._more_bytes)
             store = ActivationStore("cpu", LazyMover(), min_bytes=256)
-            hardware, ring = load_hardware("h200-pcie"), None
+            hardware, ring = load_hardware("h200"), None
             tuner = StreamTuner(model, hardware, room, room, store)
         training = StreamedTraining(
             model,

@@ -65,7 +65,7 @@ def host_machine(budget_bytes: int | str, policy: Any = "managed", **hints: Any)
 
     The policy is what :func:`umem.load_policy` takes.
     """
-    hardware = load_hardware("h200-pcie")
+    hardware = load_hardware("h200")
     rules = resolve(load_policy(policy), hardware, {"UMEM_DEVICE_BUDGET": str(budget_bytes)})
     return Machine(
         device=torch.device("cpu"),

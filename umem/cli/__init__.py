@@ -34,7 +34,7 @@ COMMANDS = {
     "plan": "Plan a training step: hints by phase, and where each tensor is.",
     "report": "Show what migrated in a recorded run, why, and at what cost.",
     "policy": "List, show and validate policies, and print their schema.",
-    "hardware": "List and show hardware profiles.",
+    "hardware": "List, show and measure hardware profiles.",
     "bench": "Run the benchmarks, which are in a checkout of umem.",
 }
 """Name -> line of `umem --help`. The module `umem.cli.NAME` has the command, as its `app`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,13 +28,12 @@ from umem.fit import (
     load_shape,
 )
 from umem.hardware import Hardware, hardware_names, load_hardware
+from umem.hardware.load import MEASURE
 from umem.io.files import write_file
 
 __all__ = ["app"]
 
 _MODES = ("sft", "lora", "inference")
-
-_SHORT_NAMES = {"a100-40": "a100-40-pcie", "h100-80": "h100-pcie", "h200-141": "h200-pcie"}
 
 _CLASSES = {"optimizer_state": "optimizer state", "cache": "cache of keys and values"}
 
@@ -65,7 +65,7 @@ def fit(
         str | None,
         typer.Option(
             metavar="PROFILE",
-            help="A hardware profile's name or file, such as h100-80, or detect (default: a row "
+            help="A hardware profile's name or file, such as h100-sxm, or detect (default: a row "
             "for each profile).",
         ),
     ] = None,
@@ -119,7 +119,7 @@ def fit(
             )
         output.check_can_write("--output", target)
     host_bytes = _host_bytes(host_ram)
-    names = hardware_names() if gpu is None else (_SHORT_NAMES.get(gpu, gpu),)
+    names = hardware_names() if gpu is None else (gpu,)
     answers = []
     # Plans make many objects and hardly a cycle: looking for cycles takes a third of the time.
     with output.progress() as say, output.interruptible(), no_garbage_collection():
@@ -192,6 +192,8 @@ def _answer(
     question: Workload, machine: Hardware, budget: str | None, host_bytes: int | None
 ) -> Fit:
     policy = options.find_policy(question.mode, machine, budget)
+    if machine.one_pool:
+        host_bytes = 0
     answer = fit_inference if question.mode == "inference" else fit_training
     return answer(question, machine, policy, host_bytes=host_bytes)
 
@@ -201,6 +203,7 @@ def _answer(
 
 def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
     """Put an answer into plain values, for JSON: seconds and bytes."""
+    is_timed = answer.rates != "unknown"
     return {
         "model": question.shape.name,
         "parameters": question.shape.parameters,
@@ -224,8 +227,10 @@ def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
         "ways": {
             way.name: {
                 "fits": way.time_s is not None,
-                "token_s" if question.mode == "inference" else "step_s": way.time_s,
-                "tokens_per_s": way.tokens_per_s,
+                "token_s" if question.mode == "inference" else "step_s": way.time_s
+                if is_timed
+                else None,
+                "tokens_per_s": way.tokens_per_s if is_timed else None,
                 "device_bytes": way.device_bytes,
                 "host_bytes": way.host_bytes,
                 "why_not": way.why_not or None,
@@ -235,6 +240,7 @@ def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
         "largest_batch": answer.largest_batch,
         "largest_stock_batch": answer.largest_stock_batch,
         "policy": _policy_text(question, answer, budget),
+        "rates": answer.rates,
         "rests_on": f"roofline of {answer.hardware}: predicted, not measured",
     }
 
@@ -280,7 +286,8 @@ def _print_one(
     unit = "a token" if question.mode == "inference" else "step"
     table = output.make_table("way", numbers=(unit, "tokens/s", "peak: device", "host"))
     for way in answer.ways:
-        table.add_row(_WAYS[way.name], *_time(way), _size(way.device_bytes), _size(way.host_bytes))
+        times = _time(way, is_timed=answer.rates != "unknown")
+        table.add_row(_WAYS[way.name], *times, _size(way.device_bytes), _size(way.host_bytes))
     output.print_table(console, table)
     for way in answer.ways:
         if way.why_not:
@@ -297,7 +304,16 @@ def _print_one(
             f"{'only ' if is_short else ''}{format_bytes(answer.host_limit_bytes)} available"
         )
     console.print(_advice(question, answer, budget, target), soft_wrap=True)
-    console.print(_basis(question, f"the roofline of {answer.hardware}"), style="dim")
+    if answer.rates == "unknown":
+        console.print(
+            f"No seconds: no profile has the rates of {plain(answer.hardware)}.\n"
+            f"To measure them, in two minutes: {MEASURE}"
+        )
+        return
+    console.print(
+        _basis(question, f"the roofline of {answer.hardware}, with {answer.rates} rates,"),
+        style="dim",
+    )
 
 
 def _advice(question: Workload, answer: Fit, budget: str | None, target: Path | None) -> str:
@@ -346,20 +362,25 @@ def _print_machines(console: Console, question: Workload, answers: list[Fit]) ->
         umem, *others = answer.ways
         table.add_row(
             plain(answer.hardware),
-            *_time(umem, "too large"),
-            *(_time(way, "")[1] or "too large" for way in others),
+            *_time(umem, instead="too large"),
+            *(_time(way)[1] or "too large" for way in others),
             _size(umem.device_bytes),
             _size(umem.host_bytes),
             f"{answer.largest_batch:,}" if answer.largest_batch else "none",
         )
     output.print_table(console, table)
     console.print("\n--gpu PROFILE shows where everything is, and what to run.")
+    counts = Counter(answer.rates for answer in answers)
+    of_rates = ", ".join(f"{counts[it]} {it}" for it in ("measured", "published", "assumed"))
+    console.print(f"Rates: {of_rates}; umem hardware list says which.", style="dim")
     console.print(_basis(question, "each profile's roofline"), style="dim")
 
 
-def _time(way: Way, instead: str = "does not fit") -> tuple[str, str]:
+def _time(way: Way, *, instead: str = "does not fit", is_timed: bool = True) -> tuple[str, str]:
     if way.time_s is None or way.tokens_per_s is None:
         return instead, ""
+    if not is_timed:
+        return "fits", ""
     speed = way.tokens_per_s
     return output.format_seconds(way.time_s), f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
 

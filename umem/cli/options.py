@@ -46,10 +46,12 @@ __all__ = [
     "budget_bytes",
     "check_plot",
     "check_source",
+    "find_machine",
     "find_policy",
     "find_workloads",
     "known_name",
     "known_names",
+    "rates_line",
     "recording_progress",
     "takes_workload",
 ]
@@ -260,6 +262,24 @@ def _record_script(script: str, say: Progress) -> Trace:
     # What the script prints is no part of the answer.
     with redirect_stdout(sys.stderr), interruptible():
         return script_trace(script, progress=recording_progress(script, say))
+
+
+def find_machine(name: str) -> Hardware:
+    """Load the machine of a prediction; ``UmemError`` if its rates are unknown."""
+    from umem.hardware.load import MEASURE, load_hardware
+
+    machine = load_hardware(name)
+    if machine.rates == "unknown":
+        raise UmemError(
+            f"{machine.name} has no profile, so that nothing can be predicted for it: `{MEASURE}` "
+            "measures its rates in two minutes; or give the profile of another machine"
+        )
+    return machine
+
+
+def rates_line(hardware: str, rates: str) -> str:
+    """The line that says what a prediction for a machine rests on."""
+    return f"Rates of {hardware}: {rates}."
 
 
 def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPolicy:

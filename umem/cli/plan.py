@@ -19,7 +19,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
-from umem.hardware import Hardware, load_hardware, with_durations
+from umem.hardware import Hardware, with_durations
 from umem.pages import plan as planning
 from umem.policy import ResolvedPolicy
 from umem.trace import Trace, find_gaps
@@ -58,7 +58,7 @@ def plan(
     if explain is not None and planner != "planned":
         raise UmemError("--explain: only the planner planned has reasons for each decision")
     (workload,) = options.find_workloads(options.TRAINING_MODES, given)
-    machine = load_hardware(hardware)
+    machine = options.find_machine(hardware)
     resolved = options.find_policy(policy, machine, budget)
 
     with output.progress() as say:
@@ -80,6 +80,7 @@ def plan(
     data: dict[str, Any] = {
         "workload": timed.name,
         "hardware": machine.name,
+        "rates": machine.rates,
         "policy": resolved.name,
         "device_budget_bytes": resolved.device_budget_bytes or machine.device_bytes,
         "planner": schedule.planner,
@@ -187,7 +188,8 @@ def _print(console: Console, data: dict[str, Any]) -> None:
     console.print(
         f"[bold]{plain(data['workload'])}[/bold] on {plain(data['hardware'])}, "
         f"policy {plain(data['policy'])}, {format_bytes(data['device_budget_bytes'])} of device "
-        f"memory\nplanner {data['planner']}, made in {output.format_seconds(data['planning_s'])}"
+        f"memory\nplanner {data['planner']}, made in {output.format_seconds(data['planning_s'])}\n"
+        f"{options.rates_line(plain(data['hardware']), data['rates'])}"
     )
     tables = (("hint", "hints", data["hints"]), ("residency", "tensors", data["residency"]))
     for heading, counted, rows in tables:

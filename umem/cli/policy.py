@@ -74,6 +74,7 @@ def show(
     if as_json:
         data: dict[str, Any] = {"policy": loaded.model_dump(mode="json")}
         data["hardware"] = None if machine is None else machine.name
+        data["rates"] = None if machine is None else machine.rates
         data["resolved"] = None if resolved is None else _as_json(resolved)
         output.print_json(data)
         return
@@ -91,7 +92,7 @@ def show(
     elif resolved is None and any(rule.kind == "auto" for rule in rules):
         console.print(
             "\nNo GPU is visible here, so that kind auto is not decided: give --hardware, such as "
-            "h200-pcie."
+            "h200."
         )
 
 
@@ -164,6 +165,7 @@ def _bounds_table(
     if machine is not None:
         device = format_bytes(machine.device_bytes)
         table.add_row("machine", f"{plain(machine.name)}, {device} of device memory")
+        table.add_row("its rates", machine.rates)
     if policy.extends is not None:
         table.add_row("extends", plain(policy.extends))
     table.add_row("device budget", budget)

@@ -16,7 +16,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import MigrationReport
 from umem.core.units import format_bytes
-from umem.hardware import Hardware, load_hardware
+from umem.hardware import Hardware
 from umem.pages.plan import PLANNERS
 from umem.policy import ResolvedPolicy
 from umem.predict.prediction import predict, report_row
@@ -82,7 +82,7 @@ def simulate(
     """
     planners = options.known_names("--planner", planner, PLANNERS)
     workloads = options.find_workloads(_MODES, replace(given, mode=mode))
-    machine = load_hardware(hardware)
+    machine = options.find_machine(hardware)
     # Before the first trace, which may take long.
     resolved = options.find_policy(policy, machine, budget)
     options.check_plot(plot)
@@ -118,7 +118,11 @@ def simulate(
         if plot is not None:
             pictures = output.save_figures(_figures(results, plot), say)
     if as_json:
-        rows = [report_row(report) for _, reports in results for report in reports]
+        rows = [
+            report_row(report) | {"rates": machine.rates}
+            for _, reports in results
+            for report in reports
+        ]
         output.print_json({"results": rows})
         return
     console = output.make_console()
@@ -128,6 +132,7 @@ def simulate(
         for report in reports if verbose else ():
             _print_details(console, report)
             console.print()
+    console.print(options.rates_line(plain(machine.name), machine.rates), style="dim")
     output.print_written(pictures)
 
 
@@ -147,12 +152,14 @@ def _simulate_streamed(
                 predict_stream(trace, hardware, policy, in_backward=in_backward) for trace in traces
             ]
     if as_json:
-        output.print_json({"results": [stream_row(prediction) for prediction in predictions]})
+        rows = [stream_row(prediction) | {"rates": hardware.rates} for prediction in predictions]
+        output.print_json({"results": rows})
         return
     console = output.make_console()
     for prediction in predictions:
         _print_streamed(console, prediction)
         console.print()
+    console.print(options.rates_line(plain(hardware.name), hardware.rates), style="dim")
 
 
 def _print_streamed(console: Console, prediction: StreamPrediction) -> None:

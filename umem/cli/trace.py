@@ -16,7 +16,7 @@ from umem.cli.output import plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
-from umem.hardware import Hardware, load_hardware, with_durations
+from umem.hardware import Hardware, with_durations
 from umem.trace import PhaseKind, Trace, require_durations, save_trace
 
 __all__ = ["app"]
@@ -53,7 +53,7 @@ def trace(
     )
     if shown is not None and target is not None:
         raise UmemError("--show writes nothing: leave --output out")
-    machine = load_hardware(hardware)
+    machine = options.find_machine(hardware)
     if target is not None:
         output.check_can_write("--output", target)
 
@@ -100,6 +100,7 @@ def _summarise(trace: Trace, hardware: Hardware) -> dict[str, Any]:
         "flops": float(trace.flops.sum()),
         "memory_bytes": int(trace.memory_bytes.sum()),
         "hardware": hardware.name,
+        "rates": hardware.rates,
         "step_s": float(require_durations(with_durations(trace, hardware)).sum()),
         "own_durations": trace.duration_s is not None,
         "peak_live_bytes": int(live_bytes[peak].sum()),
@@ -120,7 +121,7 @@ def _print(console: Console, summary: dict[str, Any]) -> None:
     facts.add_row("phases", f"{sum(phases.values()):,}: {kinds}")
     facts.add_row("operations", f"{summary['flops'] / 1e12:,.4g} TFLOP")
     facts.add_row("memory traffic", format_bytes(summary["memory_bytes"]))
-    roofline = f"the roofline of {summary['hardware']}"
+    roofline = f"the roofline of {summary['hardware']}, with {summary['rates']} rates"
     timed_by = "the trace itself" if summary["own_durations"] else roofline
     facts.add_row("all resident", f"{output.format_seconds(summary['step_s'])}, by {timed_by}")
     peak = f"{format_bytes(summary['peak_live_bytes'])} live, in {plain(summary['peak_phase'])}"

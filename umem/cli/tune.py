@@ -18,7 +18,6 @@ from rich.console import Console
 from umem.cli import INTERRUPTED_STATUS, options, output
 from umem.cli.output import plain
 from umem.core.errors import PlanError, UmemError
-from umem.hardware import load_hardware
 from umem.io.files import write_file
 from umem.policy import load_policy
 from umem.predict.tuning import PLAIN, Point, TunedWorkload, candidates, front, tune
@@ -103,7 +102,7 @@ def tune_training(
     is best in tokens per second, device memory and host memory. Ctrl-C ends the search and shows
     what it has found; a second one ends the command.
     """
-    machine = load_hardware(hardware)
+    machine = options.find_machine(hardware)
     budgets = tuple(dict.fromkeys(options.budget_bytes(it, machine) for it in _names(budget)))
     sizes = _numbers("--batch", batch), _numbers("--accumulate", accumulate)
     workloads = _workloads(given, *sizes, checkpoint)
@@ -138,6 +137,7 @@ def tune_training(
     ]
     data: dict[str, Any] = {
         "hardware": machine.name,
+        "rates": machine.rates,
         "figures": "predicted, not measured",
         "candidates": len(tried),
         "predicted": count,
@@ -311,6 +311,7 @@ def _print(console: Console, data: dict[str, Any], target: Path | None) -> None:
             "sum: batches in a step; again: activations are recomputed (checkpoints)", style="dim"
         )
     console.print(
+        f"{options.rates_line(plain(data['hardware']), data['rates'])}\n"
         "Predicted, not measured. Each is faster than every one that uses no more of either "
         f"memory, by more than {data['tolerance']:.1%}.",
         style="dim",

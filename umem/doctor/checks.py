@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from umem.core.errors import PolicyError
+from umem.core.errors import HardwareError, PolicyError
 from umem.core.install import install_command
 from umem.core.log import parse_log_level
 from umem.core.units import format_bytes, parse_bytes
@@ -18,7 +18,7 @@ from umem.hardware import load_hardware
 from umem.hardware.capabilities import Capabilities
 from umem.hardware.host_memory import PINNED_SHARE, MemoryLimit
 from umem.hardware.host_share import HostShare, share_of
-from umem.hardware.load import describe_machine
+from umem.hardware.load import MEASURE, describe_machine
 from umem.policy import load_policy, poisons, resolve, without
 from umem.torch_compat import NEWEST, OLDEST, Need
 
@@ -301,6 +301,8 @@ def _device(device: Capabilities) -> Iterator[Check]:
     gpu = f"GPU {device.device_index}"
     free = "" if device.free_bytes is None else f", {format_bytes(device.free_bytes)} free"
     kind = ", coherent with its CPU" if device.is_coherent else ""
+    if device.integrated:
+        kind = ", in one pool with its CPU's"
     yield _ok(
         gpu,
         f"{device.device_name}, compute capability {dotted(device.compute_capability)}, "
@@ -335,6 +337,20 @@ def _device(device: Capabilities) -> Iterator[Check]:
     if device.host_numa_node is not None:
         link += f", nearest CPUs on node {device.host_numa_node}"
     yield _info(f"{gpu} link", link)
+    yield _rates(f"{gpu} rates", device)
+
+
+def _rates(name: str, device: Capabilities) -> Check:
+    """What predictions for the device rest on."""
+    try:
+        machine = describe_machine(device, None)
+    except HardwareError as error:
+        remedy = f"correct the file, or measure again: {MEASURE}"
+        return _fail(name, "this machine's profile cannot be read", str(error), remedy)
+    if machine.rates == "unknown":
+        why = "no profile has this device: umem fit and predictions give no seconds for it"
+        return _warn(name, machine.rates, why, f"{MEASURE} (two minutes)")
+    return _info(name, machine.rates, machine.description)
 
 
 # Memory and limits.
@@ -354,7 +370,7 @@ def _limits(environment: Environment) -> Iterator[Check]:
         yield _host_limit(host.memory.limit)
         share = share_of(host.memory, environment.variables, 1 + host.processes)
         yield _host_share(share)
-        yield _page_locked(share)
+        yield from _page_locked(share, environment)
     yield from _nodes_of_pinned(environment)
     why = "DataLoader workers hand batches over it"
     if host.shm_bytes is None:
@@ -377,7 +393,7 @@ def _device_budgets(environment: Environment) -> Iterator[Check]:
                 environment.variables,
                 free_bytes=device.free_bytes,
             )
-        except PolicyError:  # the variable's own check says why
+        except (HardwareError, PolicyError):  # a check of its own says why
             return
         budget = resolved.device_budget_bytes
         value = "none" if budget is None else format_bytes(budget)
@@ -410,7 +426,21 @@ def _host_limit(limit: MemoryLimit | None) -> Check:
     )
 
 
-def _page_locked(share: HostShare) -> Check:
+def _page_locked(share: HostShare, environment: Environment) -> Iterator[Check]:
+    pools = [device for device in environment.devices or () if device.integrated]
+    if pools:
+        why = "the GPU's memory is the host's: a copy between them would gain nothing"
+        yield _info("page-locked memory", "none", why)
+        group = environment.host.memory and environment.host.memory.limit
+        if group:
+            yield _warn(
+                "control group and GPU memory",
+                f"{format_bytes(group.limit_bytes)} by {group.path}",
+                "the kernel does not count GPU memory in a group, so that the limit does not bound "
+                "it; umem's budget does",
+                "export UMEM_DEVICE_BUDGET=SIZE for less than the budget above",
+            )
+        return
     limit_bytes = int(PINNED_SHARE * share.share_bytes)
     why = f"{100 * PINNED_SHARE:.0f} % of {format_bytes(share.share_bytes)}, its share"
     if share.ranks > 1 and not share.source:
@@ -422,7 +452,7 @@ def _page_locked(share: HostShare) -> Check:
             f"by {share.ranks}"
         )
     limit = f"at most {format_bytes(limit_bytes)} for a process"
-    return _info("page-locked memory", limit, why)
+    yield _info("page-locked memory", limit, why)
 
 
 def _host_share(share: HostShare) -> Check:
@@ -441,8 +471,15 @@ def _host_memory(environment: Environment) -> Check:
     if host.other_nodes_bytes:
         other = format_bytes(host.other_nodes_bytes)
         value += f", without {other} on NUMA nodes of GPUs or closed to this process"
-    # On a coherent machine the GPU's own memory is part of the host's: nothing to compare.
-    cards = [device.total_bytes for device in environment.devices or () if not device.is_coherent]
+    # On a coherent machine, and in one pool, the GPU's own memory is part of the host's: nothing to
+    # compare.
+    cards = [
+        device.total_bytes
+        for device in environment.devices or ()
+        if not device.is_coherent and not device.integrated
+    ]
+    if any(device.integrated for device in environment.devices or ()):
+        value += ", the GPU's memory included: they share one pool"
     largest_bytes = max(cards, default=0)
     if host.available_bytes >= largest_bytes:
         return _ok(name, value)
@@ -478,7 +515,7 @@ _UMEM_VARIABLES = (
     "UMEM_POISON",
 )
 
-_ANY_MACHINE = "h200-pcie"
+_ANY_MACHINE = "h200"
 """Percentages are checked against a card's memory; without a card, against that of this profile."""
 
 _WITHOUT_EFFECT = "torch's own allocator reads it; under the swap it has no effect"
@@ -527,4 +564,6 @@ def _umem_variable(name: str, value: str, environment: Environment) -> Check:
             resolve(load_policy("managed"), machine, {name: value})
     except PolicyError as error:
         return _fail(name, value, str(error), f"correct it, or unset {name}")
+    except HardwareError:  # the profile's own check says why
+        pass
     return _ok(name, value)

@@ -72,6 +72,8 @@ class Fit:
     """The answer for one machine."""
 
     hardware: str
+    rates: str
+    """What its times rest on, as of :class:`umem.hardware.Hardware`; "unknown" for none."""
     budget_bytes: int
     """Device memory that may be used."""
     host_limit_bytes: int
@@ -207,6 +209,7 @@ def fit_training(
     away_bytes = state_bytes + gradient_bytes
     return Fit(
         hardware=hardware.name,
+        rates=hardware.rates,
         budget_bytes=budget_bytes,
         host_limit_bytes=limit_bytes,
         classes=classes,
@@ -416,6 +419,7 @@ def fit_inference(
     umem_bytes, everything_bytes = beside + placed.device_bytes, beside + movable_bytes
     return Fit(
         hardware=hardware.name,
+        rates=hardware.rates,
         budget_bytes=budget_bytes,
         host_limit_bytes=limit_bytes,
         classes={

@@ -9,6 +9,7 @@ from typing import Any
 
 from umem.core.errors import UnsupportedError
 from umem.cuda import bindings
+from umem.hardware.host_memory import host_memory
 
 __all__ = ["Capabilities", "NumaNode", "detect", "detect_all", "numa_nodes"]
 
@@ -43,7 +44,9 @@ class Capabilities:
     total_bytes: int
     free_bytes: int | None
     """Device memory that no process holds. None where NVML does not report it, and on a MIG slice,
-    for which NVML reports the whole card's."""
+    for which NVML reports the whole card's. Of one pool, what the kernel calls available, within
+    the limits of control groups: neither CUDA nor NVML counts what it can reclaim
+    (https://docs.nvidia.com/dgx/dgx-spark, known issues)."""
     concurrent_managed_access: bool
     """CPU and GPU may access managed memory at the same time; umem needs this."""
     pageable_memory_access: bool
@@ -73,6 +76,8 @@ class Capabilities:
     """The NUMA node that is the device's own memory; None where it is not one."""
     numa_nodes: tuple[NumaNode, ...]
     """All nodes of the host with memory."""
+    integrated: bool = False
+    """CPU and GPU share one physical memory, as on DGX Spark and Jetson: there is one pool."""
 
     @property
     def ats(self) -> bool:
@@ -128,6 +133,7 @@ def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
     version = _version(driver.driver_version())
     total_bytes = driver.device_total_bytes(device)
     pci_address = driver.device_pci_address(device)
+    integrated = attribute("INTEGRATED") != 0
     concurrent = attribute("CONCURRENT_MANAGED_ACCESS") != 0
     discards = concurrent and version >= _CUDA_13
     host_node = device_node = -1
@@ -142,7 +148,9 @@ def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
             attribute("COMPUTE_CAPABILITY_MINOR"),
         ),
         total_bytes=total_bytes,
-        free_bytes=_free_bytes(driver.nvml_memory_bytes(pci_address), total_bytes),
+        free_bytes=_pool_free_bytes(total_bytes)
+        if integrated
+        else _free_bytes(driver.nvml_memory_bytes(pci_address), total_bytes),
         concurrent_managed_access=concurrent,
         pageable_memory_access=attribute("PAGEABLE_MEMORY_ACCESS") != 0,
         pageable_uses_host_page_tables=attribute("PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")
@@ -159,6 +167,7 @@ def detect(device: int = 0, *, driver: Any = bindings) -> Capabilities:
         host_numa_node=host_node if host_node >= 0 else None,
         device_numa_node=device_node if device_node >= 0 else None,
         numa_nodes=numa_nodes(),
+        integrated=integrated,
     )
 
 
@@ -170,6 +179,11 @@ def detect_all(*, driver: Any = bindings) -> tuple[Capabilities, ...]:
 def _version(number: int) -> tuple[int, int]:
     """CUDA's version number, 1000 * major + 10 * minor, in two parts."""
     return number // 1000, number % 1000 // 10
+
+
+def _pool_free_bytes(total_bytes: int) -> int | None:
+    host = host_memory()
+    return None if host is None else min(host.available_bytes, total_bytes)
 
 
 def _free_bytes(card: tuple[int, int] | None, device_total_bytes: int) -> int | None:

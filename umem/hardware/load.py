@@ -6,17 +6,31 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from umem.core.errors import HardwareError, UmemError
+from umem.core.units import parse_bytes
 from umem.hardware import capabilities
 from umem.hardware.capabilities import Capabilities
+from umem.hardware.cards import CARDS
 from umem.hardware.host_memory import host_memory
-from umem.hardware.model import Hardware, Source, quantity_of
-from umem.hardware.profile import hardware_names, load_profile
+from umem.hardware.model import Hardware, Source, quantity_of, rates_of
+from umem.hardware.profile import load_profile
+from umem.io.cache import config_folder
 
-__all__ = ["describe_machine", "detect_hardware", "load_hardware"]
+__all__ = [
+    "MEASURE",
+    "describe_machine",
+    "detect_hardware",
+    "load_hardware",
+    "measured_profile",
+    "nearest_card",
+]
+
+MEASURE = "umem hardware measure"
+"""The command that measures the machine at hand."""
 
 
 def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any]) -> Hardware:
@@ -40,7 +54,7 @@ def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any])
 
     Examples
     --------
-    >>> load_hardware("h200-pcie").to_device_bytes_per_s
+    >>> load_hardware("h200").to_device_bytes_per_s
     51000000000.0
     """
     if isinstance(source, Hardware):
@@ -50,25 +64,7 @@ def load_hardware(source: str | os.PathLike[str] | Hardware | Mapping[str, Any])
     return load_profile(source)
 
 
-# The machine at hand: figures are detected, or else those of the nearest profile.
-
-
-class _Reference(NamedTuple):
-    """A profile from which other machines are described."""
-
-    profile: str
-    device_name: str
-    """Regular expression of the device that the profile describes."""
-    pcie: tuple[int, int] | None
-    """The link that its figures are of: (generation, lanes), or None for NVLink-C2C."""
-
-
-_GRACE = (_Reference("gh200-96", r".*GH200.*", None), _Reference("gh200-144", r".*GH200.*", None))
-_HOPPER = (
-    _Reference("h100-pcie", r"NVIDIA H100 80GB HBM3", (5, 16)),
-    _Reference("h200-pcie", r"NVIDIA H200", (5, 16)),
-)
-_AMPERE = (_Reference("a100-40-pcie", r"NVIDIA A100-PCIE-40GB", (4, 16)),)
+# The machine at hand: its own measured figures, those of its card, or those of the nearest card.
 
 _SAME_MEMORY = 0.1
 """Devices of one name count as the same up to this relative difference of their memories."""
@@ -99,86 +95,134 @@ it."""
 def detect_hardware(device: int = 0) -> Hardware:
     """Describe this machine, without starting CUDA in this process.
 
-    Memory, link and ATS are this machine's, with the source "detected"; the rest is that of the
-    nearest profile. `device` is an ordinal among the devices that this process sees;
-    ``HardwareError`` where there is no such GPU: choose a profile then.
+    Memory, ATS and whether there is one pool are this machine's, with the source "detected". The
+    rest is what ``umem hardware measure`` found here or, without that, the profile of the device,
+    with the link's figures in proportion to this machine's link. The rates of a device that has
+    neither are unknown: those of the nearest profile stand in for them.
+
+    `device` is an ordinal among the devices that this process sees; ``HardwareError`` where there
+    is no such GPU: choose a profile then.
     """
     try:
         found = capabilities.detect(device)
     except UmemError as error:
         raise HardwareError(
-            f"this machine has no GPU {device} to describe ({error}): choose a profile, one of "
-            f"{', '.join(hardware_names())}"
+            f"this machine has no GPU {device} to describe ({error}): choose a profile "
+            "(`umem hardware list`)"
         ) from error
     host = host_memory()
     return describe_machine(found, None if host is None else host.total_bytes)
 
 
-def describe_machine(machine: Capabilities, host_bytes: int | None) -> Hardware:
+def describe_machine(
+    machine: Capabilities, host_bytes: int | None, *, measured: bool = True
+) -> Hardware:
     """Describe a machine by its capabilities and, where it is known, its host memory.
 
-    Figures that are neither detected nor of the same device are marked as assumptions.
+    Figures that are neither detected nor of the same device are marked as assumptions. Without
+    `measured`, what ``umem hardware measure`` found counts for nothing.
     """
-    reference = _nearest(machine)
-    profile = load_hardware(reference.profile)
-    same = re.fullmatch(reference.device_name, machine.device_name) is not None and (
-        abs(machine.total_bytes - profile.device_bytes) <= _SAME_MEMORY * profile.device_bytes
-    )
+    profile, about = _profile_of(machine, measured)
     sources = dict(profile.sources)
-    if not same:
-        for name, source in sources.items():
-            sources[name] = Source(f"as {reference.profile}, nearest: {source.text}", True)
-    values: dict[str, Any] = {"device_bytes": machine.total_bytes, "ats": machine.ats}
-    if host_bytes is not None:
+    values: dict[str, Any] = {
+        "device_bytes": machine.total_bytes,
+        "ats": machine.ats,
+        "one_pool": machine.integrated,
+    }
+    if machine.integrated:
+        values["host_bytes"] = 0
+    elif host_bytes is not None:
         # The kernel of a Grace Hopper counts the GPU's memory, a node without CPUs, as the host's.
         nodes = [node.total_bytes for node in machine.numa_nodes if node.has_cpus]
         values["host_bytes"] = min(host_bytes, sum(nodes)) if nodes else host_bytes
     sources |= dict.fromkeys(values, Source("detected", False))
-    link = _link_of(machine, reference)
-    if link:
-        for name in (*_LINK_FIGURES, "to_host_bytes_per_s"):
-            sources[name] = Source(
-                f"detected: {link}; {sources[name].text}", sources[name].assumption
-            )
-    if link and reference.pcie and machine.pcie_link != reference.pcie:
-        scaled = _scaled(profile, machine.pcie_link, reference.pcie)
-        theirs = "{} behind PCIe {} x{}".format(reference.profile, *reference.pcie)
-        for name in scaled:
-            there = quantity_of(name).format(getattr(profile, name))
-            sources[name] = Source(f"detected: {link}; {there} of {theirs}, scaled to it", True)
-        values |= scaled
     return replace(
         profile,
         name=machine.device_name,
-        description=f"This machine; figures that were not detected are {reference.profile}'s",
+        description=f"This machine{_link_of(machine)}; {about}",
         sources=MappingProxyType(sources),
         **values,
     )
 
 
-def _nearest(machine: Capabilities) -> _Reference:
-    known: tuple[_Reference, ...] = _AMPERE
-    if machine.is_coherent or machine.is_grace_hopper:
-        known = _GRACE
-    elif machine.compute_capability >= (9, 0):
-        known = _HOPPER
+def _profile_of(machine: Capabilities, measured: bool) -> tuple[Hardware, str]:
+    """Figures for a machine, and where they come from."""
+    path = measured_profile(machine.device_name)
+    if measured and os.path.isfile(path):
+        found = load_profile(path)
+        if _has_memory(machine, found.device_bytes):
+            return found, f"figures that were not detected were measured here ({path})"
+    name = nearest_card(machine)
+    profile = _on_link(load_profile(name), machine)
+    if _is_card(machine, name):
+        return profile, f"figures that were not detected are {name}'s"
+    sources = {
+        figure: Source(f"as {name}, nearest: {source.text}", True)
+        for figure, source in profile.sources.items()
+    }
+    about = f"no profile has its rates: `{MEASURE}` measures them; {name}'s stand in for them"
+    return replace(profile, sources=sources, rates="unknown"), about
+
+
+def measured_profile(device_name: str) -> Path:
+    """The file in which ``umem hardware measure`` keeps the figures of a device on this machine.
+
+    It is below ``$XDG_CONFIG_HOME``, or ``~/.config``.
+    """
+    stem = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    return config_folder("hardware") / f"{stem}.yaml"
+
+
+def nearest_card(machine: Capabilities) -> str:
+    """Name of the device's own profile, or of the one with such a link and nearest memory."""
+    links: tuple[str, ...] = ("PCIe",)
+    if machine.integrated:
+        links = ("one pool",)
+    elif machine.is_coherent or machine.is_grace_hopper:
+        links = ("NVLink-C2C", "half of")
+    of_kind = [name for name, card in CARDS.items() if card.link.startswith(links)]
+    own = [name for name in CARDS if _is_card(machine, name)]
     return min(
-        known, key=lambda one: abs(load_hardware(one.profile).device_bytes - machine.total_bytes)
+        own or of_kind,
+        key=lambda name: abs(parse_bytes(CARDS[name].memory) - machine.total_bytes),
     )
 
 
-def _link_of(machine: Capabilities, reference: _Reference) -> str:
-    """Name of the link of this machine that corresponds to the reference's; empty if unknown."""
-    if reference.pcie is None:
-        return "NVLink-C2C" if machine.nvlink_c2c else ""
-    if machine.pcie_link is None or machine.pcie_link[0] not in _LANE_BITS_PER_S:
-        return ""
-    return "PCIe {} x{}".format(*machine.pcie_link)
+def _is_card(machine: Capabilities, name: str) -> bool:
+    is_called_so = re.fullmatch(CARDS[name].device_name, machine.device_name) is not None
+    return is_called_so and _has_memory(machine, parse_bytes(CARDS[name].memory))
 
 
-def _scaled(profile: Hardware, link: Any, theirs: tuple[int, int]) -> dict[str, float]:
-    """Figures of a profile's PCIe link, for another link of (generation, lanes)."""
-    here, there = (_LANE_BITS_PER_S[generation] * lanes for generation, lanes in (link, theirs))
-    values = {name: getattr(profile, name) * (here / there) for name in _LINK_FIGURES}
-    to_host = min(profile.to_host_bytes_per_s, values["to_device_bytes_per_s"])
-    return values | {"to_host_bytes_per_s": to_host}
+def _has_memory(machine: Capabilities, size_bytes: int) -> bool:
+    return abs(machine.total_bytes - size_bytes) <= _SAME_MEMORY * size_bytes
+
+
+def _link_of(machine: Capabilities) -> str:
+    """Name of a machine's link, after a comma; empty if it is unknown or there is none."""
+    if machine.integrated:
+        return ", one pool of memory"
+    if machine.nvlink_c2c:
+        return ", NVLink-C2C"
+    return ", PCIe {} x{}".format(*machine.pcie_link) if machine.pcie_link else ""
+
+
+def _on_link(profile: Hardware, machine: Capabilities) -> Hardware:
+    """A profile with the figures of its PCIe link in proportion to the machine's link."""
+    theirs = re.fullmatch(r"PCIe (\d+) x(\d+)", CARDS[profile.name].link)
+    link = machine.pcie_link
+    if theirs is None or link is None or link[0] not in _LANE_BITS_PER_S:
+        return profile
+    generation, lanes = map(int, theirs.groups())
+    factor = _LANE_BITS_PER_S[link[0]] * link[1] / (_LANE_BITS_PER_S[generation] * lanes)
+    if factor == 1.0:
+        return profile
+    values = {name: getattr(profile, name) * factor for name in _LINK_FIGURES}
+    values["to_host_bytes_per_s"] = min(
+        profile.to_host_bytes_per_s, values["to_device_bytes_per_s"]
+    )
+    sources = dict(profile.sources)
+    for name in values:
+        there = quantity_of(name).format(getattr(profile, name))
+        text = f"{there} of {profile.name} behind {theirs[0]}, scaled to {_link_of(machine)[2:]}"
+        sources[name] = Source(text, True)
+    return replace(profile, sources=sources, rates=rates_of(sources), **values)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +22,17 @@ from umem.trace import Access, Precision, Trace, phase_of_access
 __all__ = [
     "FIGURES",
     "PRECISIONS",
+    "RATES",
     "EvictionOrder",
     "FaultEviction",
     "Hardware",
     "HardwareRow",
+    "Mark",
     "Source",
     "explain_hardware",
     "figures",
     "quantity_of",
+    "rates_of",
     "with_durations",
 ]
 
@@ -149,6 +152,8 @@ def _show_size(size: int) -> str:
 
 Capacity = Annotated[int, _size("80 GiB", "1 MiB", "1024 TiB")]
 """Bytes of a memory."""
+HostCapacity = Annotated[int, _size("256 GiB", "0 B", "1024 TiB")]
+"""Bytes of a memory that there may be none of."""
 BlockSize = Annotated[int, _size("2 MiB", "4 KiB", "1 GiB", power_of_two=True)]
 """Bytes of a page or a block: a power of two."""
 RangeSize = Annotated[int, _size("128 MiB", "4 KiB", "1 TiB")]
@@ -185,6 +190,10 @@ PRECISIONS = tuple(precision.name.lower() for precision in Precision)
 """Keys of ``flops_per_s``; the number of a precision is its index."""
 
 
+Mark = Literal["measured", "published", "assumed", "unknown"]
+"""What a figure rests on, best first. The rates of a card without a profile are unknown."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Where a figure comes from."""
@@ -192,6 +201,14 @@ class Source:
     text: str
     assumption: bool
     """True where the figure is neither measured nor published."""
+
+    @property
+    def mark(self) -> Mark:
+        """What the figure rests on; a text begins with its word if the figure is measured."""
+        if self.assumption:
+            return "assumed"
+        is_measured = self.text.startswith(("measured", "detected", "derived"))
+        return "measured" if is_measured else "published"
 
 
 @dataclass(frozen=True)
@@ -206,8 +223,8 @@ class Hardware:
     description: str
     device_bytes: Capacity
     """Device memory that tensors can use."""
-    host_bytes: Capacity
-    """Host memory that tensors can use."""
+    host_bytes: HostCapacity
+    """Host memory that tensors can use, besides `device_bytes`; 0 with `one_pool`."""
     block_bytes: BlockSize
     """Unit in which the driver evicts and the simulator tracks residency: 2 MiB."""
     page_bytes: BlockSize
@@ -254,6 +271,10 @@ class Hardware:
     """Host memory used in place by kernels, reads and writes together."""
     mapped_slowdown_s_per_byte: SecondsPerByte
     """Time that each byte used in place adds to the computation beside it."""
+    lock_bytes_per_s: BytesPerSecond
+    """Page-locking of host memory in huge pages, which all cores touch before."""
+    host_update_bytes_per_s: BytesPerSecond
+    """Host memory that AdamW in float32 reads and writes on all cores, 28 bytes a parameter."""
     fault_batch_s: Seconds
     """Latency of one batch of faults, from the first fault to the start of its transfers."""
     faults_per_batch: Count
@@ -267,17 +288,40 @@ class Hardware:
     ats: Flag
     """The device reaches the host's own memory through the host's page tables, so that memory of
     kind ``system`` is used in place and moved by access counters."""
+    one_pool: Flag
+    """Device and host share one memory, which `device_bytes` counts: nothing is moved between
+    them, and no plan copies that memory onto itself."""
     access_counter_threshold: Count
     """Uses of a block in place, in phases, after which the driver moves it to the device; only
     with `ats`."""
     sources: Mapping[str, Source]
     """By figure; ``flops_per_s.bf16`` for one precision."""
+    rates: Mark = "assumed"
+    """What predictions for the machine rest on: the worst mark of its :data:`RATES`."""
 
+
+RATES = (
+    "flops_per_s.bf16",
+    "memory_bytes_per_s",
+    "attention_flops_per_s",
+    "copy_to_device_bytes_per_s",
+    "copy_to_host_bytes_per_s",
+    "copy_link_bytes_per_s",
+)
+"""Figures that bound the steps of most models."""
+
+
+def rates_of(sources: Mapping[str, Source]) -> Mark:
+    """The worst mark of the rates."""
+    return max((sources[name].mark for name in RATES if name in sources), key=_MARKS.index)
+
+
+_MARKS = get_args(Mark)
 
 FIGURES: Mapping[str, Any] = {
     name: hint
     for name, hint in get_type_hints(Hardware, include_extras=True).items()
-    if name not in ("name", "description", "sources")
+    if name not in ("name", "description", "sources", "rates")
 }
 """Type of each figure, with its :class:`~Quantity`, in order."""
 

@@ -1,8 +1,9 @@
-"""Hardware profiles: YAML files in which every figure has a source, read and checked."""
+"""Hardware profiles, those of umem and YAML files, in which every figure has a source: checked."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Generic, TypeVar, get_args
@@ -18,14 +19,16 @@ from pydantic import (
 )
 
 from umem.core.errors import HardwareError
-from umem.hardware.model import FIGURES, PRECISIONS, Hardware, Source, quantity_of
+from umem.hardware.cards import CARDS, card_profile
+from umem.hardware.model import FIGURES, PRECISIONS, Hardware, Source, quantity_of, rates_of
 from umem.io.problems import InvalidFileError, KeyPath, raise_conflicts, shown
-from umem.io.yaml_files import FileKind, read, shipped, validate
+from umem.io.yaml_files import FileKind, read, validate
 
 __all__ = ["hardware_names", "load_profile"]
 
 _Value = TypeVar("_Value")
 _MAX_TEXT = 2000
+_MAX_NAME = 80  # of one that is refused
 
 
 def _one_line(text: str) -> str:
@@ -100,6 +103,10 @@ class _Profile(BaseModel, extra="forbid", defer_build=True):
             ("mapped_write_bytes_per_s", "mapped_bytes_per_s"),
         )
         conflicts = []
+        figures: Any = self
+        if figures.one_pool.value and figures.host_bytes.value:
+            message = "device_bytes counts the one pool: give 0 B"
+            conflicts.append((("host_bytes", "value"), message))
         for low, high in pairs:
             least = getattr(self, low).value
             if least > getattr(self, high).value:
@@ -135,7 +142,29 @@ def _is_figure(path: KeyPath) -> bool:
     return len(path) == (2 if path[:1] == ("flops_per_s",) else 1)
 
 
-_KIND = FileKind("hardware profile", "hardware", HardwareError, replaces=_is_figure)
+FORMER_NAMES = {
+    "a100-40": "a100-40-pcie",
+    "h100-80": "h100-sxm",
+    "h200-141": "h200",
+    "h200-pcie": "h200",
+}
+"""Names of before, which still load; nothing lists them."""
+
+_AMD = re.compile(r"(amd|radeon|rocm|strix|mi[23]\d\d|gfx\d).*", re.IGNORECASE)
+
+
+def _own(name: str) -> Mapping[str, Any] | None:
+    if _AMD.fullmatch(name):
+        raise HardwareError(
+            f"{name[:_MAX_NAME]}: umem needs CUDA, which AMD's GPUs do not run: choose the profile "
+            "of an NVIDIA GPU (`umem hardware list`)"
+        )
+    return card_profile(FORMER_NAMES.get(name, name))
+
+
+_KIND = FileKind(
+    "hardware profile", "", HardwareError, replaces=_is_figure, own=_own, own_names=tuple(CARDS)
+)
 
 
 def load_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> Hardware:
@@ -158,10 +187,14 @@ def load_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> Hardware
         name=profile.name or "custom",
         description=profile.description,
         sources=MappingProxyType(sources),
+        rates=rates_of(sources),
         **values,
     )
 
 
 def hardware_names() -> tuple[str, ...]:
-    """Names of umem's own hardware profiles, sorted; ``HardwareError`` if they are missing."""
-    return tuple(shipped(_KIND))
+    """Names of umem's own hardware profiles, sorted.
+
+    One more is loaded by its name alone: ``a100-g10``, the machine of published results.
+    """
+    return _KIND.own_names

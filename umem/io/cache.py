@@ -1,4 +1,4 @@
-"""The user's cache folder: private files that can be made again at any time."""
+"""The user's folders: a cache of private files that can be made again, and the configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["cached_file", "keep_newest", "private_folder"]
+__all__ = ["cached_file", "config_folder", "keep_newest", "private_folder"]
+
+
+def _base(variable: str, default: str) -> Path:
+    """The folder that a variable of the specification of XDG base directories names."""
+    named = os.environ.get(variable, "")
+    # By the specification a relative path is to be ignored.
+    return Path(named) if os.path.isabs(named) else Path(os.path.expanduser(default))
+
+
+def config_folder(name: str) -> Path:
+    """Folder ``umem/NAME`` in ``$XDG_CONFIG_HOME``, or in ``~/.config``; it is not made."""
+    return _base("XDG_CONFIG_HOME", "~/.config") / "umem" / name
 
 
 def private_folder(name: str) -> Path | None:
@@ -17,9 +29,7 @@ def private_folder(name: str) -> Path | None:
     folders in it (mode 0700). A folder of another user, or a symbolic link in place of one, is not
     used: whoever made it could put files there.
     """
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification of XDG base directories: a relative path is to be ignored.
-    folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
+    folder = _base("XDG_CACHE_HOME", "~/.cache")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for part in ("umem", name):

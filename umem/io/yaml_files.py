@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeGuard, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -48,6 +48,10 @@ class FileKind(NamedTuple):
     """Raised where those are missing."""
     replaces: Callable[[KeyPath], bool] = lambda path: False
     """Whether a mapping replaces the inherited one, instead of being merged with it."""
+    own: Callable[[str], Mapping[str, Any] | None] = lambda name: None
+    """One of umem's own by its name, where they are no files; None for an unknown name."""
+    own_names: tuple[str, ...] = ()
+    """Names of those to suggest."""
 
 
 class Document(NamedTuple):
@@ -72,6 +76,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any], kind: FileKind) -> 
         raise TypeError(
             f"a {kind.noun} is a name, a path or a mapping, not {type(source).__name__}"
         )
+    if _is_name(source) and (data := kind.own(source)) is not None:
+        return _with_parent(_document(data, Place(f"{kind.noun} {source}")), (), kind)
     return _read_file(_path(source, Path(), Place(kind.noun), kind), (), kind)
 
 
@@ -111,7 +117,16 @@ def _with_parent(document: Document, files: tuple[Path, ...], kind: FileKind) ->
     # Validation reports a value that is neither null nor text.
     if not isinstance(extends, str):
         return document
-    place = document.places["extends",]
+    parent = _parent(extends, document.places["extends",], files, kind)
+    del parent.data["name"]
+    parent.data.pop("description", None)
+    data = _merged(parent.data, document.data, (), parent, kind)
+    return Document(data, parent.places | document.places)
+
+
+def _parent(extends: str, place: Place, files: tuple[Path, ...], kind: FileKind) -> Document:
+    if _is_name(extends) and kind.own(extends) is not None:
+        return read(extends, kind)
     path = _path(extends, files[-1].parent if files else Path(), place, kind)
     if not os.path.isfile(path):
         _reject(place, f"there is no file {str(path)[:_LONGEST_SHOWN]}: check the path")
@@ -119,11 +134,7 @@ def _with_parent(document: Document, files: tuple[Path, ...], kind: FileKind) ->
         _reject(place, f"a cycle: {' -> '.join(map(str, (*files, path)))}; remove one `extends`")
     if len(files) >= _MAX_FILES:
         _reject(place, f"more than {_MAX_FILES} files extend one another: put keys into fewer")
-    parent = _read_file(path, files, kind)
-    del parent.data["name"]
-    parent.data.pop("description", None)
-    data = _merged(parent.data, document.data, (), parent, kind)
-    return Document(data, parent.places | document.places)
+    return _read_file(path, files, kind)
 
 
 def _merged(below: Any, above: Any, path: KeyPath, parent: Document, kind: FileKind) -> Any:
@@ -137,18 +148,24 @@ def _merged(below: Any, above: Any, path: KeyPath, parent: Document, kind: FileK
     return above
 
 
+def _is_name(source: str | os.PathLike[str]) -> TypeGuard[str]:
+    """Whether a source is the name of one of umem's own, and no path."""
+    return isinstance(source, str) and "/" not in source and not source.endswith((".yaml", ".yml"))
+
+
 def _path(name: str | os.PathLike[str], folder: Path, place: Place, kind: FileKind) -> Path:
     """Path of a file, or of umem's own file of this name."""
-    if not isinstance(name, str) or "/" in name or name.endswith((".yaml", ".yml")):
+    if not _is_name(name):
         return folder / os.path.expanduser(name)
-    known = shipped(kind)
-    if name not in known:
-        hint = did_you_mean(name, known) or "."
-        if os.path.isfile(name):
-            hint = f"; to read the file of this name, write './{name}'."
-        named = f"no {kind.noun} is called {name[:_LONGEST_SHOWN]!r}"
-        _reject(place, f"{named}{hint} Known: {', '.join(known)}")
-    return known[name]
+    known: Mapping[str, Path] = {} if kind.own_names else shipped(kind)
+    if name in known:
+        return known[name]
+    names = kind.own_names or tuple(known)
+    hint = did_you_mean(name, names) or "."
+    if os.path.isfile(name):
+        hint = f"; to read the file of this name, write './{name}'."
+    named = f"no {kind.noun} is called {name[:_LONGEST_SHOWN]!r}"
+    _reject(place, f"{named}{hint} Known: {', '.join(names)}")
 
 
 def shipped(kind: FileKind) -> dict[str, Path]:

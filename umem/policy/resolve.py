@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from umem.hardware import Hardware
 
 __all__ = [
+    "POOL_SHARE",
     "RESERVE_BYTES",
     "Refusable",
     "ResolvedPolicy",
@@ -45,6 +46,12 @@ RESERVE_BYTES = 1 << 30
 which does not exist yet when umem is enabled, for kernels that are loaded into it, and for
 workspaces that libraries such as cuDNN allocate past torch. No allocator counts them. The size is
 an assumption."""
+
+POOL_SHARE = 0.85
+"""Cap on a budget where CPU and GPU share one memory, as a share of what is free of it when umem
+starts: a pool without any free memory hangs the machine, where a budget that is spent raises."""
+
+_ONE_POOL = "CPU and GPU share one memory: a move would copy it onto itself."
 
 _T = TypeVar("_T")
 
@@ -71,7 +78,7 @@ class ResolvedPolicy:
     """Why each class has its rule, for people: a sentence where the machine decided, else empty."""
     share: tuple[ShareLibrary, ...]
     recomputes: bool
-    """Whether blocks may run forward again in the backward pass."""
+    """Whether blocks may run forward again in the backward pass, in place of copies."""
 
     @property
     def streams_state(self) -> bool:
@@ -114,10 +121,11 @@ def resolve(
     """Resolve a policy for a machine and the environment.
 
     Rules of kind auto become what is fastest by the machine's figures. Percentages refer to the
-    device's memory. ``UMEM_MANAGED_LIMIT`` (bytes) can lower ``limits.managed_bytes``: the smaller
-    of the two holds. ``UMEM_DEVICE_BUDGET`` (bytes or a percentage) overrides ``device_budget``. A
-    budget above the device's memory becomes the device's memory. ``UMEM_PLANNER`` overrides
-    ``planner``, which is none where no class has pages to plan.
+    device's memory. Where CPU and GPU share one memory, every class stays where it is, and the
+    budget leaves the system its part. ``UMEM_MANAGED_LIMIT`` (bytes) can lower
+    ``limits.managed_bytes``: the smaller of the two holds. ``UMEM_DEVICE_BUDGET`` (bytes or a
+    percentage) overrides ``device_budget``. A budget above the device's memory becomes the device's
+    memory. ``UMEM_PLANNER`` overrides ``planner``, which is none where no class has pages to plan.
 
     Parameters
     ----------
@@ -152,6 +160,10 @@ def resolve(
     budget_bytes, budget_reason = _device_budget(policy, device_bytes, environ)
     if budget_bytes is None and "device" in kinds:
         budget_bytes, budget_reason = _budget_of_free_memory(device_bytes, free_bytes)
+    if hardware.one_pool:
+        pool_bytes, pool_reason = _budget_of_pool(device_bytes, free_bytes)
+        if budget_bytes is None or budget_bytes > pool_bytes:
+            budget_bytes, budget_reason = pool_bytes, pool_reason
     planner = _planner(environ) or policy.planner
     return ResolvedPolicy(
         name=policy.name,
@@ -163,11 +175,16 @@ def resolve(
         rules=tuple(rule for rule, _ in chosen),
         reasons=tuple(reason for _, reason in chosen),
         share=policy.share,
-        recomputes=policy.recompute == "auto",
+        recomputes=policy.recompute == "auto" and not hardware.one_pool,
     )
 
 
 def _on_machine(tensor_class: TensorClass, rule: ClassRule, hardware: Hardware) -> Choice:
+    if hardware.one_pool:
+        kept = ClassRule(
+            kind="device", mechanism="keep", min_bytes=rule.min_bytes, fraction=rule.fraction
+        )
+        return Choice(kept, _ONE_POOL)
     if rule.kind == "auto":
         return choose_rule(tensor_class, rule, hardware)
     return Choice(rule, "")
@@ -197,6 +214,15 @@ def _budget_of_free_memory(device_bytes: int, free_bytes: int | None) -> tuple[i
     reserve_bytes = min(RESERVE_BYTES, free_bytes // 2)
     reason = f"{format_bytes(free_bytes)} free, less {format_bytes(reserve_bytes)} in reserve"
     return max(free_bytes - reserve_bytes, 1), reason
+
+
+def _budget_of_pool(device_bytes: int, free_bytes: int | None) -> tuple[int, str]:
+    free_bytes = device_bytes if free_bytes is None else free_bytes
+    reason = (
+        f"{POOL_SHARE:.0%} of {format_bytes(free_bytes)} free in the one memory of CPU and GPU: "
+        "the rest is the system's"
+    )
+    return max(int(POOL_SHARE * free_bytes), 1), reason
 
 
 def _read_planner(text: str) -> PolicyPlanner:

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 LINK_BYTES_PER_S = 55e9
-"""Copies from page-locked memory to the device: `policies/hardware/h100-pcie.yaml`."""
+"""Copies from page-locked memory to the device: the profile `h100-sxm`."""
 
 
 # ---- figures ----
