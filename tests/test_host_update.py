@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from host_updates import CASES, NumpyDevice, case_of, from_bfloat16, update
+from host_updates import CASES, NumpyDevice, all_cases, case_of, update
 from torch import nn
 
 from umem.runtime.native_library import native
@@ -43,12 +43,21 @@ from umem.streaming.host_share import (
 
 FEW = ((4096, 1), (4093, 2), (4096, 1000))
 NUMBERS: dict[str, Any] = {
-    **{"b1": 0.9, "o1": 0.1, "b2": 0.95, "o2": 0.05, "rate": 0.01, "root": 0.3},
-    **{"eps": 1e-8, "decay": 1e-3},
+    "b1": 0.9,
+    "o1": 0.1,
+    "b2": 0.95,
+    "o2": 0.05,
+    "rate": 0.01,
+    "root": 0.3,
+    "eps": 1e-8,
+    "decay": 1e-3,
 }
 ADAM = Form(Decay.NONE, First.NESTED, Second.NESTED, Ahead.NONE, Weight.QUOTIENT)
 SGD = Form(Decay.NONE, First.LEFT, Second.NONE, Ahead.NONE, Weight.ADDCMUL)
+KINDS = [pytest.param(*it[1:], id=name) for name, it in all_cases()]
+LIKELIEST = {next(forms_of(it[2])) for _, it in all_cases() if it[2] is not None}
 EACH_PART = [
+    *sorted(LIKELIEST, key=str),
     *(dataclasses.replace(ADAM, decay=it) for it in Decay),
     *(dataclasses.replace(ADAM, first=it) for it in First),
     *(dataclasses.replace(ADAM, second=it) for it in Second if it),
@@ -121,40 +130,32 @@ def test_bad_arguments() -> None:
 # ---------------------------------------------------------------------- the proof
 
 
-def kinds() -> Iterator[Any]:
-    for name in CASES:
-        yield pytest.param(*case_of(name)[1:], id=name)
-    given, kind = case_of("fused AdamW", torch.bfloat16)[1:]
-    yield pytest.param(given, kind, id="bfloat16")
-    for name in ("fused AdamW", "fused SGD with all"):
-        given, kind = case_of(name, grad_scale=1024.0)[1:]
-        yield pytest.param(given, kind, id=f"{name}, scaled")
-    given, kind = case_of("fused SGD, Nesterov", has_average=False)[1:]
-    yield pytest.param(given, kind, id="the first step of SGD")
-
-
-@pytest.mark.parametrize(("given", "kind"), list(kinds()))
+@pytest.mark.slow
+@pytest.mark.parametrize(("given", "kind"), KINDS)
 def test_the_proof_finds_each_form(given: Hyperparameters, kind: StepKind) -> None:
     forms, pool = list(forms_of(kind)), native().HostWorkers(1)
     for form in forms:
         proof = prove(NumpyDevice(form), pool, kind, given, FEW)
         assert form in proof.standing
-        assert proof.form is not None
-        # Of forms that both stand, either will do.
-        more = random_elements(1 << 14, 77, is_bfloat16=kind.is_bfloat16)
-        numbers = constants(kind, given, Powers(NumpyDevice(form).powers))
-        found = [run(pool, it, numbers, more) for it in proof.standing]
-        assert not any(any(it.differing(found[0])) for it in found)
+        assert len(proof.standing) == 1 or kind.is_bfloat16  # which needs more elements
 
 
-@pytest.mark.parametrize(("given", "kind"), list(kinds()))
+@pytest.mark.slow
+@pytest.mark.parametrize(("given", "kind"), KINDS)
 def test_elements_tell_forms_apart(given: Hyperparameters, kind: StepKind) -> None:
     numbers = constants(kind, telling(kind, given), Powers(NumpyDevice(ADAM).powers))
     count = BFLOAT16_ROUNDS[-1][0] if kind.is_bfloat16 else ROUNDS[0][0]
     before = random_elements(count, 1, is_bfloat16=kind.is_bfloat16)
     pool = native().HostWorkers(1)
-    found = [run(pool, it, numbers, before) for it in forms_of(kind)]
-    for one, two in itertools.combinations(found, 2):
+    # Those that have one part unlike the first: two of them are told apart by this part, or by both.
+    first = next(forms_of(kind))
+    found = {
+        it: run(pool, it, numbers, before)
+        for it in forms_of(kind)
+        if sum(map(operator.ne, dataclasses.astuple(it), dataclasses.astuple(first))) <= 1
+    }
+    assert len(found) > 1
+    for one, two in itertools.combinations(found.values(), 2):
         assert sum(one.differing(two)) > (4 if kind.is_bfloat16 else 200)
 
 
@@ -179,7 +180,7 @@ def test_a_device_of_another_arithmetic_has_no_form() -> None:
     assert proof.form is None
     lines = proof.table().splitlines()[2:]
     assert len(lines) == len(list(forms_of(kind)))
-    assert not any(it.endswith("stands") for it in lines)
+    assert not any(it.endswith("(stands)") for it in lines)
 
 
 def test_one_element_of_a_late_round_is_enough() -> None:
@@ -215,8 +216,10 @@ def test_a_device_runs_the_optimizers_own_step(name: str) -> None:
     own = make([parameter], lr=1e-2, **arguments)
     first, second = (torch.from_numpy(it.copy()) for it in before[2:])
     own.state[parameter] = {
-        **{"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second},
-        **{"momentum_buffer": first},
+        "step": torch.tensor(0.0),
+        "exp_avg": first,
+        "exp_avg_sq": second,
+        "momentum_buffer": first,
     }
     own.step()
     found = Elements(parameter.detach().numpy(), before.gradient, first.numpy(), second.numpy())
@@ -300,7 +303,7 @@ def spans(elements: Elements, cuts: list[int]) -> list[HostSpan]:
     ends = [*cuts, len(elements.weight)]
     size = elements.weight.itemsize
     return [
-        HostSpan(*(it.ctypes.data + begin * size for it in elements), end - begin)
+        HostSpan._make([*(it.ctypes.data + begin * size for it in elements), end - begin])
         for begin, end in itertools.pairwise([0, *ends])
     ]
 
@@ -376,7 +379,7 @@ def test_a_step_of_another_kind_is_proved_or_refused() -> None:
 
 def test_all_groups_need_a_form() -> None:
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": parameters[:1]},
         {"params": parameters[1:], "weight_decay": 0.0},
     ]

@@ -53,10 +53,11 @@ void bind_host_update(nb::module_& module) {
           [](HostConstants* self, float decay, float b1, float o1, float b2, float o2, float rate,
              float root, float eps, bool negates, std::vector<float> factors,
              std::optional<float> scale) {
-            new (self) HostConstants{decay,   b1,      o1,
-                                     b2,      o2,      rate,
-                                     root,    eps,     negates,
-                                     std::move(factors), scale.value_or(1.0F), scale.has_value()};
+            new (self) HostConstants{{decay, b1, o1, b2, o2, rate, root, eps},
+                                     negates,
+                                     std::move(factors),
+                                     scale.value_or(1.0F),
+                                     scale.has_value()};
           },
           nb::kw_only(), "decay"_a = 0.0F, "b1"_a = 0.0F, "o1"_a = 0.0F, "b2"_a = 0.0F,
           "o2"_a = 0.0F, "rate"_a = 0.0F, "root"_a = 1.0F, "eps"_a = 0.0F, "negates"_a = false,

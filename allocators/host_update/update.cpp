@@ -2,8 +2,8 @@
 #include "host_update/update.hpp"
 
 #include <algorithm>
+#include <array>
 #include <bit>
-#include <cstring>
 
 #ifdef __FAST_MATH__
 #error "The bits of an update depend on strict floating-point arithmetic."
@@ -12,199 +12,228 @@
 namespace umem {
 namespace {
 
-// Elements that are updated at a time: what all parts keep of them stays in the first cache.
+// Gradients that are read ahead of the rest.
 constexpr std::size_t kBlock = 512;
 
 // What a GPU gives where a result is not a number.
 constexpr std::uint32_t kNotANumber = 0x7fffffff;
 
+// Forms that are in force somewhere. Each has a loop of its own, which the compiler vectorises for
+// the instructions at hand; one loop for all others looks the form up for each element.
+constexpr std::array kLoops = [] {
+  constexpr HostForm kFused{Decay::none, First::nested, Second::nested, Ahead::none,
+                            Weight::quotient};
+  constexpr HostForm kLists{Decay::none, First::lerp_fused, Second::square_fused, Ahead::none,
+                            Weight::addcdiv_fused};
+  constexpr HostForm kMomentum{Decay::none, First::right, Second::none, Ahead::none,
+                               Weight::addcmul_fused};
+  constexpr HostForm kNesterov{Decay::none, First::right, Second::none, Ahead::fused,
+                               Weight::addcmul_fused};
+  std::array all{kFused,    kFused,    kFused,    kLists,    kLists,
+                 kLists,    kMomentum, kMomentum, kNesterov, kNesterov};
+  for (const std::size_t i : {1, 4, 7, 9}) all[i].decay = Decay::gradient_fused;
+  all[2].decay = Decay::weight_fused;
+  all[5].decay = Decay::scaled;
+  return all;
+}();
+
 #define UMEM_INLINE [[gnu::always_inline]] inline
 
 UMEM_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-// Each part is one loop over a block, which the compiler vectorises for the caller's instructions.
-struct Block {
-  alignas(64) float x[kBlock], g[kBlock], m[kBlock], v[kBlock];
+// Elements as they are stored.
+struct Float32 {
+  using Stored = float;
+  UMEM_INLINE static float load(float stored) { return stored; }
+  UMEM_INLINE static float store(float value) {
+    return value == value ? value : std::bit_cast<float>(kNotANumber);
+  }
+  UMEM_INLINE static float copy(float value) { return value; }
 };
 
-// All of a block also where a span ends within it: the rest is of no use, and does no harm.
-template <class Operation>
-UMEM_INLINE void each(Operation operation) {
-  for (std::size_t i = 0; i < kBlock; ++i) operation(i);
-}
-
-UMEM_INLINE std::uint16_t to_bfloat16(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  const std::uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  return static_cast<std::uint16_t>((value != value ? kNotANumber : rounded) >> 16);
-}
-
-UMEM_INLINE float from_bfloat16(std::uint16_t value) {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(value) << 16);
-}
-
-UMEM_INLINE void load(HostType type, std::uintptr_t from, std::size_t first, std::size_t count,
-                      float* to) {
-  if (type == HostType::float32) {
-    std::memcpy(to, reinterpret_cast<const float*>(from) + first, count * sizeof(float));
-  } else {
-    const auto* source = reinterpret_cast<const std::uint16_t*>(from) + first;
-    for (std::size_t i = 0; i < count; ++i) to[i] = from_bfloat16(source[i]);
+struct Bfloat16 {
+  using Stored = std::uint16_t;
+  UMEM_INLINE static float load(std::uint16_t stored) {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(stored) << 16);
   }
-}
-
-UMEM_INLINE void store(HostType type, const float* from, std::uintptr_t to, std::size_t first,
-                       std::size_t count) {
-  if (type == HostType::float32) {
-    std::memcpy(reinterpret_cast<float*>(to) + first, from, count * sizeof(float));
-  } else {
-    auto* target = reinterpret_cast<std::uint16_t*>(to) + first;
-    for (std::size_t i = 0; i < count; ++i) target[i] = to_bfloat16(from[i]);
+  UMEM_INLINE static std::uint16_t store(float value) {
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    return static_cast<std::uint16_t>((value == value ? rounded : kNotANumber) >> 16);
   }
-}
+  UMEM_INLINE static std::uint16_t copy(float value) { return store(value); }
+};
 
-UMEM_INLINE void replace_not_a_number(float* values) {
-  each([=](std::size_t i) {
-    values[i] = values[i] == values[i] ? values[i] : std::bit_cast<float>(kNotANumber);
-  });
-}
+struct Element {
+  float x, g, m, v;
+};
 
-UMEM_INLINE void scale_gradient(const HostConstants& c, HostType type, float* g) {
-  for (const float factor : c.factors) {
-    each([=](std::size_t i) { g[i] = g[i] * factor; });
-    if (type == HostType::bfloat16)
-      each([=](std::size_t i) { g[i] = from_bfloat16(to_bfloat16(g[i])); });
-  }
-  if (c.unscales) each([=, s = c.scale](std::size_t i) { g[i] = g[i] / s; });
-}
-
-UMEM_INLINE void decay(Decay form, const HostConstants& c, float* x, float* g) {
-  const float by = c.decay;
+UMEM_INLINE void decay(Decay form, const HostNumbers& c, Element& e) {
   switch (form) {
     case Decay::none:
       return;
     case Decay::weight_fused:
-      return each([=](std::size_t i) { x[i] = fma(-by, x[i], x[i]); });
+      e.x = fma(-c.decay, e.x, e.x);
+      return;
     case Decay::weight:
-      return each([=](std::size_t i) { x[i] = x[i] - by * x[i]; });
+      e.x = e.x - c.decay * e.x;
+      return;
     case Decay::scaled:
-      return each([=](std::size_t i) { x[i] = x[i] * by; });
+      e.x = e.x * c.decay;
+      return;
     case Decay::gradient_fused:
-      return each([=](std::size_t i) { g[i] = fma(by, x[i], g[i]); });
+      e.g = fma(c.decay, e.x, e.g);
+      return;
     case Decay::gradient:
-      return each([=](std::size_t i) { g[i] = g[i] + by * x[i]; });
+      e.g = e.g + c.decay * e.x;
+      return;
   }
 }
 
-UMEM_INLINE void first(First form, const HostConstants& c, float* m, const float* g) {
-  const float b = c.b1, o = c.o1;
+UMEM_INLINE float first(First form, const HostNumbers& c, float m, float g) {
   switch (form) {
     case First::nested:
-      return each([=](std::size_t i) { m[i] = fma(b, m[i], fma(-b, g[i], g[i])); });
+      return fma(c.b1, m, fma(-c.b1, g, g));
     case First::left:
-      return each([=](std::size_t i) { m[i] = fma(b, m[i], o * g[i]); });
+      return fma(c.b1, m, c.o1 * g);
     case First::right:
-      return each([=](std::size_t i) { m[i] = fma(o, g[i], b * m[i]); });
+      return fma(c.o1, g, c.b1 * m);
     case First::separate:
-      return each([=](std::size_t i) { m[i] = b * m[i] + o * g[i]; });
+      return c.b1 * m + c.o1 * g;
     case First::lerp_fused:
-      return each([=](std::size_t i) { m[i] = fma(o, g[i] - m[i], m[i]); });
+      return fma(c.o1, g - m, m);
     case First::lerp:
-      return each([=](std::size_t i) { m[i] = m[i] + o * (g[i] - m[i]); });
+      return m + c.o1 * (g - m);
     case First::back_fused:
-      return each([=](std::size_t i) { m[i] = fma(-(g[i] - m[i]), b, g[i]); });
+      return fma(-(g - m), c.b1, g);
     case First::back:
-      return each([=](std::size_t i) { m[i] = g[i] - (g[i] - m[i]) * b; });
+      return g - (g - m) * c.b1;
     case First::copied:
-      return each([=](std::size_t i) { m[i] = g[i]; });
+      return g;
   }
+  __builtin_unreachable();
 }
 
-UMEM_INLINE void second(Second form, const HostConstants& c, float* v, const float* g) {
-  const float b = c.b2, o = c.o2;
+UMEM_INLINE float second(Second form, const HostNumbers& c, float v, float g) {
   switch (form) {
     case Second::none:
-      return;
+      return v;
     case Second::nested:
-      return each([=](std::size_t i) {
-        const float square = g[i] * g[i];
-        v[i] = fma(b, v[i], fma(-b, square, square));
-      });
+      return fma(c.b2, v, fma(-c.b2, g * g, g * g));
     case Second::left:
-      return each([=](std::size_t i) { v[i] = fma(b, v[i], (o * g[i]) * g[i]); });
+      return fma(c.b2, v, (c.o2 * g) * g);
     case Second::right:
-      return each([=](std::size_t i) { v[i] = fma(o * g[i], g[i], b * v[i]); });
+      return fma(c.o2 * g, g, c.b2 * v);
     case Second::separate:
-      return each([=](std::size_t i) { v[i] = b * v[i] + (o * g[i]) * g[i]; });
+      return c.b2 * v + (c.o2 * g) * g;
     case Second::square_fused:
-      return each([=](std::size_t i) { v[i] = fma(o, g[i] * g[i], b * v[i]); });
+      return fma(c.o2, g * g, c.b2 * v);
     case Second::square:
-      return each([=](std::size_t i) { v[i] = b * v[i] + o * (g[i] * g[i]); });
+      return c.b2 * v + c.o2 * (g * g);
   }
+  __builtin_unreachable();
 }
 
-UMEM_INLINE void ahead(Ahead form, const HostConstants& c, float* g, const float* m) {
-  const float b = c.b1;
+UMEM_INLINE float ahead(Ahead form, const HostNumbers& c, float m, float g) {
   switch (form) {
     case Ahead::none:
-      return;
+      return m;
     case Ahead::fused:
-      return each([=](std::size_t i) { g[i] = fma(b, m[i], g[i]); });
+      return fma(c.b1, m, g);
     case Ahead::separate:
-      return each([=](std::size_t i) { g[i] = g[i] + b * m[i]; });
+      return g + c.b1 * m;
   }
+  __builtin_unreachable();
 }
 
-UMEM_INLINE void weight(Weight form, const HostConstants& c, float* x, const float* a,
-                        const float* v) {
-  const float rate = c.rate, root = c.root, eps = c.eps;
-  const auto below = [=](std::size_t i) { return __builtin_sqrtf(v[i]) / root + eps; };
+UMEM_INLINE float weight(Weight form, const HostNumbers& c, float x, float a, float v) {
+  const float below = __builtin_sqrtf(v) / c.root + c.eps;
   switch (form) {
     case Weight::quotient:
-      return each([=](std::size_t i) { x[i] = x[i] - (rate * a[i]) / below(i); });
+      return x - (c.rate * a) / below;
     case Weight::addcdiv_fused:
-      return each([=](std::size_t i) { x[i] = fma(rate, a[i] / below(i), x[i]); });
+      return fma(c.rate, a / below, x);
     case Weight::addcdiv:
-      return each([=](std::size_t i) { x[i] = x[i] + rate * (a[i] / below(i)); });
+      return x + c.rate * (a / below);
     case Weight::addcmul_fused:
-      return each([=](std::size_t i) { x[i] = fma(rate, a[i], x[i]); });
+      return fma(c.rate, a, x);
     case Weight::addcmul:
-      return each([=](std::size_t i) { x[i] = x[i] + rate * a[i]; });
+      return x + c.rate * a;
+  }
+  __builtin_unreachable();
+}
+
+// Reads a block's gradients, and does to them what is due before all else.
+template <class Type>
+UMEM_INLINE void read_gradients(const HostConstants& c, typename Type::Stored* stored, float* g,
+                                std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) g[i] = Type::load(stored[i]);
+  for (const float factor : c.factors)
+    for (std::size_t i = 0; i < count; ++i) g[i] = Type::load(Type::store(g[i] * factor));
+  if (c.unscales)
+    for (std::size_t i = 0; i < count; ++i) {
+      g[i] = Float32::store(g[i] / c.scale);
+      stored[i] = Type::store(g[i]);
+    }
+  if (c.negates)
+    for (std::size_t i = 0; i < count; ++i) g[i] = -g[i];
+}
+
+// Some elements of one block. `form()` is a constant, or not.
+template <class Type, class Form, class Stored = typename Type::Stored>
+UMEM_INLINE void update_block(Form form, const HostNumbers& c, const float* __restrict g,
+                              Stored* __restrict x, Stored* __restrict m, Stored* __restrict v,
+                              std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    Element e{Type::load(x[i]), g[i], Type::load(m[i]), 0};
+    if (form().second != Second::none) e.v = Type::load(v[i]);
+    decay(form().decay, c, e);
+    e.m = first(form().first, c, e.m, e.g);
+    e.v = second(form().second, c, e.v, e.g);
+    e.x = weight(form().weight, c, e.x, ahead(form().ahead, c, e.m, e.g), e.v);
+    x[i] = Type::store(e.x);
+    // What no operation has made keeps its bits, also where it is no number.
+    const bool is_copy = form().first == First::copied && form().decay == Decay::none;
+    m[i] = is_copy ? Type::copy(e.m) : Type::store(e.m);
+    if (form().second != Second::none) v[i] = Type::store(e.v);
   }
 }
 
-UMEM_INLINE void update(const HostForm& form, const HostConstants& c, HostType type,
-                        const HostSpan& span, std::size_t begin, std::size_t end) {
-  Block block{};
-  float *x = block.x, *g = block.g, *m = block.m, *v = block.v;
+template <class Type, std::size_t kNumber = 0, class... Arguments>
+UMEM_INLINE void choose_loop(const HostForm& form, Arguments... arguments) {
+  if constexpr (kNumber == kLoops.size())
+    update_block<Type>([&] { return form; }, arguments...);
+  else if (form == kLoops[kNumber])
+    update_block<Type>([] { return kLoops[kNumber]; }, arguments...);
+  else
+    choose_loop<Type, kNumber + 1>(form, arguments...);
+}
+
+template <class Type>
+UMEM_INLINE void update_as(const HostForm& form, const HostConstants& constants,
+                           const HostSpan& span, std::size_t begin, std::size_t end) {
+  using Stored = typename Type::Stored;
+  const auto array = [](std::uintptr_t address) { return reinterpret_cast<Stored*>(address); };
+  float g[kBlock];
   for (std::size_t at = begin; at < end; at += kBlock) {
-    const std::size_t n = std::min(kBlock, end - at);
-    load(type, span.weight, at, n, x);
-    load(type, span.gradient, at, n, g);
-    load(type, span.first, at, n, m);
-    if (form.second != Second::none) load(type, span.second, at, n, v);
-
-    scale_gradient(c, type, g);
-    if (c.unscales) {
-      replace_not_a_number(g);
-      store(type, g, span.gradient, at, n);
-    }
-    if (c.negates) each([=](std::size_t i) { g[i] = -g[i]; });
-    decay(form.decay, c, x, g);
-    first(form.first, c, m, g);
-    second(form.second, c, v, g);
-    ahead(form.ahead, c, g, m);
-    weight(form.weight, c, x, form.ahead == Ahead::none ? m : g, v);
-
-    replace_not_a_number(x);
-    store(type, x, span.weight, at, n);
-    if (form.first != First::copied) replace_not_a_number(m);
-    store(type, m, span.first, at, n);
-    if (form.second != Second::none) {
-      replace_not_a_number(v);
-      store(type, v, span.second, at, n);
-    }
+    const std::size_t count = std::min(kBlock, end - at);
+    Stored* gradient = array(span.gradient) + at;
+    read_gradients<Type>(constants, gradient, g, count);
+    if (end - at > kBlock)
+      for (std::size_t i = 0; i < kBlock; i += 64 / sizeof(Stored))
+        __builtin_prefetch(gradient + kBlock + i);
+    Stored* v = span.second == 0 ? nullptr : array(span.second) + at;
+    choose_loop<Type>(form, static_cast<HostNumbers>(constants), g, array(span.weight) + at,
+                      array(span.first) + at, v, count);
   }
+}
+
+UMEM_INLINE void update(const HostForm& form, const HostConstants& constants, HostType type,
+                        const HostSpan& span, std::size_t begin, std::size_t end) {
+  if (type == HostType::float32)
+    update_as<Float32>(form, constants, span, begin, end);
+  else
+    update_as<Bfloat16>(form, constants, span, begin, end);
 }
 
 void update_plain(const HostForm& form, const HostConstants& constants, HostType type,

@@ -1,7 +1,6 @@
 // An optimizer's update on the host's cores, in the arithmetic of torch's CUDA kernels.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -59,10 +58,15 @@ struct HostForm {
   Second second = Second::none;
   Ahead ahead = Ahead::none;
   Weight weight = Weight::quotient;
+
+  constexpr bool operator==(const HostForm&) const = default;
 };
 
-struct HostConstants {
+struct HostNumbers {
   float decay = 0, b1 = 0, o1 = 0, b2 = 0, o2 = 0, rate = 0, root = 1, eps = 0;
+};
+
+struct HostConstants : HostNumbers {
   bool negates = false;               // the gradient, before all but factors and scale
   std::vector<float> factors;         // of the gradient, one after the other, rounded as it is stored
   float scale = 1;                    // by which the gradient is divided,

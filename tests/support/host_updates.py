@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,7 @@ from umem.streaming.host_share.forms import (
 )
 from umem.streaming.host_share.proof import Elements
 
-
-CASES: Mapping[str, tuple[type[Optimizer], dict[str, Any]]] = {
+CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "fused AdamW": (torch.optim.AdamW, {"fused": True, "weight_decay": 0.1}),
     "fused AdamW, betas 0.9, 0.95": (
         torch.optim.AdamW,
@@ -72,6 +71,16 @@ def case_of(
     return optimizer, given, kind_of(optimizer, given, dtype)
 
 
+def all_cases() -> Iterator[tuple[str, tuple[Optimizer, Hyperparameters, StepKind | None]]]:
+    """All cases, and some of them in other circumstances."""
+    for name in CASES:
+        yield name, case_of(name)
+    for name in ("fused AdamW", "fused Adam with decay", "fused SGD with all"):
+        yield f"{name}, bfloat16", case_of(name, torch.bfloat16)
+        yield f"{name}, scaled", case_of(name, grad_scale=1024.0)
+    yield "the first step of SGD", case_of("fused SGD, Nesterov", has_average=False)
+
+
 NOT_A_NUMBER = np.uint32(0x7FFFFFFF)
 
 
@@ -103,6 +112,10 @@ def numbered(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), NOT_A_NUMBER, values.view(np.uint32)).view(np.float32)
 
 
+def chosen(by: Any, of: Mapping[Any, Callable[[], Any]]) -> Any:
+    return of[by]()
+
+
 def update(form: Form, c: Mapping[str, Any], elements: Elements, *, is_bfloat16: bool) -> Elements:
     """The formulas of a form, in numpy. Constants are as of the native library's."""
     x, g, m, v = map(from_bfloat16, elements) if is_bfloat16 else elements.copy()
@@ -112,8 +125,7 @@ def update(form: Form, c: Mapping[str, Any], elements: Elements, *, is_bfloat16:
     with np.errstate(all="ignore"):
         for factor in c.get("factors", ()):
             g = g * np.float32(factor)
-            if is_bfloat16:
-                g = from_bfloat16(to_bfloat16(g))
+            g = from_bfloat16(to_bfloat16(g)) if is_bfloat16 else numbered(g)
         if c.get("scale") is not None:
             g = numbered(g / np.float32(c["scale"]))
             kept = to_bfloat16(g) if is_bfloat16 else g
@@ -130,41 +142,54 @@ def update(form: Form, c: Mapping[str, Any], elements: Elements, *, is_bfloat16:
                 g = fma(decay, x, g)
             case Decay.GRADIENT:
                 g = g + decay * x
-        m = {
-            First.NESTED: lambda: fma(b1, m, fma(-b1, g, g)),
-            First.LEFT: lambda: fma(b1, m, o1 * g),
-            First.RIGHT: lambda: fma(o1, g, b1 * m),
-            First.SEPARATE: lambda: b1 * m + o1 * g,
-            First.LERP_FUSED: lambda: fma(o1, g - m, m),
-            First.LERP: lambda: m + o1 * (g - m),
-            First.BACK_FUSED: lambda: fma(-(g - m), b1, g),
-            First.BACK: lambda: g - (g - m) * b1,
-            First.COPIED: lambda: g,
-        }[form.first]()
-        v = {
-            Second.NONE: lambda: v,
-            Second.NESTED: lambda: fma(b2, v, fma(-b2, g * g, g * g)),
-            Second.LEFT: lambda: fma(b2, v, (o2 * g) * g),
-            Second.RIGHT: lambda: fma(o2 * g, g, b2 * v),
-            Second.SEPARATE: lambda: b2 * v + (o2 * g) * g,
-            Second.SQUARE_FUSED: lambda: fma(o2, g * g, b2 * v),
-            Second.SQUARE: lambda: b2 * v + o2 * (g * g),
-        }[form.second]()
-        a = {
-            Ahead.NONE: lambda: m,
-            Ahead.FUSED: lambda: fma(b1, m, g),
-            Ahead.SEPARATE: lambda: g + b1 * m,
-        }[form.ahead]()
+        m = chosen(
+            form.first,
+            {
+                First.NESTED: lambda: fma(b1, m, fma(-b1, g, g)),
+                First.LEFT: lambda: fma(b1, m, o1 * g),
+                First.RIGHT: lambda: fma(o1, g, b1 * m),
+                First.SEPARATE: lambda: b1 * m + o1 * g,
+                First.LERP_FUSED: lambda: fma(o1, g - m, m),
+                First.LERP: lambda: m + o1 * (g - m),
+                First.BACK_FUSED: lambda: fma(-(g - m), b1, g),
+                First.BACK: lambda: g - (g - m) * b1,
+                First.COPIED: lambda: g,
+            },
+        )
+        v = chosen(
+            form.second,
+            {
+                Second.NONE: lambda: v,
+                Second.NESTED: lambda: fma(b2, v, fma(-b2, g * g, g * g)),
+                Second.LEFT: lambda: fma(b2, v, (o2 * g) * g),
+                Second.RIGHT: lambda: fma(o2 * g, g, b2 * v),
+                Second.SEPARATE: lambda: b2 * v + (o2 * g) * g,
+                Second.SQUARE_FUSED: lambda: fma(o2, g * g, b2 * v),
+                Second.SQUARE: lambda: b2 * v + o2 * (g * g),
+            },
+        )
+        a = chosen(
+            form.ahead,
+            {
+                Ahead.NONE: lambda: m,
+                Ahead.FUSED: lambda: fma(b1, m, g),
+                Ahead.SEPARATE: lambda: g + b1 * m,
+            },
+        )
         below = np.sqrt(v) / root + eps
-        x = {
-            Weight.QUOTIENT: lambda: x - (rate * a) / below,
-            Weight.ADDCDIV_FUSED: lambda: fma(rate, a / below, x),
-            Weight.ADDCDIV: lambda: x + rate * (a / below),
-            Weight.ADDCMUL_FUSED: lambda: fma(rate, a, x),
-            Weight.ADDCMUL: lambda: x + rate * a,
-        }[form.weight]()
+        x = chosen(
+            form.weight,
+            {
+                Weight.QUOTIENT: lambda: x - (rate * a) / below,
+                Weight.ADDCDIV_FUSED: lambda: fma(rate, a / below, x),
+                Weight.ADDCDIV: lambda: x + rate * (a / below),
+                Weight.ADDCMUL_FUSED: lambda: fma(rate, a, x),
+                Weight.ADDCMUL: lambda: x + rate * a,
+            },
+        )
     x = numbered(x)
-    m = m if form.first is First.COPIED else numbered(m)
+    if form.first is not First.COPIED or form.decay is not Decay.NONE:
+        m = numbered(m)
     v = numbered(v)
     if is_bfloat16:
         x, m, v = map(to_bfloat16, (x, m, v))

@@ -69,6 +69,7 @@ __getattr__ = lazy_names(
         "forms": "Ahead Decay First Form Hyperparameters Powers Second StepKind Weight "
         "constants forms_of kind_of",
         "host_update": "HostSpan HostUpdate near_cpus",
-        "proof": "BFLOAT16_ROUNDS ROUNDS DeviceOptimizer Elements Proof prove random_elements telling",
+        "proof": "BFLOAT16_ROUNDS ROUNDS DeviceOptimizer Elements Proof prove random_elements "
+        "telling",
     },
 )

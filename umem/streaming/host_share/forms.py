@@ -5,9 +5,12 @@ rounded once, is the choice of the compiler that built torch, where the source d
 for each kind of step there is a table of forms, and :mod:`~umem.streaming.host_share.proof` finds
 the one in force.
 
-Read for the tables: torch 2.11 and 2.13, ``ATen/native/cuda`` (``fused_adam_utils.cuh``,
-``FusedSgdKernel.cu``, ``ForeachFunctors.cuh``, ``DeviceAddCmulCdiv.cuh``), ``ATen/native/Lerp.h``,
-``torch/optim/adam.py`` and ``sgd.py``.
+Read for the tables: torch 2.13's ``ATen/native/cuda`` (``fused_adam_utils.cuh``,
+``ForeachFunctors.cuh``, ``DeviceAddCmulCdiv.cuh``), ``ATen/native/Lerp.h``, ``torch/optim/adam.py``
+and ``sgd.py``, and the machine code of torch 2.11's float32 kernels for compute capability 9.0.
+There, the first form of each table is in force, with two exceptions: Adam that maximizes adds decay
+apart from the product (``GRADIENT``), and fused SGD has several forms at once, in its two loops
+where it maximizes without decay, and among four elements where it divides by a scale.
 """
 
 from __future__ import annotations
@@ -136,7 +139,8 @@ class Hyperparameters:
     has_average: bool = True
     """False in the first step of SGD, which has no momentum buffer before."""
     factors: Sequence[float] = ()
-    """By what the gradient is multiplied first, one after the other, as clipping does."""
+    """By what the gradient is multiplied first, one after the other, as clipping does: numbers of
+    the gradient's type."""
     grad_scale: float | None = None
     """By what a fused kernel divides the gradient, for a ``GradScaler``."""
     found_inf: bool = False
@@ -164,9 +168,7 @@ class StepKind:
     unscales: bool = False
 
 
-def kind_of(
-    optimizer: Optimizer, settings: Hyperparameters, dtype: torch.dtype
-) -> StepKind | None:
+def kind_of(optimizer: Optimizer, settings: Hyperparameters, dtype: torch.dtype) -> StepKind | None:
     """Tell the kind of an optimizer's step on a CUDA device; None where no table has it."""
     group = settings.group
     step = plain_step(optimizer)
@@ -178,7 +180,7 @@ def kind_of(
         and (is_fused or group.get("foreach") is not False)
         and not any(group.get(it) for it in ("amsgrad", "differentiable", "capturable"))
         and all(isinstance(group.get(it, 0), int | float) for it in numbers)
-        and all(isinstance(it, int | float) for it in group.get("betas", ()))
+        and all(isinstance(it, int | float) and it for it in group.get("betas", ()))
         and (is_adam or bool(group["momentum"]))
         # Between functions for lists, each value is rounded to the tensors' type.
         and (dtype is torch.float32 or (dtype is torch.bfloat16 and is_fused))
@@ -215,7 +217,7 @@ def forms_of(kind: StepKind) -> Iterator[Form]:
         "gradient": [Decay.GRADIENT_FUSED, Decay.GRADIENT],
     }[kind.decays]
     second, ahead = [Second.NONE], [Ahead.NONE]
-    first = [First.LEFT, First.RIGHT, First.SEPARATE]
+    first = [First.RIGHT, First.LEFT, First.SEPARATE]
     if not kind.is_adam:
         weight = [Weight.ADDCMUL_FUSED, Weight.ADDCMUL]
         if kind.looks_ahead:
@@ -262,7 +264,7 @@ class Powers:
 
 
 def constants(kind: StepKind, settings: Hyperparameters, power: Powers) -> dict[str, Any]:
-    """The numbers of the native library's ``HostConstants``, each rounded as torch's code does it."""
+    """The numbers of the native library's ``HostConstants``, rounded as torch's code does it."""
     group, one = settings.group, np.float32(1)
     made: dict[str, Any] = {
         "negates": kind.maximizes,

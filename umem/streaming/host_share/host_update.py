@@ -42,7 +42,7 @@ class HostSpan(NamedTuple):
     gradient: int
     first: int
     second: int
-    count: int
+    elements: int
 
 
 class HostUpdate:

@@ -1,8 +1,8 @@
-"""The proof of a form: updates of the same elements, on the host and by the optimizer's own kernels.
+"""The proof of a form: the same elements are updated on the host and by the optimizer's kernels.
 
 Weights are random and so are gradients and averages, of such sizes that each rounding shows: both
-terms of a sum have about the same exponent. One element in sixteen of each is a zero, an infinity, a
-number too small to be normal, or no number. torch's kernels have a loop for tensors whose size is
+terms of a sum have about the same exponent. One element in sixteen of each is a zero, an infinity,
+a number too small to be normal, or no number. torch's kernels have a loop for tensors whose size is
 a multiple of four and another one for the rest, whose code may differ: there are tensors of both.
 
 A form stands if all bits of all elements are equal.
@@ -11,7 +11,6 @@ A form stands if all bits of all elements are equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -42,13 +41,22 @@ __all__ = [
 ]
 
 PARTS = ("weight", "gradient", "first", "second", "NaN")
-"""What elements are counted in: those whose results are no number, but not the same, by themselves."""
+"""What differing elements are counted in. Where neither result is a number, by themselves."""
 
 ROUNDS = ((1 << 16, 1), (1 << 16, 2), ((1 << 18) - 3, 3), ((1 << 16) - 1, 10), (1 << 18, 1000))
 """Of a proof when a training begins: numbers of elements, and the step's number."""
 
-BFLOAT16_ROUNDS = ((1 << 16, 1), (1 << 16, 2), ((1 << 22) - 3, 3), ((1 << 16) - 1, 10), (1 << 22, 9))
+BFLOAT16_ROUNDS = (
+    (1 << 16, 1),
+    (1 << 16, 2),
+    ((1 << 22) - 3, 3),
+    ((1 << 16) - 1, 10),
+    (1 << 22, 9),
+)
 """Of a last bit in float32, one in 65,536 shows."""
+
+_FACTOR = 47 / 128
+"""Of gradients; a number of bfloat16 too."""
 
 _BASE = 1 << 16
 """Elements that are drawn at most. More are combinations of them."""
@@ -129,9 +137,7 @@ def telling(kind: StepKind, settings: Hyperparameters) -> Hyperparameters:
     numbers = {"lr": 0.37, "betas": (0.3 if kind.is_far else 0.6, 0.7), "momentum": 0.7}
     numbers |= {"dampening": 0.3, "weight_decay": 0.61 if kind.decays else 0.0}
     group = {name: numbers.get(name, value) for name, value in settings.group.items()}
-    return replace(
-        settings, group=group, factors=(), grad_scale=3.0 if kind.unscales else None
-    )
+    return replace(settings, group=group, factors=(), grad_scale=3.0 if kind.unscales else None)
 
 
 class OptimizerDevice(Protocol):
@@ -166,7 +172,8 @@ class DeviceOptimizer:
         parameter.grad = gradient
         with torch.no_grad():
             for factor in settings.factors:
-                foreach_multiply([gradient], torch.tensor(factor, device=self._device))
+                by = torch.tensor(factor, dtype=gradient.dtype, device=self._device)
+                foreach_multiply([gradient], by)
         state: dict[str, Any] = {"momentum_buffer": first if kind.has_average else None}
         if kind.is_adam:
             where = self._device if kind.is_fused else "cpu"
@@ -220,17 +227,20 @@ class Proof:
     @property
     def standing(self) -> list[Form]:
         """All forms that differ nowhere."""
-        rows = self.tried.items()
-        return [it for it, rounds in rows if len(rounds) == self.rounds and not any(map(any, rounds))]
+        return [
+            form
+            for form, rounds in self.tried.items()
+            if len(rounds) == self.rounds and not any(map(any, rounds))
+        ]
 
     def table(self) -> str:
         """Say for each form how many elements differ in its last round, the best first."""
         rows = sorted(self.tried.items(), key=lambda row: (-len(row[1]), sum(row[1][-1])))
-        lines = [f"{self.kind}", f"  {'round':>5}" + "".join(f"{it:>10}" for it in PARTS)]
+        lines = [str(self.kind), "  round" + "".join(f"{it:>10}" for it in PARTS)]
         for form, rounds in rows:
             counts = "".join(f"{it:>10,}" for it in rounds[-1])
-            stands = "stands" if form in self.standing else ""
-            lines.append(f"  {len(rounds):>5}{counts}  {form}  {stands}")
+            stands = "  (stands)" if form in self.standing else ""
+            lines.append(f"  {len(rounds):>5}{counts}  {form}{stands}")
         return "\n".join(lines)
 
 
@@ -256,8 +266,9 @@ def prove(
     settings
         The step's number is replaced.
     rounds
-        Numbers of elements, and of steps, or those of a training's begin. Every second round has the hyperparameters as they are,
-        and a factor for gradients; the others have :func:`telling` ones.
+        Numbers of elements, and of steps; None for those of a training's begin. Every second round
+        has the hyperparameters as they are, and a factor for gradients; the others have
+        :func:`telling` ones.
     follows
         Whether a round goes on with weights and averages of the round before, of as many elements.
     """
@@ -268,7 +279,7 @@ def prove(
     if rounds is None:
         rounds = BFLOAT16_ROUNDS if kind.is_bfloat16 else ROUNDS
     for number, (count, step) in enumerate(rounds, 1):
-        own = replace(settings, step=step, factors=(0.37,))
+        own = replace(settings, step=step, factors=(_FACTOR,))
         now = telling(kind, own) if number % 2 else own
         before = random_elements(count, seed=number, is_bfloat16=kind.is_bfloat16)
         if follows and after is not None:
@@ -284,4 +295,3 @@ def prove(
         proof.rounds = number
         forms = proof.standing
     return proof
-
