@@ -147,7 +147,7 @@ def test_elements_tell_forms_apart(given: Hyperparameters, kind: StepKind) -> No
     count = BFLOAT16_ROUNDS[-1][0] if kind.is_bfloat16 else ROUNDS[0][0]
     before = random_elements(count, 1, is_bfloat16=kind.is_bfloat16)
     pool = native().HostWorkers(1)
-    # Those that have one part unlike the first: two of them are told apart by this part, or by both.
+    # Those with one part unlike the first: two of them differ in this part, or in two.
     first = next(forms_of(kind))
     found = {
         it: run(pool, it, numbers, before)
