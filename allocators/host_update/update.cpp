@@ -248,9 +248,9 @@ void update_plain(const HostForm& form, const HostConstants& constants, HostType
   update(form, constants, type, span, begin, end);
 }
 
-[[gnu::target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")]] void
-update_avx512(const HostForm& form, const HostConstants& constants, HostType type,
-              const HostSpan& span, std::size_t begin, std::size_t end) {
+[[gnu::target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]] void update_avx512(
+    const HostForm& form, const HostConstants& constants, HostType type, const HostSpan& span,
+    std::size_t begin, std::size_t end) {
   update(form, constants, type, span, begin, end);
 }
 #endif
@@ -258,9 +258,10 @@ update_avx512(const HostForm& form, const HostConstants& constants, HostType typ
 }  // namespace
 
 const std::vector<Instructions>& host_instructions() {
-  static const std::vector<Instructions> found = [] {
+  // Never destroyed: threads may use it until the process ends.
+  static const std::vector<Instructions>& found = *[] {
     // NEON is part of 64-bit Arm, so that its plain code has it.
-    std::vector<Instructions> all{{"plain", update_plain}};
+    auto& all = *new std::vector<Instructions>{{"plain", update_plain}};
 #ifdef __x86_64__
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
       all.push_back({"avx2", update_avx2});
@@ -268,7 +269,7 @@ const std::vector<Instructions>& host_instructions() {
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
       all.push_back({"avx512", update_avx512});
 #endif
-    return all;
+    return &all;
   }();
   return found;
 }

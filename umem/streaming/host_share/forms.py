@@ -282,7 +282,9 @@ def constants(kind: StepKind, settings: Hyperparameters, power: Powers) -> dict[
         b1, b2 = map(np.float32, group["betas"])
         powers = [power(float(it), settings.step) for it in (b1, b2)]
         made |= {"b1": b1, "o1": one - b1, "b2": b2, "o2": one - b2}
-        made |= {"rate": lr / (one - powers[0]), "root": np.sqrt(one - powers[1])}
+        with np.errstate(divide="ignore"):  # a beta that rounds to 1: infinite on the device too
+            made["rate"] = lr / (one - powers[0])
+        made["root"] = np.sqrt(one - powers[1])
         if kind.decays == "weight":
             made["decay"] *= lr
     else:
