@@ -377,6 +377,13 @@ def test_a_step_of_another_kind_is_proved_or_refused() -> None:
     updates.close()
 
 
+def test_torchs_kernels_for_cpus_have_no_form(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3))], fused=True)
+    with caplog.at_level("INFO", "umem"):
+        assert HostUpdate.for_optimizer(optimizer, torch.device("cpu")) is None
+    assert "weight_fused nested nested none quotient" in caplog.text  # how each form fared
+
+
 def test_all_groups_need_a_form() -> None:
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     groups: list[dict[str, Any]] = [

@@ -172,12 +172,10 @@ class DeviceOptimizer:
         parameter.grad = gradient
         with torch.no_grad():
             for factor in settings.factors:
-                by = torch.tensor(factor, dtype=gradient.dtype, device=self._device)
-                foreach_multiply([gradient], by)
+                foreach_multiply([gradient], self._number(factor).to(gradient.dtype))
         state: dict[str, Any] = {"momentum_buffer": first if kind.has_average else None}
         if kind.is_adam:
-            where = self._device if kind.is_fused else "cpu"
-            step = torch.tensor(settings.step - 1.0, device=where)
+            step = self._number(settings.step - 1, on_host=not kind.is_fused)
             state = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         shadow: Any = object.__new__(type(self._optimizer))
         vars(shadow).update(vars(self._optimizer))
@@ -185,8 +183,8 @@ class DeviceOptimizer:
         shadow.state = {parameter: state}
         shadow.grad_scale = shadow.found_inf = None
         if settings.grad_scale is not None:
-            shadow.grad_scale = torch.tensor(settings.grad_scale, device=self._device)
-            shadow.found_inf = torch.tensor(float(settings.found_inf), device=self._device)
+            shadow.grad_scale = self._number(settings.grad_scale)
+            shadow.found_inf = self._number(settings.found_inf)
         plain_step(shadow)(shadow)
         if not kind.is_adam:
             first = shadow.state[parameter]["momentum_buffer"]
@@ -196,6 +194,10 @@ class DeviceOptimizer:
         """Take them by torch's operator, which has the kernels' own function."""
         exponents = torch.arange(first, first + count, dtype=torch.float32, device=self._device)
         return _array(torch.pow(torch.full_like(exponents, base), exponents))
+
+    def _number(self, value: float, *, on_host: bool = False) -> torch.Tensor:
+        where = "cpu" if on_host else self._device
+        return torch.tensor(float(value), dtype=torch.float32, device=where)
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(values.copy()).to(self._device)
