@@ -67,10 +67,11 @@ struct HostNumbers {
 };
 
 struct HostConstants : HostNumbers {
-  bool negates = false;               // the gradient, before all but factors and scale
-  std::vector<float> factors;         // of the gradient, one after the other, rounded as it is stored
-  float scale = 1;                    // by which the gradient is divided,
-  bool unscales = false;              // and which is stored as the gradient then
+  bool negates = false;  // the gradient, behind what follows
+  // Of the gradient, one after the other; each product is rounded as gradients are stored.
+  std::vector<float> factors;
+  float scale = 1;        // by which the gradient is divided, if
+  bool unscales = false;  // which also stores the quotient as the gradient
 };
 
 enum class HostType : std::uint8_t { float32, bfloat16 };

@@ -1,5 +1,5 @@
 // Updates on the host: all instructions give the same bits, whatever the lengths and places in
-// memory, and threads that share spans update each element once. workers of host_update/.
+// memory, and threads that share spans update each element once.
 #include <sys/wait.h>
 #include <unistd.h>
 
