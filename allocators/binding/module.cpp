@@ -8,6 +8,7 @@
 
 #include "binding/copies.hpp"
 #include "binding/hints.hpp"
+#include "binding/host_update.hpp"
 #include "binding/names.hpp"
 #include "core/allocator.hpp"
 #include "core/host.hpp"
@@ -484,6 +485,7 @@ NB_MODULE(_native, module) {
 
   bind_hints(module);
   bind_copies(module);
+  bind_host_update(module);
 
   module.def(
       "gradient_hook",

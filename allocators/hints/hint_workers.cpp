@@ -1,11 +1,11 @@
 #include "hints/hint_workers.hpp"
 
-#include <signal.h>
-
 #include <chrono>
 #include <cstdio>
 #include <exception>
 #include <system_error>
+
+#include "core/signals_blocked.hpp"
 
 namespace umem {
 namespace {
@@ -14,22 +14,6 @@ namespace {
 constexpr std::size_t kUnreadPerRequest = 4;
 // How long a release of memory waits for a driver call on it.
 constexpr std::int64_t kReleasePatienceNs = 10'000'000'000;
-
-// Signals are left to the program's threads: Python handles them in its main thread.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 }  // namespace
 

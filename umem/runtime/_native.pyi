@@ -263,6 +263,55 @@ def queue_copies(
     memory follows each chunk. Raises RuntimeError where CUDA refuses one.
     """
 
+# ---- updates on the host ----
+
+def host_instructions() -> list[str]:
+    """Names of the instructions for updates that this processor has, slowest first."""
+
+class HostForm:
+    """Which operations of an update are fused, as `umem.streaming.host_share.Form` has it."""
+
+    def __init__(self, decay: int, first: int, second: int, ahead: int, weight: int) -> None: ...
+
+class HostConstants:
+    """The numbers of an update, as float32. `factors` multiply the gradient, `scale` divides it."""
+
+    def __init__(
+        self,
+        *,
+        decay: float = 0.0,
+        b1: float = 0.0,
+        o1: float = 0.0,
+        b2: float = 0.0,
+        o2: float = 0.0,
+        rate: float = 0.0,
+        root: float = 1.0,
+        eps: float = 0.0,
+        negates: bool = False,
+        factors: list[float] = [],
+        scale: float | None = None,
+    ) -> None: ...
+
+class HostWorkers:
+    """Threads that share updates. Thread-safe; not for a forked child.
+
+    ValueError for fewer than one thread, or unknown instructions; "" takes the fastest.
+    """
+
+    def __init__(self, threads: int, cpus: list[int] = [], instructions: str = "") -> None: ...
+    def update(
+        self,
+        form: HostForm,
+        constants: HostConstants,
+        is_bfloat16: bool,
+        spans: Sequence[tuple[int, int, int, int, int]],
+    ) -> None:
+        """Update spans: addresses of weights, gradients and both averages, and a length."""
+    @property
+    def instructions(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+
 def memory_type(address: int) -> Literal["host", "device", "managed", "unregistered"]:
     """Whose memory CUDA takes an address for; ``host`` is page-locked, ``unregistered`` is not.
 
