@@ -135,7 +135,9 @@ def test_all_bits_are_stocks(kind: type[Layer], call: Call, autocast: bool) -> N
     model = Wrapped(kind, call)
     activations = managed(model)
     assert run(model, plan(activations), autocast=autocast) == stock
-    assert left_out(activations) == (set(NAMES) if kind in REPEATABLE else set())
+    # A result that is saved without the checkpoint alone may change in place.
+    may = kind in REPEATABLE and kind is not Checkpointed
+    assert left_out(activations) == (set(NAMES) if may else set())
 
 
 @pytest.mark.parametrize("kind", [Within, DroppingWithin, Checkpointed])
@@ -159,6 +161,24 @@ def test_one_that_does_not_restore_random_numbers_stays(monkeypatch: pytest.Monk
     monkeypatch.setattr(DroppingWithin, "restores", False)
     stock = run(Net(DroppingWithin), lambda _: None)
     model = Net(DroppingWithin)
+    activations = managed(model)
+    assert run(model, plan(activations)) == stock
+    assert not left_out(activations)
+
+
+class Rectified(Layer):
+    """Autograd saves the result."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+def test_results_may_change_in_place() -> None:
+    def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return around_the_block(layer, x).mul_(1.5)
+
+    stock = run(Wrapped(Rectified, call), lambda _: None)
+    model = Wrapped(Rectified, call)
     activations = managed(model)
     assert run(model, plan(activations)) == stock
     assert not left_out(activations)

@@ -157,7 +157,12 @@ class WatchedCall:
         if checkpoints:
             with leaving_out():
                 saved, again = self._run_again()
-                if self._is_repeated(saved, output) and _are_all_alike(output, again):
+                if (
+                    self._is_repeated(saved, output)
+                    and _are_all_alike(output, again)
+                    # The program may change a result in place that a checkpoint does not save.
+                    and _saved_results(saved, again) <= _saved_results(self._saved, output)
+                ):
                     checkpointed_bytes = self._freed_bytes(saved, output) - freed_bytes
         if self._around is not None and checkpointed_bytes <= 0:
             return None
@@ -233,6 +238,12 @@ def _see(saved: list[_Saved], *, alone: bool = False) -> SavedTensorHooks:
     hooks = SavedTensorHooks(note, lambda _: None)
     (hooks.push_alone if alone else hooks.push_before_others)()
     return hooks
+
+
+def _saved_results(saved: Iterable[_Saved], results: object) -> set[int]:
+    """Which of the results are on memory that autograd saves."""
+    storages = {_storage(it) for it, _ in saved}
+    return {number for number, it in enumerate(tensors_in(results)) if _storage(it) in storages}
 
 
 def _storage(tensor: torch.Tensor) -> int:
