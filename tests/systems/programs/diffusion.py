@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 # Channels of each level, images, pixels of a side.
 SHAPES = {
     "tiny": ((8, 16), 2, 8),
-    "small": ((32, 64, 128), 32, 64),
+    "small": ((32, 64, 128), 96, 64),
     "large": ((128, 128, 256, 256, 512), 32, 128),
 }
 TIMES, DECAY = 1000, 0.999

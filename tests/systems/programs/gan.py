@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 # Channels from the largest image to the smallest, images, pixels of a side.
 SHAPES = {
     "tiny": ((4, 8, 8), 4, 16),
-    "small": ((32, 64, 128), 512, 64),
+    "small": ((32, 64, 128), 1536, 64),
     "large": ((64, 128, 256, 512), 512, 128),
 }
 LATENT = 64

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from shared import Program
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import log_softmax, nll_loss
 from torch.nn.utils import clip_grad_norm_
 
 # Width, layers, words, texts, words of a text.
 SHAPES = {
     "tiny": (16, 2, 64, 4, 6),
-    "small": (512, 2, 8192, 64, 64),
-    "large": (1024, 2, 33_278, 192, 64),
+    "small": (1024, 3, 4096, 256, 64),
+    "large": (1536, 2, 33_278, 128, 64),
 }
 RATE = 5.0
 """At which weights change by hand."""
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, state = self.lstm(self.drop(self.encoder(x)), state)
-        return self.decoder(self.drop(x)), *state
+        return log_softmax(self.decoder(self.drop(x)), -1), *state
 
 
 model: Any = Model().to(program.device)
@@ -44,8 +44,8 @@ optimizer = torch.optim.Adagrad(model.parameters(), 0.05)
 state = list(torch.zeros(2, layers, texts, width, device=program.device))
 for _ in range(program.steps):
     text = program.numbers(words, length + 1, texts)
-    logits, *state = model(text[:-1], tuple(it.detach() for it in state))
-    loss = cross_entropy(logits.flatten(0, 1), text[1:].flatten())
+    found, *state = model(text[:-1], tuple(it.detach() for it in state))
+    loss = nll_loss(found.flatten(0, 1), text[1:].flatten())
     model.zero_grad()
     loss.backward()
     clip_grad_norm_(model.parameters(), 0.25)

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 # Width of the first stage, blocks of each stage, images, pixels of a side.
 SHAPES = {
     "tiny": (4, (2, 2), 4, 16),
-    "small": (32, (2, 2, 2, 2), 64, 160),
+    "small": (32, (3, 4, 6, 3), 96, 160),
     "large": (64, (3, 4, 23, 3), 48, 224),
 }
 CLASSES = 100

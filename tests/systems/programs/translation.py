@@ -12,7 +12,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 SHAPES = {
     "tiny": Shape(16, 32, layers=3, heads=2, vocabulary=64, batch=2, tokens=8),
     "small": Shape(256, 1024, layers=4, heads=4, vocabulary=8192, batch=32, tokens=128),
-    "large": Shape(512, 2048, layers=6, heads=8, vocabulary=32_128, batch=24, tokens=256),
+    "large": Shape(512, 2048, layers=6, heads=8, vocabulary=32_128, batch=16, tokens=256),
 }
 NEW_TOKENS = 8
 EVERY = 4

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 # Channels of each level, volumes, voxels of a side.
 SHAPES = {
     "tiny": ((4, 8), 2, 8),
-    "small": ((16, 32, 64), 2, 64),
+    "small": ((16, 32, 64, 128), 6, 80),
     "large": ((32, 64, 128, 256), 2, 112),
 }
 CLASSES = 4
