@@ -55,7 +55,7 @@ EMULATOR_SKIPS_7 := aliases chaos device_budget expandable_segments hint_fork pa
 # a mapping of class_context.
 EMULATOR_SKIPS_64K := class_context
 
-.PHONY: help demo test check fast-tests lint native native-test test-aarch64 planner pytest fuzz chaos sound bench systems docs pictures lock wheel wheels clean
+.PHONY: help demo test check fast-tests lint native native-test test-aarch64 planner pytest fuzz chaos sound bench systems goals docs pictures lock wheel wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -72,6 +72,7 @@ help:
 	@echo 'make sound        programs that read what a step still writes, SOUND_MINUTES=8 in all (needs a GPU)'
 	@echo 'make bench        benchmarks (needs a GPU)'
 	@echo 'make systems      Trainer, TRL, DeepSpeed, Megatron and others under umem (needs a GPU)'
+	@echo 'make goals        programs of other fields beside stock and their own checkpoints (needs a GPU)'
 	@echo 'make docs         the pages as a site in site/, without a network, links checked'
 	@echo 'make pictures     docs/pictures from committed results'
 	@echo 'make lock         .github/requirements: what CI installs, with hashes'
@@ -130,6 +131,10 @@ bench: native
 systems: native
 	PYTHONPATH=benchmarks $(BIN)/python tests/systems/matrix.py --size large --deterministic \
 	  --minutes 60 --output benchmarks/results/systems.jsonl
+
+goals: native
+	PYTHONPATH=benchmarks $(BIN)/python tests/systems/matrix.py --goals --size large \
+	  --deterministic --minutes 90 --output benchmarks/results/goals.jsonl
 
 docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

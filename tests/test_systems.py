@@ -15,7 +15,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -96,19 +96,28 @@ def test_the_command_runs_stock_twice_and_umems_fallback(tmp_path: Path) -> None
     assert others == [stock] * 2
 
 
+GIB = 1 << 30
+HEADER = {
+    "format": "umem-bench-2",
+    "benchmark": "systems",
+    "date": None,
+    "commit": None,
+    "umem": "0.1.0",
+    "machine": {"gpu": "a card", "driver": "580.1"},
+    "packages": {"torch": "2.11.0"},
+    "settings": {"size": "small", "steps": 3, "deterministic": 1, "budget_percent": 60},
+}
+
+
+def reported(folder: Path, rows: Sequence[Mapping[str, Any]], *options: str) -> list[list[str]]:
+    """The cells of the tables of a results file."""
+    file = folder / "systems.jsonl"
+    file.write_text("".join(json.dumps(it) + "\n" for it in (HEADER, *rows)))
+    shown = matrix("--report", str(file), "--markdown", *options)
+    return [line.strip("| ").split(" | ") for line in shown.splitlines() if line.startswith("|")]
+
+
 def test_the_table_of_a_results_file(tmp_path: Path) -> None:
-    gib = 1 << 30
-    machine = {"gpu": "a card", "driver": "580.1"}
-    header = {
-        "format": "umem-bench-2",
-        "benchmark": "systems",
-        "date": None,
-        "commit": None,
-        "umem": "0.1.0",
-        "machine": machine,
-        "packages": {"torch": "2.11.0"},
-        "settings": {"size": "small", "steps": 3, "deterministic": 1, "budget_percent": 60},
-    }
     stock = {
         "system": "ddp",
         "variant": "stock",
@@ -117,17 +126,17 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
         "work_s": [*[9.0] * 12, 0.2, 0.2, 0.2, 0.2, 0.2, 0.4],
         "losses_hex": ["0x1p+1", "0x1p+0"],
         "weights_hex": "0x1p+3",
-        "card_peak_bytes": 11 * gib,
-        "outside_bytes": gib,
+        "card_peak_bytes": 11 * GIB,
+        "outside_bytes": GIB,
     }
     same = {
         **stock,
         "variant": "umem",
         "steps_s": [*[9.0] * 12, 4.0, 4.0, 4.0, 1.0, 1.25, 1.25],
         "work_s": [*[9.0] * 12, 0.4, 0.4, 0.4, 0.2, 0.2, 0.2],
-        "card_peak_bytes": 7 * gib,
+        "card_peak_bytes": 7 * GIB,
         "plan_running": True,
-        "budget_bytes": 6 * gib,
+        "budget_bytes": 6 * GIB,
         "notes": ["it is slow"],
     }
     other = {
@@ -137,14 +146,11 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
         "losses_hex": ["0x1p+1", "0x1p+2"],
         "weights_hex": "0x1p+4",
         "plan_running": False,
-        "budget_bytes": 6 * gib,
+        "budget_bytes": 6 * GIB,
     }
     lacking = {"state": "not installed", "reason": "it lacks trl", "system": "trl_sft"}
-    rows = [stock, same, other, *(lacking | {"variant": it} for it in ("stock", "umem"))]
-    file = tmp_path / "systems.jsonl"
-    file.write_text("".join(json.dumps(it) + "\n" for it in (header, *rows)))
-    shown = matrix("--report", str(file), "--markdown")
-    cells = [line.strip("| ").split(" | ") for line in shown.splitlines() if line.startswith("|")]
+    absent = (lacking | {"variant": it} for it in ("stock", "umem"))
+    cells = reported(tmp_path, [stock, same, other, *absent])
     assert [it[:5] for it in cells if it[0] == "ddp"] == [
         ["ddp", "stock", "—", "100 % (100 %)", "100 %"],
         ["ddp", "umem", "equal, equal", "38.1 % (100 %)", "80 %"],
@@ -160,6 +166,67 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
         ["stock", "not installed: it lacks trl"]
     ]
     assert ["ddp, umem", "6 GiB", "note", "it is slow"] in cells
+
+
+def test_goals_are_speeds_within_shares_and_beside_checkpoints(tmp_path: Path) -> None:
+    def row(system: str, variant: str, step_ms: float, peak: float, **more: Any) -> dict[str, Any]:
+        return {
+            "system": system,
+            "variant": variant,
+            "state": "measured",
+            "steps_s": [step_ms / 1e3] * 6,
+            "losses_hex": ["0x1p+1"],
+            "weights_hex": "0x1p+3",
+            "card_peak_bytes": int(peak * GIB),
+            **more,
+        }
+
+    def rows(system: str, within: float, in_checkpoints: float, **more: Any) -> Any:
+        yield row(system, "stock", 100, 9, outside_bytes=GIB)
+        yield row(system, "stock-again", 101, 9, outside_bytes=GIB)
+        yield row(system, "umem", 100, 9, plan_running=True)
+        yield row(system, "umem-budget", within, 5.8, budget_bytes=int(4.8 * GIB), **more)
+        yield row(system, "checkpoints", 140, 5, outside_bytes=GIB)
+        yield row(system, "umem-at-checkpoints", in_checkpoints, 5, budget_bytes=4 * GIB)
+
+    absent = {"system": "lstm", "variant": "checkpoints", "state": "not comparable"}
+    found = reported(
+        tmp_path,
+        [
+            *rows("gpt", 124, 141, plan_running=True),
+            *rows("gan", 126, 200, plan_running=False, losses_hex=["0x1p+2"]),
+            *[it for it in rows("lstm", 110, 0) if "checkpoints" not in it["variant"]],
+            absent,
+        ],
+        "--goals",
+    )
+    by_name = {it[0]: it[1:] for it in found}
+    assert by_name["gpt"] == [
+        *("100 ms, 8 GiB", "100 %", "80.6 %", "—", "71.4 % (50 %)", "70.9 %", "reached")
+    ]
+    assert by_name["gan"][2] == "79.4 %, no plan, values differ"
+    assert by_name["gan"][-1] == "below 80 %, slower than checkpoints"
+    assert by_name["lstm"][4:] == ["—", "—", "reached"]
+
+
+def test_budgets_are_shares_of_stocks_memory_or_that_of_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Machine(monkeypatch)
+    run = runner(1, 1)
+    known = [run.measure(("gan", it), (), None) for it in ("stock",)]
+    assert run.measure(("gan", "umem-at-checkpoints"), known, None).reason == (
+        "checkpoints was not measured"
+    )
+    known.append(run.measure(("gan", "checkpoints"), known, None))
+    budgets = [
+        run.measure(("gan", it), known, None).budget_bytes
+        for it in ("umem-budget", "umem-budget-40", "umem-at-checkpoints")
+    ]
+    assert budgets == [600, 400, 1000]
+    assert "--checkpoints" in list(run.command("gan", "checkpoints"))
+    assert "--checkpoints" not in list(run.command("gan", "umem-at-checkpoints"))
+    assert run.measure(("lstm", "checkpoints"), known, None).state == "not comparable"
 
 
 def runner(cards: int, ranks: int) -> Runner:

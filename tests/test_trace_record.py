@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 
@@ -658,6 +659,24 @@ def test_tensor_subclasses_are_recorded_by_the_tensors_inside() -> None:
 
 
 @pytest.mark.slow
+def test_deep_copies_of_models_are_recorded() -> None:
+    """As of a reference, or of an average of weights."""
+
+    def make_step() -> Step:
+        model = nn.Linear(8, 8)
+        average = copy.deepcopy(model).requires_grad_(False)
+        inputs = torch.randn(2, 8)
+
+        def step() -> None:
+            (model(inputs) - average(inputs)).square().mean().backward()
+            model.zero_grad()
+
+        return step
+
+    trace = record(make_step)
+    assert class_bytes(trace, TensorClass.FROZEN_WEIGHTS, persistent=True) == 4 * (64 + 8)
+
+
 def test_progress_is_reported() -> None:
     reports: list[tuple[str, float]] = []
 

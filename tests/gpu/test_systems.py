@@ -1,6 +1,6 @@
-"""Programs of the systems that people use: losses, plan and memory under `umem run` on a GPU.
+"""Programs of the systems and fields that people use: losses, plan and memory on a GPU.
 
-Each is a row of the matrix of tests/systems, with a model of 21 million parameters.
+Each is a row of the matrix of tests/systems, run by `umem run`, with a small model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import FIELDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,7 +30,17 @@ SYSTEMS = (
     *("fsdp2", "ddp"),
     *("megatron_core", "megatron_core_tensor", "megatron_core_pipeline"),
     *INFERENCE,
+    *FIELDS,
 )
+SEARCHED = "residual_net_search"
+"""Its bits are those of the algorithms that cuDNN's search finds, which umem leaves off."""
+
+UNPLANNED = {
+    "lstm_by_hand": "without an optimizer no training is found",
+    "lstm": "the loss takes most of the memory",
+    "graph_net": "one block takes most of the memory",
+}
+
 VARIANTS = ("stock", "stock-again", "umem", "umem-budget")
 MARGIN_BYTES = 64 << 20
 
@@ -69,6 +80,9 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_losses_equal_stocks(rows: Rows, variant: str) -> None:
     row = rows[variant]
     assert row["state"] == "measured", row["reason"]
+    if row["system"] == SEARCHED:
+        assert variant == "stock-again" or any("cudnn.benchmark" in it for it in row["notes"])
+        return
     assert row["losses_hex"] == rows["stock"]["losses_hex"]
 
 
@@ -81,6 +95,8 @@ def test_a_plan_runs_within_a_budget(rows: Rows) -> None:
         return
     if row["system"] in INFERENCE:
         pytest.skip("only trainings are planned")
+    if row["system"] in UNPLANNED:
+        pytest.skip(UNPLANNED[row["system"]])
     assert row["state"] == "measured", row["reason"]
     assert row["plan_running"], row.get("notes")
 

@@ -13,25 +13,36 @@ import torch
 from activation_chain import LazyMover
 from lazy_lanes import HostStateMemory, LazyLanes
 from rank_processes import WarningLines
+from streamed_programs import NoRoom
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from umem import swap
-from umem.capture.live import WallClock
+from umem.capture.live import WallClock, find_blocks
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
-from umem.streaming.stage import DeviceRoom
+from umem.streaming.activations import CopiedActivations
+from umem.streaming.stage import DeviceRoom, Ring
 from umem.streaming.step import refusal
-from umem.streaming.training import StreamedTraining
+from umem.streaming.training import StreamedStatus, StreamedTraining
 from umem.streaming.tune import StreamTuner, planning
+from umem.streaming.weights import ModelWeights
 
 _BASE = 10**6
 """Bytes of all that is not streamed, at any moment."""
 
 _SLACK = 256 << 20
 """What the tuner keeps free."""
+
+_MIN_WEIGHT_BYTES = 256
+_SLOTS = 2
+"""For the state of that many units, beside weights."""
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class Room(WallClock, DeviceRoom):
@@ -72,6 +83,10 @@ class Streams:
         Parameters that optimizers will have later.
     eagerness
         Of the lanes: whether work may run before anything waits for it.
+    recomputes
+        Whether blocks run forward again in the backward pass, all that can; the others are copied.
+    streams_weights
+        Whether the weights of every model that is called are away between their uses.
     """
 
     def __init__(
@@ -81,14 +96,36 @@ class Streams:
         in_backward: bool = False,
         also: Iterable[torch.Tensor] = (),
         eagerness: float = 0.3,
+        recomputes: bool = False,
+        streams_weights: bool = False,
     ) -> None:
         self.trainings: list[StreamedTraining] = []
+        self.status: list[StreamedStatus] = []
+        """Of the trainings at the end of the script."""
+        self.weights: dict[nn.Module, ModelWeights] = {}
+        """Those of each model, if they are streamed."""
         self._shared: dict[StreamedTraining, tuple[LazyLanes, HostStateMemory]] = {}
         """What the optimizers of one model share."""
+        self.activations: list[CopiedActivations] = []
+        """Those of each training that runs blocks again."""
+        self._weights_parts: dict[nn.Module, tuple[LazyLanes, HostStateMemory]] = {}
+        """What they share with its weights."""
+        self._recomputes, self._streams_weights = recomputes, streams_weights
         self._more_bytes = more_bytes
         self._in_backward = in_backward
         self._eagerness = eagerness
         self.also = list(also)
+
+    def see_root(self, model: nn.Module) -> None:
+        """Stream the weights of a model that is to be called, if that is asked for."""
+        if self._streams_weights and any(True for _ in model.parameters()):
+            lanes = LazyLanes(model, self._eagerness, 1)
+            memory = HostStateMemory(lanes=lanes)
+            weights = ModelWeights(
+                model, lanes, memory, NoRoom(), ActivationStore("cpu"), min_bytes=_MIN_WEIGHT_BYTES
+            )
+            weights.begin_call()
+            self.weights[model], self._weights_parts[model] = weights, (lanes, memory)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         updated = [*optimizer_parameters(optimizer), *self.also]
@@ -97,13 +134,21 @@ class Streams:
             lanes, memory = self._shared[others[0]]
             tuner, ring = others[0].tuner, others[0].step.units.ring
             lanes.may_update(updated)
+        elif model in self.weights:
+            lanes, memory = self._weights_parts[model]
+            tuner, ring = None, Ring(memory, lanes)
+            lanes.may_update(updated)
         else:
             lanes = LazyLanes(model, self._eagerness, 1, also=updated)
             memory = HostStateMemory()
-            room = Room(self._more_bytes)
             store = ActivationStore("cpu", LazyMover(), min_bytes=256)
-            hardware, ring = load_hardware("h200"), None
-            tuner = StreamTuner(model, hardware, room, room, store)
+            if self._recomputes:
+                tuner, ring = None, Ring(memory, lanes)
+                self._run_again(model, optimizer, store)
+            else:
+                room = Room(self._more_bytes)
+                hardware, ring = load_hardware("h200"), None
+                tuner = StreamTuner(model, hardware, room, room, store)
         training = StreamedTraining(
             model,
             optimizer,
@@ -113,9 +158,37 @@ class Streams:
             streams_state=not refusal(optimizer),
             step_in_backward=self._in_backward,
             ring=ring,
+            weights=self.weights.get(model),
         )
+        if tuner is None:
+            training.step.units.set_plan(frozenset(), _SLOTS)
         self.trainings.append(training)
         self._shared[training] = lanes, memory
+
+    def _run_again(self, model: nn.Module, optimizer: Optimizer, store: ActivationStore) -> None:
+        """Prove in the next step which blocks may run twice, which they do from then on."""
+        blocks = find_blocks(model, None)
+        activations = CopiedActivations(model, blocks, store, _raise, may_recompute=True)
+        activations.set_plan({}, 1, is_measuring=True)
+        self.activations.append(activations)
+
+        def plan(*_: object) -> None:
+            handle.remove()
+            kept = dict.fromkeys(activations.names - activations.proofs.keys())
+            again = dict.fromkeys(activations.proofs)
+            activations.set_plan(kept, 1, is_measuring=False, recomputed=again)
+
+        handle = optimizer.register_step_post_hook(plan)
+
+    def close(self) -> None:
+        """End streaming."""
+        self.status = [it.status() for it in self.trainings]
+        for training in self.trainings:
+            training.abandon()
+        for weights in self.weights.values():
+            weights.close()
+        for activations in self.activations:
+            activations.close()
 
 
 @contextmanager
@@ -131,6 +204,7 @@ def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Itera
         if not torch.compiler.is_compiling() and module not in inner:
             called.setdefault(module)
             inner.update(module.modules())
+            streams.see_root(module)
 
     # Half of it would have room for small models as a whole.
     monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
@@ -147,8 +221,7 @@ def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Itera
     finally:
         for handle in handles:
             handle.remove()
-        for training in streams.trainings:
-            training.abandon()
+        streams.close()
 
 
 @contextmanager

@@ -14,7 +14,10 @@ _START_CUDA = ("bitsandbytes", "torchao", "deepspeed")
 
 for _name in _START_CUDA:
     sys.modules[_name] = None  # type: ignore[assignment]
-for _name in ("torch", "transformers.models.llama.modeling_llama", "transformers.trainer"):
+for _name in (
+    *("torch", "transformers.models.llama.modeling_llama", "transformers.trainer"),
+    "transformers.models.t5.modeling_t5",
+):
     with suppress(Exception):  # a program that needs the module says what is wrong
         importlib.import_module(_name)
 for _name in _START_CUDA:

@@ -27,7 +27,7 @@ from umem_bench.processes import end_status, environment
 from umem_bench.results import Header, ProcessResult, read_records, write_records
 from umem_bench.rows import continued, memory_ran_out, require_gpu, run_missing, why_no_time
 from umem_bench.tables import NOTHING, Table, notes_table, print_tables, provenance, size_text
-from umem_bench.training.tables import peak_and_base
+from umem_bench.training.tables import exceeds_budget, peak_and_base
 
 from umem import UmemError
 from umem.cuda import bindings
@@ -39,6 +39,9 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 
 BUDGET_PERCENT = 60
 """Of the card memory that stock's tensors take at their peak."""
+
+GOAL_PERCENT = 80
+"""Of stock's speed, within `BUDGET_PERCENT`."""
 
 MANAGED_LIMIT = "8GiB"
 
@@ -56,16 +59,39 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 Size = Literal["tiny", "small", "large", "xlarge"]
 STEPS: dict[Size, int] = {"tiny": 4, "small": 20, "large": 24, "xlarge": 20}
 
-Variant = Literal["stock", "stock-again", "umem", "umem-budget", "umem-fallback"]
+Variant = Literal[
+    "stock",
+    "stock-again",
+    "umem",
+    "umem-budget",
+    "umem-fallback",
+    "umem-budget-40",
+    "checkpoints",
+    "umem-at-checkpoints",
+]
 GPU_VARIANTS: tuple[Variant, ...] = ("stock", "stock-again", "umem", "umem-budget")
 CPU_VARIANTS: tuple[Variant, ...] = ("stock", "stock-again", "umem-fallback")
+GOAL_VARIANTS: tuple[Variant, ...] = (
+    *GPU_VARIANTS,
+    *("umem-budget-40", "checkpoints", "umem-at-checkpoints"),
+)
+_CHECKPOINTS: tuple[Variant, ...] = ("checkpoints", "umem-at-checkpoints")
+
+_BUDGETS: dict[Variant, tuple[Variant, int]] = {
+    "umem-budget": ("stock", BUDGET_PERCENT),
+    "umem-budget-40": ("stock", 40),
+    "umem-at-checkpoints": ("checkpoints", 100),
+}
+"""Percent of the card memory that another variant's tensors take at their peak."""
+
+_NO_BUDGET: tuple[Variant, int] = ("stock", 0)
 
 
 @dataclass(frozen=True)
 class System:
     """How a program is started, and what it needs."""
 
-    packages: tuple[str, ...]
+    packages: tuple[str, ...] = ()
     """Distributions that it imports, beside torch."""
     program: str = ""
     """Its file's name, if it is not the system's."""
@@ -78,12 +104,36 @@ class System:
     """That it needs: of two, each for a rank; with none it also runs on the CPU."""
     writer: int = 0
     """The rank whose figures are told, and whose GPU's."""
+    checkpoints: bool = False
+    """Whether it can run its blocks within checkpoints of its own."""
 
     @property
     def can_be_forked(self) -> bool:
         """Whether it needs neither a launcher nor what starts CUDA when it is imported."""
         return not self.launched and "bitsandbytes" not in self.packages
 
+
+FIELDS: dict[str, System] = {
+    "residual_net": System(checkpoints=True),
+    # Which algorithms a search finds depends on the moment, and so do the bits.
+    "residual_net_search": System(program="residual_net", options=("--search",), checkpoints=True),
+    "vision_transformer": System(checkpoints=True),
+    "vision_transformer_autocast": System(
+        program="vision_transformer", options=("--autocast",), checkpoints=True
+    ),
+    "diffusion": System(checkpoints=True),
+    "translation": System(("transformers",), checkpoints=True),
+    "lstm": System(),
+    "lstm_by_hand": System(program="lstm", options=("--by-hand",)),
+    "graph_net": System(checkpoints=True),
+    "gan": System(checkpoints=True),
+    "contrastive": System(checkpoints=True),
+    "preferences": System(("transformers",), checkpoints=True),
+    "group_rewards": System(("transformers",), checkpoints=True),
+    "gpt": System(checkpoints=True),
+    "volumes": System(checkpoints=True),
+}
+"""Programs of other fields, which need no system."""
 
 SYSTEMS: dict[str, System] = {
     "hf_trainer_sft": System(("transformers", "accelerate")),
@@ -129,6 +179,7 @@ SYSTEMS: dict[str, System] = {
         gpus=2,
     ),
     "hf_generate": System(("transformers",), policy="inference"),
+    **FIELDS,
 }
 """Name of a system, mostly its program's -> how it is started."""
 
@@ -144,6 +195,9 @@ _SETTLED_SHARE = 3
 _AS_FAST, _LEAST_STEPS = 1.15, 3
 """A processor is as fast as another one that takes 1/1.15 of its time; and so many such steps make
 a figure."""
+
+_EQUAL_SHARE = 0.02
+"""By which equal runs differ."""
 
 _T = TypeVar("_T")
 
@@ -234,18 +288,17 @@ class Runner:
         if lacking := [it for it in system.packages if not is_installed(it)]:
             reason = f"it lacks {', '.join(lacking)}"
             return SystemResult(**told, state="not installed", reason=reason)
-        if reason := self._why_not_comparable(system):
+        if reason := self._why_not_comparable(system, variant):
             return SystemResult(**told, state="not comparable", reason=reason)
         own = [it for it in known if it.system == name]
         reason = why_no_time(variant, own, tried, self.end_s - time.monotonic())
         reason = reason or self._why_not_idle()
-        if variant != "stock" and find(own, name, "stock", "measured") is None:
-            reason = "stock was not measured"
-        if variant == "umem-budget" and not reason:
-            stock = find(own, name, "stock", "measured")
-            assert stock is not None
-            working_set_bytes = (stock.card_peak_bytes or 0) - (stock.outside_bytes or 0)
-            told["budget_bytes"] = working_set_bytes * BUDGET_PERCENT // 100
+        whose, percent = _BUDGETS.get(variant, _NO_BUDGET)
+        base = find(own, name, whose, "measured")
+        if variant != "stock" and base is None:
+            reason = f"{whose} was not measured"
+        elif percent and base is not None:
+            told["budget_bytes"] = _working_set_bytes(base) * percent // 100
         if reason:
             return SystemResult(**told, state="left out", reason=reason)
         left_s = self.end_s - time.monotonic()
@@ -255,7 +308,9 @@ class Runner:
         self.say(_line(result))
         return result
 
-    def _why_not_comparable(self, system: System) -> str:
+    def _why_not_comparable(self, system: System, variant: Variant) -> str:
+        if variant in _CHECKPOINTS and not system.checkpoints:
+            return "it has no checkpoints of its own"
         if system.gpus == 1 and not self.cards:
             return "it needs a GPU"
         if system.gpus == 2 and len(self.cards) != 2:
@@ -301,7 +356,7 @@ class Runner:
             told["outside_bytes"] = (
                 found["card_used_bytes"] - card.idle_bytes - found["reserved_bytes"]
             )
-        if variant in ("umem", "umem-budget"):
+        if variant.startswith("umem") and variant != "umem-fallback":
             told["plan_running"] = bool(_PLAN.search(words)) and not any(
                 end in note for note in told["notes"] for end in _PLAN_ENDS
             )
@@ -332,6 +387,7 @@ class Runner:
             yield sys.executable
         yield str(PROGRAMS / f"{system.program or name}.py")
         yield from system.options
+        yield from ("--checkpoints",) if variant == "checkpoints" else ()
         yield from ("--size", self.size, "--steps", str(self.steps))
         yield from ("--writer", str(system.writer))
         yield from ("--deterministic",) if self.deterministic else ()
@@ -357,6 +413,11 @@ def _reason(log: str, status: int) -> str:
     errors = [it for it in _ERROR.findall(log) if "ChildFailedError" not in it]
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return (errors or lines or [""])[-1] or f"ended with status {status}"
+
+
+def _working_set_bytes(result: SystemResult) -> int:
+    """Card memory that tensors take at their peak, without umem."""
+    return (result.card_peak_bytes or 0) - (result.outside_bytes or 0)
 
 
 def _forked(ranks: int) -> ForkedPrograms | None:
@@ -428,6 +489,69 @@ def tables(matrix: Matrix) -> Iterator[Table]:
     )
 
 
+def goals(matrix: Matrix) -> Iterator[Table]:
+    """One row for each system: speed within shares of stock's memory, and beside checkpoints."""
+    columns = (
+        *("program", "stock's step and memory", "umem", f"within {BUDGET_PERCENT} %"),
+        *("within 40 %", "own checkpoints (memory)", "umem in as much memory", "goal"),
+    )
+    names = dict.fromkeys(it.system for it in matrix.results)
+    rows = [_goal_cells(matrix, name) for name in names if matrix.row(name, "umem-budget")]
+    yield Table(f"Speed, as a share of stock's; the goal is {GOAL_PERCENT} %", columns, rows)
+
+
+def _goal_cells(matrix: Matrix, name: str) -> tuple[str, ...]:
+    stock = matrix.row(name, "stock")
+    stock_text = checkpoints_text = NOTHING
+    if stock is not None and stock.state == "measured":
+        step_ms = 1e3 * statistics.median(_settled(stock.steps_s))
+        stock_text = f"{step_ms:.4g} ms, {size_text(_working_set_bytes(stock) or None)}"
+    checkpoints = matrix.row(name, "checkpoints")
+    if stock is not None and checkpoints is not None:
+        checkpoints_text = _goal_cell(matrix, checkpoints)
+        if stock.state == checkpoints.state == "measured" and _working_set_bytes(stock):
+            percent = 100 * _working_set_bytes(checkpoints) / _working_set_bytes(stock)
+            checkpoints_text += f" ({percent:.3g} %)"
+    variants: tuple[Variant, ...] = ("umem", "umem-budget", "umem-budget-40")
+    return (
+        name,
+        stock_text,
+        *(_goal_cell(matrix, matrix.row(name, it)) for it in variants),
+        checkpoints_text,
+        _goal_cell(matrix, matrix.row(name, "umem-at-checkpoints")),
+        _goal_reached(matrix, name),
+    )
+
+
+def _goal_cell(matrix: Matrix, result: SystemResult | None) -> str:
+    """A share of stock's speed, and what is wrong with it."""
+    if result is None or result.state == "not comparable":
+        return NOTHING
+    share = _share(matrix, result)
+    if result.state != "measured" or share is None:
+        return result.state
+    words = [f"{100 * share:.3g} %"]
+    stock = matrix.row(result.system, "stock")
+    words += ["no plan"] if result.plan_running is False else []
+    words += ["over its budget"] if exceeds_budget(result, stock) else []
+    if result.variant.startswith("umem") and "differ" in _equality(matrix, result):
+        words.append("values differ")
+    return ", ".join(words)
+
+
+def _goal_reached(matrix: Matrix, name: str) -> str:
+    """Whether umem has the goal's speed, and that of the program's own checkpoints."""
+    names: tuple[Variant, ...] = ("umem-budget", *_CHECKPOINTS)
+    rows = [matrix.row(name, it) for it in names]
+    budget, own, within = (None if it is None else _share(matrix, it) for it in rows)
+    if budget is None:
+        return NOTHING
+    missed = [f"below {GOAL_PERCENT} %"] if 100 * budget < GOAL_PERCENT else []
+    if own is not None and (within is None or within < (1 - _EQUAL_SHARE) * own):
+        missed.append("slower than checkpoints")
+    return ", ".join(missed) or "reached"
+
+
 def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
     if result.state != "measured":
         words = f"{result.state}: {result.reason}"
@@ -476,13 +600,20 @@ def _speed(matrix: Matrix, result: SystemResult) -> str:
 
     There the fastest step of each run says more than the median.
     """
+    shares = _share(matrix, result), _share(matrix, result, min)
+    settled, fastest = (NOTHING if it is None else f"{100 * it:.3g} %" for it in shares)
+    return f"{settled} ({fastest})" if fastest != NOTHING else NOTHING
+
+
+def _share(
+    matrix: Matrix,
+    result: SystemResult,
+    of: Callable[[Sequence[float]], float] = statistics.median,
+) -> float | None:
+    """Part of stock's speed, by one of a run's settled steps."""
     stock = [_settled(it.steps_s) for it in _stock(matrix, result) if it.steps_s]
     own = _settled(result.steps_s)
-    if not (stock and own):
-        return NOTHING
-    settled = min(map(statistics.median, stock)) / statistics.median(own)
-    fastest = min(map(min, stock)) / min(own)
-    return f"{100 * settled:.3g} % ({100 * fastest:.3g} %)"
+    return min(map(of, stock)) / of(own) if stock and own else None
 
 
 def _speed_at_equal_processor(matrix: Matrix, result: SystemResult) -> str:
@@ -521,7 +652,7 @@ def _line(result: SystemResult) -> str:
     return f"{words}: {step_ms:.4g} ms a step, {result.process_s:.1f} s in all"
 
 
-def show(matrix: Matrix, *, as_markdown: bool) -> None:
+def show(matrix: Matrix, *, as_markdown: bool, only_goals: bool = False) -> None:
     """Print the tables."""
     settings = matrix.header.settings
     assert isinstance(settings, dict)
@@ -531,7 +662,8 @@ def show(matrix: Matrix, *, as_markdown: bool) -> None:
         "deterministic algorithms" if settings["deterministic"] else "",
         f"medians of the last 1/{_SETTLED_SHARE} of the steps",
     )
-    print_tables(provenance(matrix.header, *words), tables(matrix), as_markdown=as_markdown)
+    shown = goals(matrix) if only_goals else tables(matrix)
+    print_tables(provenance(matrix.header, *words), shown, as_markdown=as_markdown)
 
 
 # ---- the command ----
@@ -539,7 +671,13 @@ def show(matrix: Matrix, *, as_markdown: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--systems", help="default: all")
+    parser.add_argument("--systems", help="default: all but programs of other fields")
+    parser.add_argument(
+        "--goals",
+        action="store_true",
+        help="run programs of other fields also within 40 %% and beside their own checkpoints, and "
+        "print one row for each; with --report, print these rows",
+    )
     parser.add_argument(
         "--ranks",
         type=int,
@@ -567,12 +705,13 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     if options.report is not None:
-        show(read(options.report), as_markdown=options.markdown)
+        show(read(options.report), as_markdown=options.markdown, only_goals=options.goals)
         return 0
     can_run = [
         name for name, it in SYSTEMS.items() if it.launched or it.gpus == 2 or options.ranks == 1
     ]
-    names = [name.strip() for name in (options.systems or ",".join(can_run)).split(",")]
+    usual = [name for name in can_run if (name in FIELDS) == options.goals]
+    names = [name.strip() for name in (options.systems or ",".join(usual)).split(",")]
     if unknown := [name for name in names if name not in can_run]:
         parser.error(f"{', '.join(unknown)}: none of {', '.join(can_run)}")
     if not options.cpu:
@@ -590,7 +729,8 @@ def main() -> int:
         say=lambda words: print(words, file=sys.stderr, flush=True),
         forked=_forked(options.ranks) if options.forked else None,
     )
-    variants = CPU_VARIANTS if options.cpu else GPU_VARIANTS
+    variants = GOAL_VARIANTS if options.goals else GPU_VARIANTS
+    variants = CPU_VARIANTS if options.cpu else variants
     matrix = run_matrix(
         [(name, variant) for name in names for variant in variants],
         runner,
@@ -598,7 +738,8 @@ def main() -> int:
         read(options.continued) if options.continued else None,
         again=options.again,
     )
-    show(matrix, as_markdown=options.markdown)
+    only_goals = options.goals and not options.cpu
+    show(matrix, as_markdown=options.markdown, only_goals=only_goals)
     return int(any(it.state in ("failed", "out of memory") for it in matrix.results))
 
 

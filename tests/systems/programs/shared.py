@@ -10,12 +10,15 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 LEARNING_RATE = 1e-4
 MAX_NORM = 1.0
@@ -71,18 +74,26 @@ class Program:
         Whose versions are written beside torch's.
     own
         A parser of options that this program has beside those of all.
+    shapes
+        The program's, by size. Where there is none for ``xlarge``, that of ``large`` is taken.
     """
 
-    def __init__(self, *packages: str, own: argparse.ArgumentParser | None = None) -> None:
+    def __init__(
+        self,
+        *packages: str,
+        own: argparse.ArgumentParser | None = None,
+        shapes: Mapping[str, Any] = SHAPES,
+    ) -> None:
         parser = argparse.ArgumentParser(parents=[own] if own else [])
         parser.add_argument("--size", choices=SHAPES, default="small")
         parser.add_argument("--steps", type=int, default=16)
         parser.add_argument("--output", type=Path, required=True, help="of one JSON object")
         parser.add_argument("--deterministic", action="store_true")
+        parser.add_argument("--checkpoints", action="store_true", help="checkpoint every block")
         parser.add_argument("--device-map", help="load the Llama from a file with this map")
         parser.add_argument("--writer", type=int, default=0, help="the rank that writes the output")
         self.options = parser.parse_args()
-        self.shape = SHAPES[self.options.size]
+        self.shape = shapes.get(self.options.size) or shapes["large"]
         self.steps: int = self.options.steps
         self.on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
@@ -137,9 +148,28 @@ class Program:
 
     def trainable(self, model: Any) -> Any:
         """A model of transformers in training mode; it checkpoints if the shape says."""
-        if self.shape.checkpoints:
+        if self.options.checkpoints or getattr(self.shape, "checkpoints", False):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model.train()
+
+    def block(self, module: Callable[..., Any], *inputs: Any) -> Any:
+        """Call a block of a model, within a checkpoint of its own if ``--checkpoints`` says so."""
+        if self.options.checkpoints:
+            return checkpoint(module, *inputs, use_reentrant=False)
+        return module(*inputs)
+
+    @cached_property
+    def _generator(self) -> torch.Generator:
+        """Of data alone, on the device: the processor has no part in a step's time by it."""
+        return torch.Generator(self.device).manual_seed(SEED + 1)
+
+    def noise(self, *size: int) -> torch.Tensor:
+        """The next random numbers of the data, on the device."""
+        return torch.randn(size, generator=self._generator, device=self.device)
+
+    def numbers(self, below: int, *size: int) -> torch.Tensor:
+        """The next random integers of the data, on the device."""
+        return torch.randint(below, size, generator=self._generator, device=self.device)
 
     def rows(self) -> list[dict[str, torch.Tensor]]:
         """A data set of the rank: random tokens, enough for all steps."""

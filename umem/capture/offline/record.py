@@ -120,7 +120,7 @@ def record_step(
             yield
         report(stage, 1.0)
 
-    scopes, fake = ModuleScopeTracker(), FakeTensorMode()
+    scopes, fake = ModuleScopeTracker(), _FakeMode()
     recorder = Recorder(fake, scopes, on_operator)
     with scopes, _one_device(), fake, recorder:
         with stage("build", "make_step"):
@@ -144,6 +144,13 @@ def record_step(
     return build_trace(
         storages, lifetimes, phases, name=name, source=source, metadata=metadata or {}
     )[0]
+
+
+class _FakeMode(FakeTensorMode):
+    """A mode that tensors share with their deep copies, which get copies of all attributes."""
+
+    def __deepcopy__(self, _memo: object) -> _FakeMode:
+        return self
 
 
 # torch without CUDA refuses to move even a tensor without memory to a GPU, and its autograd has no
