@@ -66,6 +66,20 @@ class Averaging(Layer):
         return super().forward(self.batches(x))
 
 
+class CountingInABuffer(Layer):
+    """What a number that each call changes has an effect on."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1.0
+        return super().forward(x) * (1.0 + 0.01 * self.calls)
+
+
 class Counting(Layer):
     calls = 0
 
@@ -159,9 +173,13 @@ class Checkpointed(Layer):
         return torch.tanh(y)
 
 
-REPEATABLE = [Layer, Dropping, Attending, Frozen, Checkpointed, WithACompiledFunction]
+CHANGING_BUFFERS = [Averaging, CountingInABuffer]
+REPEATABLE = [
+    *(Layer, Dropping, Attending, Frozen, Checkpointed, WithACompiledFunction),
+    *CHANGING_BUFFERS,
+]
 OTHERS = [
-    *(InPlaceHead, Averaging, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
+    *(InPlaceHead, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
     *(Drifting, CountingInAGlobal, SummingInAGlobal, Hooked),
 ]
 

@@ -179,12 +179,15 @@ class CopiedActivations(Listener):
         self.was_watched = False
         """Whether calls were watched in this step, and some of them run twice."""
         self.saved_bytes: dict[str, int] = {}
-        """Bytes that could leave, by block: the most of a forward pass while measuring."""
+        """Bytes that could leave, by block: the most before a backward pass while measuring."""
+        self._unread: Counter[str] = Counter()
+        """Those of all forward passes since the last backward pass."""
         self._model = weakref.ref(model)
         self._blocks = {it.name: it for it in blocks if not is_compiled(it.module)}
         self._store = store
         self._errors = HookErrors(on_error)
         self._copied: Mapping[str, str | None] = {}
+        self._planned: frozenset[str] = frozenset()
         self._recomputed: frozenset[str] = frozenset()
         self._left_out: frozenset[str] = frozenset()
         self._names = weakref.WeakKeyDictionary({b.module: n for n, b in self._blocks.items()})
@@ -237,12 +240,13 @@ class CopiedActivations(Listener):
         """
         self._recomputed = frozenset() if is_measuring else frozenset(recomputed)
         self._left_out = frozenset() if is_measuring else frozenset(left_out)
-        leaving = {**copied, **recomputed}
+        leaving = {**recomputed, **copied}
         self._copied = {name: before for name, before in leaving.items() if name in self._blocks}
+        self._planned = frozenset(copied)
         self._fetch_ahead = fetch_ahead
         self._is_measuring = is_measuring
         if is_measuring:
-            self.saved_bytes = {}
+            self.saved_bytes, self._unread = {}, Counter()
         self._stop_hearing()
         model = self._model()
         if (self._copied or self._left_out or is_measuring) and model is not None:
@@ -311,7 +315,7 @@ class CopiedActivations(Listener):
         self._release(forward, name)
         before = self._copied.get(name)
         is_recomputed = name in self._recomputed and self._may_run_again(name, args, kwargs)
-        is_copied = name in self._copied and not is_recomputed
+        is_copied = name in (self._planned if is_recomputed else self._copied)
         running.call = call = _Call(name, is_copied, before, forward.take_between())
         call.leaves_out = name in self._left_out and self._may_run_again(name, args, kwargs)
         self._measure(call)
@@ -320,15 +324,18 @@ class CopiedActivations(Listener):
             call.watched = self._watch(name, module, args, kwargs)
         if call.watched is not None:
             self.was_watched = True
-        elif is_recomputed:
-            is_random = self.proofs[name].is_random
-            call.recomputed = RecomputedCall(module, args, kwargs, is_random=is_random)
-        elif call.is_copied or self._is_measuring:
+        elif is_recomputed or call.is_copied or self._is_measuring:
             key, call.is_open = object(), True
             # None where other hooks are innermost, as in a checkpoint.
             call.has_group = self._store.open_group(key)
             if call.has_group:
                 call.parts.append((key, None))
+        if is_recomputed:
+            proof = self.proofs[name]
+            buffers = map(module.get_buffer, proof.buffers)
+            call.recomputed = RecomputedCall(
+                module, args, kwargs, is_random=proof.is_random, buffers=buffers
+            )
 
     def block_ends(self, _name: str, now: Pass, output: object, *, failed: bool) -> None:
         """Start the copy of what the block has saved."""
@@ -337,15 +344,16 @@ class CopiedActivations(Listener):
         if forward is None or call is None or not now.is_forward:
             return
         running.call = None
+        if call.recomputed is not None and not failed:
+            call.recomputed.end()
+            call.recomputed = None  # what runs it again is in the graph
+        if failed:
+            call.abandon()
         if call.is_open:
             self._store.close_group()
         forward.take_between()  # a block without a group of its own has saved it
         if failed:
-            call.abandon()
             return
-        if call.recomputed is not None:
-            call.recomputed.end()
-            call.recomputed = None  # what runs it again is in the graph
         if call.watched is not None and (proof := call.watched.end(output)) is not None:
             self.proofs[call.name] = proof
         call.watched = None
@@ -370,7 +378,7 @@ class CopiedActivations(Listener):
         self._release(forward, None)
         forward.watch(tensors_in(output), self._errors)
         if self._is_measuring:
-            self._end_measuring(forward)
+            self._end_measuring(forward, output)
 
     def leaves_out(self, checkpoint: ProgramCheckpoint) -> bool:
         """Whether a checkpoint that begins is in a block of `left_out`, or the call of one."""
@@ -416,12 +424,14 @@ class CopiedActivations(Listener):
             for part in call.parts[-1:]:
                 call.saved_bytes += self._store.saved_bytes(*part)
 
-    def _end_measuring(self, forward: _Pass) -> None:
-        found: Counter[str] = Counter()
+    def _end_measuring(self, forward: _Pass, output: object) -> None:
         for call in forward.calls:
-            found[call.name] += call.saved_bytes
-        for name, size_bytes in found.items():
+            self._unread[call.name] += call.saved_bytes
+        for name, size_bytes in self._unread.items():
             self.saved_bytes[name] = max(size_bytes, self.saved_bytes.get(name, 0))
+        unread = self._unread
+        for node in nodes_of(tensors_in(output)):
+            node.register_prehook(lambda _gradients: unread.clear())
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -3,8 +3,9 @@
 A block whose call is run again in the backward pass need not keep what autograd saves. Only the
 program knows what its forward functions do besides: count calls, average statistics, draw random
 numbers. So all that the block's modules, their classes, their forward functions and its arguments
-hold is looked at before a call and after it. Where nothing has changed, the block runs once more at
-once: all that it saves and returns must have the same bits. Where the program has checkpoints in
+hold is looked at before a call and after it. Where nothing but a few buffers has changed, such as
+averages of BatchNorm, the block runs once more at once, with the buffers as they were: all that it
+saves, returns and leaves in them must have the same bits. Where the program has checkpoints in
 or around the call, the block also runs twice without them. Nothing shows a change of other objects.
 The call itself runs as ever: under a mode of torch's dispatcher compiled functions in it would not.
 With several processes there is no proof, as a second collective would wait for ever.
@@ -28,6 +29,7 @@ from torch import nn
 from umem.capture.live.saved_tensors import SavedTensorHooks
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
+from umem.streaming.activations.buffer_values import BufferValues
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting
 from umem.torch_compat import is_distributed, storage_key, version_counter
 
@@ -38,6 +40,8 @@ _LOG = logging.getLogger("umem")
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, dict, set, deque)
 _CHANGING = (*_CONTAINERS, torch.Tensor, torch.Generator)
+_MOST_BUFFER_BYTES = 1 << 20
+"""Buffers that a call may change: they are kept once more for each call."""
 _Saved = tuple[torch.Tensor, bool]
 """A tensor that autograd saves, and whether it stays in any case."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -55,6 +59,8 @@ class Proof:
     """What need not be kept of the call from its end to the backward pass."""
     checkpointed_bytes: int = 0
     """What is kept more where the program's checkpoints of the call are left out; 0 without any."""
+    buffers: tuple[str, ...] = ()
+    """Names of the block's buffers that a call changes: a second one has to leave them alone."""
 
 
 def call_signature(module: nn.Module) -> tuple[Any, ...] | None:
@@ -119,7 +125,7 @@ class WatchedCall:
         self._module, self._args, self._kwargs = module, args, kwargs
         self._signature = call_signature(module)
         self._held = self._look()
-        self._buffers = [(it, it.detach().clone()) for it in module.buffers()]
+        self._buffers = {name: (it, it.detach().clone()) for name, it in module.named_buffers()}
         self._random = _torch_states(self._arguments())
         self._around = around
         self._saved: list[_Saved] = []
@@ -137,13 +143,22 @@ class WatchedCall:
         """End it, and run the block once more; None where it may not run twice."""
         self.abandon()
         try:
-            return None if not is_plain(output) or self._has_effects() else self._prove(output)
+            if not is_plain(output) or self._held != self._look():
+                return None
+            return self._prove(output)
         except Exception:  # such as lack of memory for a second set of what is saved
             _LOG.debug("umem: a block's call cannot be run again", exc_info=True)
             return None
 
     def _prove(self, output: object) -> Proof | None:
         """Run the block again, and compare."""
+        # Some kernels change statistics without a count of changes.
+        changed = {
+            name: pair for name, pair in self._buffers.items() if not _have_equal_bits(*pair)
+        }
+        self._before = BufferValues({it: before for it, before in changed.values()})
+        if self._before.size_bytes > _MOST_BUFFER_BYTES:
+            return None
         random_after = _torch_states(self._arguments())
         is_random = not _are_equal(self._random.values(), random_after.values())
         freed_bytes = checkpointed_bytes = 0
@@ -152,8 +167,10 @@ class WatchedCall:
                 return None
             freed_bytes = self._freed_bytes(self._saved, output)
         checkpoints = [*self._within, *filter(None, [self._around])]
-        if any(it.has_contexts or (is_random and not it.restores_random) for it in checkpoints):
-            checkpoints = []
+        if changed or any(
+            it.has_contexts or (is_random and not it.restores_random) for it in checkpoints
+        ):
+            checkpoints = []  # a second call would change the buffers once more
         if checkpoints:
             with leaving_out():
                 saved, again = self._run_again()
@@ -167,7 +184,9 @@ class WatchedCall:
         if self._around is not None and checkpointed_bytes <= 0:
             return None
         assert self._signature is not None
-        return Proof(self._signature, is_random, freed_bytes, max(0, checkpointed_bytes))
+        return Proof(
+            self._signature, is_random, freed_bytes, max(0, checkpointed_bytes), tuple(changed)
+        )
 
     def _is_repeated(self, saved: list[_Saved], output: object) -> bool:
         """Whether another run saves and returns the same."""
@@ -187,7 +206,7 @@ class WatchedCall:
     def _look(self) -> list[object]:
         """What would tell of a change."""
         held: list[object] = [_python_states(), call_signature(self._module)]
-        tensors = (*self._arguments(), *self._module.parameters(), *self._module.buffers())
+        tensors = (*self._arguments(), *self._module.parameters())
         held += [version_counter(tensor) for tensor in tensors]
         held += [
             (name, *_contents_of(value))
@@ -197,20 +216,20 @@ class WatchedCall:
         ]
         return held
 
-    def _has_effects(self) -> bool:
-        # Some kernels change statistics without a count of changes.
-        pairs = zip(*self._buffers, strict=True) if self._buffers else ((), ())
-        return self._held != self._look() or not _are_equal(*pairs)
-
     def _run_again(self) -> tuple[list[_Saved], object]:
         """Call the block with the random numbers of the first time, past its hooks."""
         devices = [device for device in self._random if device.type == "cuda"]
         saved: list[_Saved] = []
         hooks = _see(saved, alone=True)
+        after = BufferValues.of(self._before.buffers)
         try:
-            with torch.random.fork_rng(devices):
+            with torch.random.fork_rng(devices), after.put_back_at_end():
                 _restore(self._random)
-                return saved, self._module.forward(*self._args, **self._kwargs)
+                self._before.put_back()
+                output = self._module.forward(*self._args, **self._kwargs)
+                if not after.are_there():
+                    raise ValueError("a second call leaves other values in buffers")
+                return saved, output
         finally:
             hooks.close()
 

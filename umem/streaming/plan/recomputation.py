@@ -66,7 +66,7 @@ def with_recomputed(
                 backward_s=unit.backward_s + unit.forward_s,
                 # The second forward pass needs what the first did.
                 backward_peak_bytes=max(forward_bytes, backward_bytes),
-                saved_bytes=0,
+                saved_bytes=max(0, unit.saved_bytes - own_bytes),
             )
         found.append(its)
     return tuple(found)

@@ -1,0 +1,57 @@
+"""Values of buffers that a block's call changes, such as averages of BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["BufferValues"]
+
+
+class BufferValues:
+    """Buffers, and values that they had at one moment.
+
+    To put them back counts as no change: autograd may have saved the buffers.
+
+    Parameters
+    ----------
+    values
+        By buffer.
+    """
+
+    def __init__(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        self.buffers = [it.data for it in values]
+        self._values = list(values.values())
+
+    @classmethod
+    def of(cls, buffers: Iterable[torch.Tensor]) -> BufferValues:
+        """The values now."""
+        return cls({it: it.detach().clone() for it in buffers})
+
+    @property
+    def size_bytes(self) -> int:
+        """What they take."""
+        return sum(it.nbytes for it in self._values)
+
+    def are_there(self) -> bool:
+        """Whether the buffers have these bits."""
+        pairs = zip(self.buffers, self._values, strict=True)
+        return all(
+            torch.equal(*(it.reshape(-1).view(torch.uint8) for it in pair)) for pair in pairs
+        )
+
+    def put_back(self) -> None:
+        """Give the buffers these values again."""
+        if self.buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self.buffers, self._values)
+
+    @contextmanager
+    def put_back_at_end(self) -> Iterator[None]:
+        """Give the buffers these values again behind what changes them."""
+        try:
+            yield
+        finally:
+            self.put_back()
