@@ -617,7 +617,7 @@ def test_a_budget_that_is_too_small_copies_all(caplog: Log, in_backward: bool) -
     assert run.run(8) == Training(clips=False).run(8)
     assert run.status.state == TuningState.NO_PLAN_FITS
     assert run.status.copied_blocks == LAYERS - 1
-    (said,) = (it for it in caplog.messages if "activations and gradients are copied" in it)
+    (said,) = (it for it in caplog.messages if "used in host memory" in it)
     assert ("Without step_in_backward" in said) == in_backward
 
 
@@ -643,9 +643,10 @@ def test_gradients_are_copied_where_activations_alone_leave_too_little_room(capl
     (needed,) = (int(it) for it in re.findall(r"\((\d+) bytes\)", caplog.text))
     assert run(needed)[0].state == TuningState.PLANNED
     layer_bytes = LAYER_STATE // 2
-    assert run(needed - layer_bytes)[0].state == TuningState.NO_PLAN_FITS
+    assert run(needed - layer_bytes)[0].plan.slots == 1
     status, found = run(needed - layer_bytes, copies_gradients=True)
     assert status.state == TuningState.PLANNED
+    assert status.plan.slots > 1
     assert status.copied_gradients_bytes == layer_bytes
     assert status.returning_gradients_bytes == layer_bytes
     assert found == Training().run(8, batches=2)
@@ -676,6 +677,7 @@ def test_a_larger_batch_is_planned_for() -> None:
 def test_memory_that_stays_short_ends_in_a_bounded_number_of_plans(caplog: Log) -> None:
     machine = Machine(10**6)
     run = Training(machine)
+    machine.spilled = 1  # in both steps that the first plan is made from
     plans: list[int] = []
     for _ in range(1200):
         run.step()

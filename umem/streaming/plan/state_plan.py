@@ -31,7 +31,15 @@ from umem.streaming.plan.step_timing import (
     simulate_stream,
 )
 
-__all__ = ["StreamPlan", "StreamProblem", "least_slack_bytes", "plan_stream", "simulate_plan"]
+__all__ = [
+    "StreamPlan",
+    "StreamProblem",
+    "least_slack_bytes",
+    "least_state_bytes",
+    "most_copied_gradients",
+    "plan_stream",
+    "simulate_plan",
+]
 
 _SLACK_SHARE, _LEAST_SLACK_BYTES = 0.03, 256 << 20
 
@@ -162,6 +170,9 @@ class StreamProblem:
     """
     stages_operands: bool = False
     """Whether slots have room for gradients and weights at home. Found too."""
+    fewest_slots: int = _SLOTS[0]
+    least_ahead: int = _FETCH_AHEAD[0]
+    """Both are less where nothing has room otherwise: :mod:`umem.streaming.plan.overflow`."""
 
     @cached_property
     def size(self) -> ByteCounts:
@@ -237,9 +248,7 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
     def with_copied(count: int, *, stages_operands: bool) -> StreamProblem:
         return replace(problem, copied_gradients=count, stages_operands=stages_operands)
 
-    # In the backward pass, gradients live for a few units only.
-    leave = not problem.in_backward and any(unit.gradient_bytes for unit in units)
-    most = len(units) if leave else 0
+    most = most_copied_gradients(problem)
     fewest = bisect_left(
         range(most),
         True,
@@ -260,6 +269,13 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
     plan = _fastest(further)
     gains = plan.predicted.step_s < (1.0 - _LEAST_GAIN) * best.predicted.step_s
     return plan if gains else best
+
+
+def most_copied_gradients(problem: StreamProblem) -> int:
+    """Number of units whose gradients can be copied out."""
+    # In the backward pass, gradients live for a few units only.
+    leave = not problem.in_backward and any(unit.gradient_bytes for unit in problem.units)
+    return len(problem.units) if leave else 0
 
 
 def simulate_plan(
@@ -306,7 +322,8 @@ def _fastest(problem: StreamProblem) -> StreamPlan:
             best, fastest = plan, choice
     if fastest.slots:
         best, fastest = _with_fewest(best, fastest, "count", fastest.least)
-    fewest = problem.memory.fewest_copied(problem.budget_bytes - fastest.state_bytes)
+    room_bytes = problem.budget_bytes - fastest.state_bytes
+    fewest = problem.memory.fewest_copied(room_bytes, problem.least_ahead)
     return _with_fewest(best, fastest, "copied", fewest)[0]
 
 
@@ -499,7 +516,7 @@ def _choices(problem: StreamProblem) -> Iterator[_Choice]:
 def _least_bytes(problem: StreamProblem) -> tuple[int, int]:
     """Memory that no choice is below: of all else, and of state."""
     memory = problem.memory
-    return memory.most_bytes(len(memory.can_leave), _FETCH_AHEAD[0]), _least_state_bytes(problem)
+    return memory.most_bytes(len(memory.can_leave), problem.least_ahead), least_state_bytes(problem)
 
 
 def _has_room(problem: StreamProblem) -> bool:
@@ -514,8 +531,8 @@ def _rooms(problem: StreamProblem) -> Iterator[tuple[int, int]]:
     memory = problem.memory
     if not _has_room(problem):
         return
-    room_bytes = problem.budget_bytes - _least_state_bytes(problem)
-    for ahead in _FETCH_AHEAD:
+    room_bytes = problem.budget_bytes - least_state_bytes(problem)
+    for ahead in sorted({problem.least_ahead, *_FETCH_AHEAD}):
         least_bytes = memory.most_bytes(len(memory.can_leave), ahead)
         if least_bytes > room_bytes:
             continue
@@ -537,7 +554,7 @@ def _state_choices(
     always, others = np.flatnonzero(~can_stream), np.flatnonzero(can_stream)
     orders = [others, _spread(others)] if problem.in_backward else [others]
     always_bytes = int(size[always].sum())
-    for slots in _SLOTS:
+    for slots in sorted({problem.fewest_slots, *_SLOTS}):
         room_bytes = state_bytes - slots * slot_bytes - always_bytes
         if room_bytes < 0:
             return
@@ -582,7 +599,7 @@ def _slot_sizes(problem: StreamProblem) -> list[int]:
 
 def _needed_bytes(problem: StreamProblem, slot_bytes: int) -> int:
     """Memory for the fewest slots of a size, and for larger units."""
-    return _SLOTS[0] * slot_bytes + _larger_bytes(problem, slot_bytes)
+    return problem.fewest_slots * slot_bytes + _larger_bytes(problem, slot_bytes)
 
 
 def _larger_bytes(problem: StreamProblem, slot_bytes: int) -> int:
@@ -590,7 +607,7 @@ def _larger_bytes(problem: StreamProblem, slot_bytes: int) -> int:
     return int(problem.size[problem.staged > slot_bytes].sum())
 
 
-def _least_state_bytes(problem: StreamProblem) -> int:
+def least_state_bytes(problem: StreamProblem) -> int:
     """Memory for the fewest slots and for larger units, or for all state if that is less."""
     if not problem.size.any():
         return 0
@@ -623,7 +640,7 @@ def _too_small(problem: StreamProblem) -> PlanError:
     needed = other_bytes + state_bytes
     if state_bytes > problem.most_placed_bytes:
         return PlanError(
-            f"{_SLOTS[0]} staging buffers for optimizer state and the state of larger units take "
+            f"{problem.fewest_slots} staging buffers for optimizer state and the state of larger units take "
             f"{format_bytes(state_bytes)} of device memory, and this training may have "
             f"{format_bytes(max(0, problem.most_placed_bytes))} of device_budget: others have the "
             "rest. Raise device_budget"
@@ -633,7 +650,7 @@ def _too_small(problem: StreamProblem) -> PlanError:
         f"memory ({needed} bytes): {format_bytes(other_bytes)} for all else, with the activations "
         f"of {len(problem.memory.can_leave)} units and the gradients of {problem.copied_gradients} "
         f"copied out, and {format_bytes(state_bytes)} for "
-        f"{_SLOTS[0]} staging buffers and the state of larger units. The budget is "
+        f"{problem.fewest_slots} staging buffers and the state of larger units. The budget is "
         f"{format_bytes(problem.budget_bytes)}: raise device_budget by "
         f"{format_bytes(needed - problem.budget_bytes)}, or train with smaller batches"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from umem.capture.live import NO_BLOCK
@@ -50,7 +50,9 @@ class MeasuredStep:
     peak_bytes: int = 0
     """Most bytes of live tensors, with what the plan has placed and without what it copies out."""
     spilled_bytes: int = 0
-    """Host memory that is held because of the budget. What is in it makes times longer."""
+    """Host memory that is held because of the budget."""
+    is_disturbed: bool = False
+    """Whether times are longer than those of the same work with all that it uses on the device."""
 
     @property
     def need_bytes(self) -> int:
@@ -87,6 +89,11 @@ class MeasuredSteps:
         The memory is measured anew. The times so far hold on.
         """
         self._timed, self.figures = self.figures, None
+
+    def distrust_times(self) -> None:
+        """Have the times of the next step count, and not those so far."""
+        for figures in filter(None, (self.figures, self._timed)):
+            figures.is_disturbed = True
 
     def add_later_call(self, needed_bytes: int) -> None:
         """Count the memory that a later call of ``step()`` in a step has needed."""
@@ -164,17 +171,20 @@ class MeasuredSteps:
 def _merged(one: MeasuredStep, other: MeasuredStep) -> MeasuredStep:
     """The larger bytes of two steps. Of the times the shorter, which nothing has disturbed.
 
-    Where a step is larger, its times count.
+    Where a step is larger, its times count, and where only one is disturbed, those of the other.
     """
-    pick = max if other.exceeds(one) else min
+    is_larger = other.exceeds(one)
+    pick: Callable[[float, float], float] = max if is_larger else min
+    if one.is_disturbed and not other.is_disturbed:
+        pick = _second
+    elif other.is_disturbed and not (one.is_disturbed or is_larger):
+        pick = _first
     blocks = {}
     for name in {**one.blocks, **other.blocks}:
         first = one.blocks.get(name) or other.blocks[name]
         second = other.blocks.get(name) or first
-        # Between blocks the forward pass waits for updates and copies.
-        pick_forward = min if name == NO_BLOCK else pick
         blocks[name] = MeasuredBlock(
-            forward_s=pick_forward(first.forward_s, second.forward_s),
+            forward_s=pick(first.forward_s, second.forward_s),
             backward_s=pick(first.backward_s, second.backward_s),
             forward_peak_bytes=max(first.forward_peak_bytes, second.forward_peak_bytes),
             backward_peak_bytes=max(first.backward_peak_bytes, second.backward_peak_bytes),
@@ -187,4 +197,13 @@ def _merged(one: MeasuredStep, other: MeasuredStep) -> MeasuredStep:
         batches=other.batches,
         peak_bytes=max(one.peak_bytes, other.peak_bytes),
         spilled_bytes=other.spilled_bytes,
+        is_disturbed=other.is_disturbed and (one.is_disturbed or is_larger),
     )
+
+
+def _first(one: float, _: float) -> float:
+    return one
+
+
+def _second(_: float, other: float) -> float:
+    return other

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
-from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.training_plan import TrainingPlan
 from umem.streaming.step.temporary_slots import TemporaryPlan
 
@@ -82,23 +80,4 @@ class NamedPlan:
             returning={order[n]: order[at] for n, at in plan.returning_gradients.items()},
             batches=batches,
             order=order,
-        )
-
-    @classmethod
-    def everything_leaves(cls, units: Sequence[StreamUnit], batches: int) -> NamedPlan:
-        """For a budget that is too small for any plan: all is streamed and copied."""
-        return cls(
-            copied={
-                unit.name: following.name for unit, following in pairwise(units) if unit.saved_bytes
-            },
-            fetch_ahead=1,
-            recomputed={},
-            resident=frozenset(),
-            slots=FEWEST_SLOTS,
-            stages_operands=False,
-            temporary=TemporaryPlan(),
-            copied_gradients=frozenset(unit.name for unit in units if unit.gradient_bytes),
-            returning={},
-            batches=batches,
-            order=tuple(unit.name for unit in units),
         )

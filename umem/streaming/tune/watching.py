@@ -1,9 +1,12 @@
-"""Watches the steps that run under a plan."""
+"""Watches the steps that run under a plan: their memory, and the time that they take."""
 
 from __future__ import annotations
 
 import logging
 
+from typing import Any
+
+from umem.capture.live.timing import Clock
 from umem.core.units import format_bytes
 from umem.streaming.stage.device_room import DeviceRoom
 
@@ -18,10 +21,14 @@ _PATIENCE_STEPS = 4
 """Steps before the first plan because of short memory; before each later one, twice as many."""
 
 
-class Watching:
-    """Sees whether memory runs short under a plan."""
+_TIMED_STEPS = 3
+"""Steps to take the time of, once a plan is in force."""
 
-    def __init__(self, room: DeviceRoom, spilled_bytes: int) -> None:
+
+class Watching:
+    """Sees whether memory runs short under a plan, and how long its steps take."""
+
+    def __init__(self, room: DeviceRoom, clock: Clock, spilled_bytes: int) -> None:
         self.spilled_bytes = spilled_bytes
         """Host memory that the budget had given when the plan was in force."""
         self.lacking_bytes = 0
@@ -30,7 +37,15 @@ class Watching:
         """Most bytes of live tensors in the last step."""
         self.measures_again = False
         """Whether steps are to be measured once more, now that host memory is not in use."""
+        self.measured_s: float | None = None
+        """The mean time of the first steps under the plan; None before they are over."""
+        self._marks: list[Any] = []
+        """Before and after these steps. Read when they are past: nothing waits for the device."""
+        self._is_new = False
+        """Whether nobody has taken it yet."""
+        self._overflows = False
         self._room = room
+        self._clock = clock
         self._steps = 0
         """Under the plan."""
         self._shortages = 0
@@ -41,12 +56,18 @@ class Watching:
         self._shortages = 0
         self._has_given_up = False
 
-    def plan_begins(self, spilled_bytes: int | None, *, measures_again: bool) -> None:
+    def plan_begins(
+        self, spilled_bytes: int | None, *, measures_again: bool, overflows: bool
+    ) -> None:
         """There is another plan, of steps that are to be measured again or not.
 
-        So much host memory is in use because of the budget; as much as before for None.
+        So much host memory is in use because of the budget; as much as before for None. Under a
+        plan that `overflows`, as much as its first step in force uses.
         """
         self._steps, self.measures_again = 0, measures_again
+        self.measured_s, self._is_new, self._overflows = None, False, overflows
+        self._clock.release(self._marks)
+        self._marks = []
         if spilled_bytes is not None:
             self.spilled_bytes = spilled_bytes
 
@@ -57,7 +78,23 @@ class Watching:
         if self.is_settling:
             self._room.find_homes()
             self._room.trim()
+        if self._steps <= _SETTLING_STEPS + self._overflows:
             self.spilled_bytes = self._room.spilled_bytes()
+        if not self.is_settling and self.measured_s is None:
+            self._take_time()
+
+    def take_measured_s(self) -> float | None:
+        """The mean time of steps, once when it is known."""
+        is_new, self._is_new = self._is_new, False
+        return self.measured_s if is_new else None
+
+    def _take_time(self) -> None:
+        begun = self._steps - _SETTLING_STEPS - 1
+        if begun in {0, _TIMED_STEPS} and self._clock.is_usable():
+            self._marks.append(self._clock.mark())
+        if len(self._marks) == 2 and self._clock.is_past(self._marks[1]):
+            self.measured_s = self._clock.seconds(*self._marks) / _TIMED_STEPS
+            self._is_new = True
 
     @property
     def is_settling(self) -> bool:
@@ -72,7 +109,9 @@ class Watching:
     @property
     def has_been_patient(self) -> bool:
         """Whether the plan has been in force for as long as it takes to see that it holds."""
-        return not self.measures_again and self._steps > max(_SETTLING_STEPS, self._patience)
+        is_timed = self.measured_s is not None or len(self._marks) < 2
+        patience = max(_SETTLING_STEPS + 1 + _TIMED_STEPS, self._patience)
+        return not self.measures_again and is_timed and self._steps > patience
 
     @property
     def has_room(self) -> bool:
