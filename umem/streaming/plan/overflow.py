@@ -1,8 +1,9 @@
 """Plans for a budget in which nothing has room with the usual number of copies under way.
 
-First copies are waited for: that takes time, and least memory. What has no room even then is put into host memory by the allocator, tensor by tensor, and the device
-uses it there, in place. A step takes longer by that, and is right. So a plan is made as if those
-bytes were not there, and the passes were so much longer.
+First copies are waited for, and state is updated in host memory: that takes time, and least memory
+of the device. What has no room even then is put into host memory by the allocator, tensor by
+tensor, and the device uses it there, in place. A step takes longer by that, and is right. So a plan
+is made as if those bytes were not there, and the passes were so much longer.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from umem.streaming.plan.state_plan import (
 
 __all__ = ["LEAST", "in_place_s", "without_overflow"]
 
-LEAST = ((2, 1), (2, 0), (1, 1), (1, 0))
+LEAST = ((2, 1), (2, 0), (1, 1), (1, 0), (0, 1), (0, 0))
 """Numbers of slots, and of blocks by which activations come back early, to be content with. With
-one slot, and where nothing comes early, the step waits for copies, and less is used in place."""
+fewer, the step waits for copies; without a slot, state is updated in host memory."""
 
 _READS = 8
-"""How often a pass reads what has no room, after it was written once."""
+"""How often a pass reads what has no room, after it was written once. Sums and activation functions
+do so once; a matrix product reads an operand for each 128 or so columns of its result."""
 
 
 def in_place_s(size_bytes: int, hardware: Hardware) -> float:
@@ -56,6 +58,10 @@ def without_overflow(
     def over(moments: Sequence[int]) -> list[int]:
         return [max(0, size_bytes - room_bytes) for size_bytes in moments]
 
+    def longer_s(seconds: float, size_bytes: int) -> float:
+        """Of a pass. What is outside of blocks is used in the model's own."""
+        return seconds + in_place_s(size_bytes, hardware) if seconds else 0.0
+
     passes = over(memory.by_moment(len(memory.can_leave), least_ahead).tolist())
     (between,) = over([memory.step_bytes])
     units = [
@@ -63,8 +69,8 @@ def without_overflow(
             unit,
             forward_peak_bytes=unit.forward_peak_bytes - forward,
             backward_peak_bytes=unit.backward_peak_bytes - backward,
-            forward_s=unit.forward_s + in_place_s(forward, hardware),
-            backward_s=unit.backward_s + in_place_s(backward, hardware),
+            forward_s=longer_s(unit.forward_s, forward),
+            backward_s=longer_s(unit.backward_s, backward),
         )
         for unit, forward, backward in zip(
             problem.units, passes[:count], passes[count:][::-1], strict=True

@@ -91,7 +91,8 @@ class StreamPlan:
     resident: frozenset[int]
     """Units whose state stays on the device, by their number in forward order."""
     slots: int
-    """Number of staging buffers; 0 if all units are resident."""
+    """Number of staging buffers; 0 if all units are resident, or the state of the others is updated
+    in host memory."""
     slot_bytes: int
     """Size of each: that of the largest piece of a streamed unit."""
     stages_operands: bool
@@ -243,7 +244,7 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
         If the budget, or `most_state_bytes`, is too small for two slots with all activations and
         gradients copied out. The message says how many bytes are needed.
     """
-    units, budget_bytes = problem.units, problem.budget_bytes
+    budget_bytes = problem.budget_bytes
 
     def with_copied(count: int, *, stages_operands: bool) -> StreamProblem:
         return replace(problem, copied_gradients=count, stages_operands=stages_operands)
@@ -438,7 +439,7 @@ class _Choice:
             resident=self.resident,
             slots=self.slots,
             slot_bytes=self.slot_bytes,
-            stages_operands=problem.stages_operands and self.has_operands,
+            stages_operands=problem.stages_operands and self.slots > 0 and self.has_operands,
             left_before=left_before,
             fetch_ahead=fetch_ahead,
             copied_gradients=problem.with_copied_gradients,
@@ -456,7 +457,7 @@ class _Choice:
         # What crosses the link in a computation's own time slows it, not what does in the added.
         slowdown = hardware.copy_slowdown_s_per_byte
         slowdown /= 1.0 + slowdown * both_rate
-        streamed = np.sort(self.streamed)
+        streamed = np.sort(self.streamed) if self.slots else self.streamed[:0]
         size = np.array([it for n in streamed.tolist() for it in units[n].pieces], np.float64)
         saved_bytes = problem.batches * float(problem.memory.left_bytes[self.copied])
         all_bytes = size.sum() + saved_bytes
@@ -640,8 +641,8 @@ def _too_small(problem: StreamProblem) -> PlanError:
     needed = other_bytes + state_bytes
     if state_bytes > problem.most_placed_bytes:
         return PlanError(
-            f"{problem.fewest_slots} staging buffers for optimizer state and the state of larger units take "
-            f"{format_bytes(state_bytes)} of device memory, and this training may have "
+            f"{problem.fewest_slots} staging buffers for optimizer state and the state of larger "
+            f"units take {format_bytes(state_bytes)} of device memory, and this training may have "
             f"{format_bytes(max(0, problem.most_placed_bytes))} of device_budget: others have the "
             "rest. Raise device_budget"
         )

@@ -38,6 +38,10 @@ _LEAST_GAIN = 0.03
 """Part of the step that has to be gained where weights leave although they have room: homes take
 page-locked memory, and predictions are not exact to less."""
 
+_DOUBT = 1.5
+"""How much longer a step may be without anything that has no room: a tensor is in host memory as a
+whole, also where a small part of it has no room, and some are read often."""
+
 _EQUAL = 1e-6
 """Relative difference of two equal times."""
 
@@ -261,8 +265,7 @@ def _plan_with_overflow(
         fitting, overflow_bytes = without_overflow(problem, slots, ahead)
         plan = _plan_beside(fitting, placed, placed_bytes)
         plans.append(replace(plan, overflow_bytes=overflow_bytes))
-    # A tensor is in host memory as a whole, also if a small part of it has no room.
-    return min(plans, key=lambda plan: (plan.overflow_bytes > 0, plan.step_s))
+    return min(plans, key=lambda plan: plan.step_s * (_DOUBT if plan.overflow_bytes else 1.0))
 
 
 def _too_small(error: str, placed_bytes: int) -> PlanError:

@@ -55,6 +55,12 @@ class MeasuredStep:
     """Whether times are longer than those of the same work with all that it uses on the device."""
 
     @property
+    def computed_s(self) -> float:
+        """From the first forward pass to the optimizer's step."""
+        passes_s = sum(it.forward_s + it.backward_s for it in self.blocks.values())
+        return self.batches * passes_s + self.other_s
+
+    @property
     def need_bytes(self) -> int:
         """Most bytes of live tensors, without what the plan has placed and copies out."""
         passes = (max(it.forward_peak_bytes, it.backward_peak_bytes) for it in self.blocks.values())

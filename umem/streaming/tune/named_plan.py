@@ -32,6 +32,7 @@ class NamedPlan:
     resident: frozenset[str]
     """Units whose state stays on the device."""
     slots: int
+    """One where all state is to stay on the device, for what has no room there."""
     stages_operands: bool
     """Whether slots are for weights and gradients at home, too."""
     temporary: TemporaryPlan
@@ -69,7 +70,7 @@ class NamedPlan:
                 if name in whole.recomputed
             },
             resident=frozenset(order[n] for n in plan.resident),
-            slots=plan.slots,
+            slots=1 if len(plan.resident) == len(units) else plan.slots,
             stages_operands=plan.stages_operands,
             temporary=TemporaryPlan(
                 tuple(None if n is None else order[n] for n in made_in),

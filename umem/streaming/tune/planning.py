@@ -157,19 +157,16 @@ class Planning:
         self, units: Sequence[StreamUnit], figures: MeasuredStep, more_slack_for: int | None
     ) -> tuple[TrainingPlan, str]:
         """A plan; and why none is without overflow, or without waits for each copy, if so."""
-        shares = _SLACK_SHARES
         if more_slack_for is not None:
-            whole, error = self._plan_with_slack(units, figures, 2 * self._slack, shares)
-            little_bytes = int(shares[-1] * least_slack_bytes(self._room.budget_bytes))
+            whole, error = self._plan_with_slack(units, figures, 2 * self._slack)
+            little_bytes = int(_SLACK_SHARES[-1] * least_slack_bytes(self._room.budget_bytes))
             # To use so little in host memory takes less time than to copy all that could leave.
             self._slack *= 1 if whole is None and more_slack_for <= little_bytes else 2
             if whole is not None:
                 return whole, error
-        whole, error = self._plan_with_slack(units, figures, self._slack, shares)
+        whole, error = self._plan_with_slack(units, figures, self._slack)
         if whole is None:
-            whole, refusal = self._plan_with_slack(
-                units, figures, self._slack, shares[-1:], may_overflow=True
-            )
+            whole, refusal = self._plan_with_slack(units, figures, self._slack, may_overflow=True)
         if whole is None:
             raise PlanError(refusal)
         return whole, error
@@ -179,31 +176,38 @@ class Planning:
         units: Sequence[StreamUnit],
         figures: MeasuredStep,
         slack: int,
-        shares: Sequence[float],
-        **options: bool,
+        *,
+        may_overflow: bool = False,
     ) -> tuple[TrainingPlan | None, str]:
         """A plan with the usual slack or, in a small budget, with less; or why none fits."""
         budget_bytes = self._room.budget_bytes
         freed_bytes = {name: proof.freed_bytes for name, proof in self._proofs.items()}
-        errors = []
-        for share in shares:
+        found, errors = None, []
+        for share in _SLACK_SHARES:
             slack_bytes = int(share * slack * least_slack_bytes(budget_bytes))
-            room_bytes = budget_bytes - slack_bytes
             plan = partial(
-                self._plan_training, figures=figures, budget_bytes=room_bytes, **options
+                self._plan_training,
+                figures=figures,
+                budget_bytes=budget_bytes - slack_bytes,
+                may_overflow=may_overflow,
             )
             try:
-                return plan_with_recomputation(units, freed_bytes, self._hardware, plan), ""
+                found = plan_with_recomputation(units, freed_bytes, self._hardware, plan)
             except PlanError as error:
                 errors.append(str(error))
-        return None, errors[0]
+            else:
+                if not found.overflow_bytes:
+                    break
+        return found, "" if found is not None else errors[0]
 
     def _plan_training(
         self,
         units: Sequence[StreamUnit],
         figures: MeasuredStep,
         budget_bytes: int,
-        **options: bool,
+        may_overflow: bool,
+        *,
+        is_trial: bool = False,
     ) -> TrainingPlan:
         weights, fixed_bytes = self._weights, 0
         most_bytes = self.part.most_bytes
@@ -222,7 +226,8 @@ class Planning:
             fixed_bytes=fixed_bytes,
             weight_share=1.0 if weights is None else weights.share,
             most_placed_bytes=most_bytes,
-            **options,
+            is_trial=is_trial,
+            may_overflow=may_overflow,
             state_share=min(self._state_share, self._tuned.movable_share),
             other_s=figures.other_s,
             step_peak_bytes=figures.step_peak_bytes,

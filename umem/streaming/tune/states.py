@@ -21,8 +21,8 @@ class TuningState(StrEnum):
     PLANNED = "planned"
     """Steps run under a plan."""
     NO_PLAN_FITS = "no plan fits"
-    """The budget is too small: all that can leave the device does, by plan, and tensors that have no
-    room are used in host memory."""
+    """The budget is too small: by plan, all that can leave the device does, and tensors that have
+    no room are used in host memory."""
     OFF = "off"
     """Not begun; or an error has ended measurements, and the last plan stays."""
 

@@ -31,7 +31,7 @@ class _Phase:
     home_bytes: int = 0
     """Activations that are on the host only when it is fullest."""
     waits: list[Any] = field(default_factory=list)
-    """Marks at the begin and the end of each wait for umem's own copies, which are no time of it."""
+    """Marks at the begin and the end of each wait for umem's own copies: no time of the phase."""
 
 
 class StepMeter(StepListener):

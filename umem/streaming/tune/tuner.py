@@ -32,8 +32,8 @@ _MEASURED_STEPS = 2
 """Steps to measure for a plan: one may be interrupted by a copy, or be shorter than the next."""
 
 _SURELY_SHORTER = 0.9
-"""Where steps take this part of the computation that their plan counts, or less, those that it is
-made from were slowed: no step is shorter than its computation."""
+"""Where steps under a plan take this part of what was measured of their passes, or less, that was
+slowed: no step is shorter than its passes."""
 
 _MOST_CORRECTIONS = 2
 """How often plans are replaced because of that."""
@@ -293,7 +293,8 @@ class StreamTuner:
     def _was_slowed(self) -> bool:
         """Whether steps under the plan show that those that it is made from were slowed."""
         plan, measured_s = self.plan, self._watching.take_measured_s()
-        if plan is None or not measured_s:
+        figures = self._steps.figures
+        if plan is None or figures is None or not measured_s:
             return False
         _LOG.info(
             "umem: plan %d: %.3f s a step measured, %.3f s predicted",
@@ -301,7 +302,7 @@ class StreamTuner:
             measured_s,
             plan.predicted.step_s,
         )
-        was_slowed = measured_s <= _SURELY_SHORTER * plan.predicted.compute_s
+        was_slowed = measured_s <= _SURELY_SHORTER * figures.computed_s
         was_slowed &= self._planning.may_plan and self._corrections < _MOST_CORRECTIONS
         self._corrections += was_slowed
         return was_slowed
@@ -353,8 +354,9 @@ class StreamTuner:
     @property
     def is_settled(self) -> bool:
         """Whether neither the next step nor one soon after it is measured."""
-        is_off = self._state is TuningState.OFF
-        return is_off or not (self.is_measuring or self._watching.measures_again)
+        watching, is_off = self._watching, self._state is TuningState.OFF
+        is_watched = watching.measures_again or not watching.is_timed
+        return is_off or not (self.is_measuring or is_watched)
 
     @property
     def is_idle(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-
 from typing import Any
 
 from umem.capture.live.timing import Clock
@@ -83,6 +82,12 @@ class Watching:
         if not self.is_settling and self.measured_s is None:
             self._take_time()
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the first steps are over, and how long they took is known, or never will be."""
+        are_over = self._steps > _SETTLING_STEPS + _TIMED_STEPS
+        return are_over and (self.measured_s is not None or len(self._marks) < 2)
+
     def take_measured_s(self) -> float | None:
         """The mean time of steps, once when it is known."""
         is_new, self._is_new = self._is_new, False
@@ -109,9 +114,8 @@ class Watching:
     @property
     def has_been_patient(self) -> bool:
         """Whether the plan has been in force for as long as it takes to see that it holds."""
-        is_timed = self.measured_s is not None or len(self._marks) < 2
-        patience = max(_SETTLING_STEPS + 1 + _TIMED_STEPS, self._patience)
-        return not self.measures_again and is_timed and self._steps > patience
+        has_waited = self._steps > max(_SETTLING_STEPS, self._patience)
+        return not self.measures_again and has_waited and self.is_timed
 
     @property
     def has_room(self) -> bool:
