@@ -715,6 +715,15 @@ def test_what_has_no_room_is_as_much_as_planned_and_leads_to_no_other_plan(caplo
     assert "raise device_budget by" in said
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [SAVED // 2, 0, -BASE // 2])
+@pytest.mark.parametrize("clips", [False, True])
+def test_no_bit_changes_where_too_little_has_room(room: int, clips: bool) -> None:
+    run = exact(Machine(room), 14, clips=clips, copies_gradients=True, streams_weights=True)
+    assert run.status.plan is not None
+    assert run.weights.status().resident_bytes == 0
+
+
 class SlowMachine(Machine):
     """Computes as long as its layers say, times a factor."""
 

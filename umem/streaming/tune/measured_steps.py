@@ -82,8 +82,8 @@ class MeasuredSteps:
         self.figures: MeasuredStep | None = None
         """None before the first step."""
         self._timed: MeasuredStep | None = None
-        """The times of steps before updates moved into the backward pass, which hold on; None where
-        those of `figures` do."""
+        """Steps before updates moved into the backward pass, whose times hold on where they are the
+        shorter ones; None before that."""
         self._saved_bytes: dict[str, int] = {}
         """The most that each block has saved for its backward pass."""
         self._later_bytes = 0
@@ -98,8 +98,8 @@ class MeasuredSteps:
 
     def distrust_times(self) -> None:
         """Have the times of the next step count, and not those so far."""
-        for figures in filter(None, (self.figures, self._timed)):
-            figures.is_disturbed = True
+        if self.figures is not None:
+            self.figures.is_disturbed = True
 
     def add_later_call(self, needed_bytes: int) -> None:
         """Count the memory that a later call of ``step()`` in a step has needed."""
@@ -136,7 +136,11 @@ class MeasuredSteps:
         assert self.figures is not None
         timed = {} if self._timed is None else self._timed.blocks
         measured = {
-            name: replace(block, forward_s=time.forward_s, backward_s=time.backward_s)
+            name: replace(
+                block,
+                forward_s=min(block.forward_s, time.forward_s),
+                backward_s=min(block.backward_s, time.backward_s),
+            )
             for name, block in self.figures.blocks.items()
             for time in (timed.get(name, block),)
         }

@@ -43,6 +43,8 @@ class Watching:
         self._is_new = False
         """Whether nobody has taken it yet."""
         self._overflows = False
+        self._overflow_bytes = 0
+        """More host memory that the first step in force has used under a plan that overflows."""
         self._room = room
         self._clock = clock
         self._steps = 0
@@ -60,11 +62,12 @@ class Watching:
     ) -> None:
         """There is another plan, of steps that are to be measured again or not.
 
-        So much host memory is in use because of the budget; as much as before for None. Under a
-        plan that `overflows`, as much as its first step in force uses.
+        So much host memory is in use because of the budget; as much as before for None. A plan
+        that `overflows` uses more.
         """
         self._steps, self.measures_again = 0, measures_again
-        self.measured_s, self._is_new, self._overflows = None, False, overflows
+        self.measured_s, self._is_new = None, False
+        self._overflows, self._overflow_bytes = overflows, 0
         self._clock.release(self._marks)
         self._marks = []
         if spilled_bytes is not None:
@@ -77,8 +80,9 @@ class Watching:
         if self.is_settling:
             self._room.find_homes()
             self._room.trim()
-        if self._steps <= _SETTLING_STEPS + self._overflows:
             self.spilled_bytes = self._room.spilled_bytes()
+        elif self._overflows and self._steps == _SETTLING_STEPS + 1:
+            self._overflow_bytes = self._room.spilled_bytes() - self.spilled_bytes
         if not self.is_settling and self.measured_s is None:
             self._take_time()
 
@@ -120,7 +124,7 @@ class Watching:
     @property
     def has_room(self) -> bool:
         """Whether no more host memory is in use because of the budget than at first."""
-        return self._room.spilled_bytes() <= self.spilled_bytes
+        return self._room.spilled_bytes() <= self.spilled_bytes + self._overflow_bytes
 
     @property
     def runs_short(self) -> bool:
@@ -129,7 +133,7 @@ class Watching:
 
     def plan_fails(self) -> None:
         """Another plan is to be made because memory runs short."""
-        self.lacking_bytes = self._room.spilled_bytes() - self.spilled_bytes
+        self.lacking_bytes = self._room.spilled_bytes() - self.spilled_bytes - self._overflow_bytes
         self._shortages += 1
 
     def give_up(self, plans: int) -> None:
