@@ -172,8 +172,9 @@ class StreamProblem:
     stages_operands: bool = False
     """Whether slots have room for gradients and weights at home. Found too."""
     fewest_slots: int = _SLOTS[0]
+    """Slots to be content with: less where :mod:`umem.streaming.plan.overflow` makes room."""
     least_ahead: int = _FETCH_AHEAD[0]
-    """Both are less where nothing has room otherwise: :mod:`umem.streaming.plan.overflow`."""
+    """The same of blocks by which activations come back early."""
 
     @cached_property
     def size(self) -> ByteCounts:

@@ -156,7 +156,7 @@ class Planning:
     def _plan(
         self, units: Sequence[StreamUnit], figures: MeasuredStep, more_slack_for: int | None
     ) -> tuple[TrainingPlan, str]:
-        """A plan; and why none is without overflow, or without waits for each copy, if so."""
+        """A plan, and the error of usual plans where none of them has room; empty if one has."""
         if more_slack_for is not None:
             whole, error = self._plan_with_slack(units, figures, 2 * self._slack)
             little_bytes = int(_SLACK_SHARES[-1] * least_slack_bytes(self._room.budget_bytes))
