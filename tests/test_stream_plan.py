@@ -328,9 +328,13 @@ def test_tasks_that_wait_for_each_other_are_an_error(machine: Hardware) -> None:
         simulate_lanes(tasks, machine)
 
 
-def test_streamed_units_need_a_slot(machine: Hardware) -> None:
-    with pytest.raises(PlanError, match="0 slots for 2 streamed units"):
-        simulate_stream([unit()] * 3, [1], 0, hardware=machine, other_s=0.0)
+def test_without_a_slot_state_is_updated_in_host_memory(machine: Hardware) -> None:
+    """Of two of three units: three passes over 40 MiB, both ways at 80 MiB/ms, take 3 ms each."""
+    both_ways = replace(machine, mapped_bytes_per_s=2 * RATE)
+    timing = simulate_stream([unit(40, 1)] * 3, [1], 0, hardware=both_ways, other_s=10 * MS)
+    assert [timing.step_s, timing.exposed_s] == milliseconds([3 * (1 + 0.25) + 10 + 2 * 3, 0])
+    assert timing.to_device_bytes == timing.to_host_bytes == {}
+    assert timing.home_s == 0.0
 
 
 # ---------------------------------------------------------------------------------- properties

@@ -39,12 +39,15 @@ from umem.hardware import Hardware, load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.managed_runs import managed_runs
 from umem.runtime.native_library import native
+from umem.runtime.program_waits import program_waits
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.streaming.stage import CudaRoom
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import (
     TRANSITIONS,
+    MeasuredBlock,
     MeasuredStep,
+    MeasuredSteps,
     StepMeter,
     StreamTuner,
     TuningEvent,
@@ -140,6 +143,55 @@ def test_what_clipping_takes_is_over_when_the_step_begins() -> None:
     found = measured.meter.take()
     assert found is not None
     assert (found.step_peak_bytes, found.update_peak_bytes) == (BASE + 700, BASE + 300)
+
+
+def test_waits_for_copies_are_no_time_of_a_block() -> None:
+    machine = Machine()
+    measured = Measured(machine, Net(machine))
+
+    def wait(seconds: float) -> None:
+        with program_waits:
+            machine.now_s += seconds
+
+    layers = measured.model.layers
+    layers[1].up.register_forward_pre_hook(lambda *_: wait(7.0))
+    layers[2].register_full_backward_hook(lambda *_: wait(3.0))
+    found = measured.step()
+    assert found is not None
+    assert found.blocks["layers.1"].forward_s == pytest.approx(2.0 + 7.0), "nobody listens"
+    measured.meter.listen()
+    found = measured.step()
+    assert found is not None
+    for number in range(LAYERS):
+        block = found.blocks[f"layers.{number}"]
+        assert [block.forward_s, block.backward_s] == pytest.approx([1.0 + number, 10.0 + number])
+    measured.meter.stop()
+    assert not program_waits.listeners
+
+
+def test_times_that_nothing_has_disturbed_count() -> None:
+    def step(seconds: float, size_bytes: int, *, is_disturbed: bool) -> MeasuredStep:
+        block = MeasuredBlock(seconds, seconds, size_bytes, size_bytes)
+        return MeasuredStep({"a": block}, seconds, is_disturbed=is_disturbed)
+
+    def times(*some: MeasuredStep) -> tuple[float, int, bool]:
+        steps = MeasuredSteps()
+        for it in some:
+            steps.add(it, {})
+        found = steps.figures
+        assert found is not None
+        block = found.blocks["a"]
+        assert block.forward_s == block.backward_s == found.other_s
+        return block.forward_s, block.forward_peak_bytes, found.is_disturbed
+
+    slowed, plain = step(5.0, 100, is_disturbed=True), step(2.0, 100, is_disturbed=False)
+    larger, slowed_larger = (step(6.0, 200, is_disturbed=it) for it in (False, True))
+    assert times(slowed, plain) == times(plain, slowed) == (2.0, 100, False)
+    assert times(slowed, step(3.0, 100, is_disturbed=True)) == (3.0, 100, True)
+    assert times(plain, larger) == times(slowed, larger) == (6.0, 200, False)
+    # Until the larger one is measured again, its times are the best that is known.
+    assert times(plain, slowed_larger) == (6.0, 200, True)
+    assert times(plain, slowed_larger, step(4.0, 200, is_disturbed=False)) == (4.0, 200, False)
 
 
 def test_a_step_with_an_exception_is_not_measured() -> None:
@@ -617,8 +669,101 @@ def test_a_budget_that_is_too_small_copies_all(caplog: Log, in_backward: bool) -
     assert run.run(8) == Training(clips=False).run(8)
     assert run.status.state == TuningState.NO_PLAN_FITS
     assert run.status.copied_blocks == LAYERS - 1
-    (said,) = (it for it in caplog.messages if "activations and gradients are copied" in it)
+    (said,) = (it for it in caplog.messages if "used in host memory" in it)
     assert ("Without step_in_backward" in said) == in_backward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("room", "slots", "ahead"),
+    [(4 * SAVED // 2, 1, 1), (3 * SAVED // 2, 0, 1), (2 * SAVED // 2, 1, 0), (SAVED // 2, 0, 0)],
+)
+def test_copies_are_waited_for_before_anything_is_used_in_host_memory(
+    room: int, slots: int, ahead: int
+) -> None:
+    run, expected = Training(Machine(2 * LAYER_STATE + room)), Training()
+    machine = run.machine
+    assert run.run(8) == expected.run(8)
+    status = run.status
+    assert (status.state, status.overflow_bytes) == (TuningState.PLANNED, 0)
+    assert (status.plan.slots, status.plan.fetch_ahead) == (slots, ahead)
+    machine.highest_in_all = machine.spilled = 0
+    assert run.run(4) == expected.run(4)
+    assert machine.highest_in_all <= machine.budget_bytes - SLACK
+    assert machine.spilled == 0
+    assert len(run.training.step.units.ring.slots) == slots
+    assert run.training.counts.streamed > 8
+
+
+@pytest.mark.slow
+def test_what_has_no_room_is_as_much_as_planned_and_leads_to_no_other_plan(caplog: Log) -> None:
+    machine = Machine(LAYER_STATE)
+    run, expected = Training(machine), Training()
+    assert run.run(10) == expected.run(10)
+    status = run.status
+    assert status.state == TuningState.NO_PLAN_FITS
+    assert status.overflow_bytes > 0
+    assert status.predicted_s > sum(11.0 + 2 * it for it in range(LAYERS))
+    managed = managed_runs()[-1]
+    assert (managed.predicted_s, managed.planned > 0) == (status.predicted_s, True)
+    machine.highest_in_all = 0
+    assert run.run(40) == expected.run(40)
+    over_bytes = machine.highest_in_all - (machine.budget_bytes - SLACK)
+    assert over_bytes == machine.spilled == status.overflow_bytes
+    assert run.status.plans == status.plans
+    (said,) = (it for it in caplog.messages if "used in host memory" in it)
+    assert "raise device_budget by" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [SAVED // 2, 0, -BASE // 2])
+@pytest.mark.parametrize("clips", [False, True])
+def test_no_bit_changes_where_too_little_has_room(room: int, clips: bool) -> None:
+    run = exact(Machine(room), 14, clips=clips, copies_gradients=True, streams_weights=True)
+    assert run.status.plan is not None
+    assert run.weights.status().resident_bytes == 0
+
+
+class SlowMachine(Machine):
+    """Computes as long as its layers say, times a factor."""
+
+    factor: Callable[[], float] = staticmethod(lambda: 1.0)
+
+    def compute(self, seconds: float, more_bytes: int = 0) -> None:
+        super().compute(self.factor() * seconds, more_bytes)
+
+
+COMPUTED_S = sum(11.0 + 2 * it for it in range(LAYERS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [10**9, 2 * LAYER_STATE + 4 * SAVED])
+def test_a_plan_of_slowed_steps_is_replaced_once(caplog: Log, room: int) -> None:
+    caplog.set_level(logging.INFO, "umem")
+    machine = SlowMachine(room)
+    machine.factor = lambda: 4.0
+    run = Training(machine)
+    run.run(2)
+    assert run.status.plan.predicted.compute_s == pytest.approx(4 * COMPUTED_S, rel=1e-3)
+    assert run.status.measured_s is None
+    machine.factor = lambda: 1.0
+    run.run(20)
+    status = run.status
+    assert (status.state, status.plans) == (TuningState.PLANNED, 2)
+    assert status.plan.predicted.compute_s == pytest.approx(COMPUTED_S, rel=1e-3)
+    assert status.measured_s == pytest.approx(COMPUTED_S)
+    told = f"umem: plan 2: {COMPUTED_S:.3f} s a step measured, {COMPUTED_S:.3f} s predicted"
+    assert told in caplog.messages
+
+
+@pytest.mark.slow
+def test_steps_that_are_always_slow_when_they_are_measured_lead_to_few_plans() -> None:
+    machine = SlowMachine()
+    run = Training(machine)
+    machine.factor = lambda: 4.0 if run.tuner.is_measuring else 1.0
+    run.run(60)
+    assert run.status.plans == 3
+    assert run.tuner.is_settled
 
 
 def test_a_small_budget_has_a_plan_with_less_slack(monkeypatch: Patch) -> None:
@@ -643,9 +788,10 @@ def test_gradients_are_copied_where_activations_alone_leave_too_little_room(capl
     (needed,) = (int(it) for it in re.findall(r"\((\d+) bytes\)", caplog.text))
     assert run(needed)[0].state == TuningState.PLANNED
     layer_bytes = LAYER_STATE // 2
-    assert run(needed - layer_bytes)[0].state == TuningState.NO_PLAN_FITS
+    assert run(needed - layer_bytes)[0].plan.slots == 1
     status, found = run(needed - layer_bytes, copies_gradients=True)
     assert status.state == TuningState.PLANNED
+    assert status.plan.slots > 1
     assert status.copied_gradients_bytes == layer_bytes
     assert status.returning_gradients_bytes == layer_bytes
     assert found == Training().run(8, batches=2)
@@ -676,6 +822,7 @@ def test_a_larger_batch_is_planned_for() -> None:
 def test_memory_that_stays_short_ends_in_a_bounded_number_of_plans(caplog: Log) -> None:
     machine = Machine(10**6)
     run = Training(machine)
+    machine.spilled = 1  # in both steps that the first plan is made from
     plans: list[int] = []
     for _ in range(1200):
         run.step()

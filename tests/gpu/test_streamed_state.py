@@ -14,7 +14,8 @@ from umem.core.units import parse_bytes
 
 pytestmark = pytest.mark.gpu
 
-STEPS = 12
+STEPS = 16
+"""A plan of slowed steps may be replaced at the tenth or so."""
 STREAMED_MODES = (
     "plain",
     "averaged",
@@ -200,6 +201,22 @@ def test_activations_beyond_the_budget_are_copied(start: Start) -> None:
     assert streaming["copied_blocks"] > 0
     assert streaming["bytes_out"] > 0
     assert streaming["late_fetches"] == 0
+    assert streaming["card_peak_bytes"] <= parse_bytes(budget) + stock["beside_bytes"] + MORE_BYTES
+
+
+@pytest.mark.parametrize("budget", ["2GiB", "1600MiB", "1200MiB"])
+def test_what_has_no_room_is_used_in_host_memory(budget: str, start: Start) -> None:
+    """Each of eight blocks saves 640 MiB, and two of them are there at a time by a usual plan."""
+    settings = {"ROWS": "16384", **SIDE_BY_SIDE}
+    stock = start("streaming.py", "plain", "30", **settings).facts()
+    settings |= under("sft", budget)
+    facts = start("streaming.py", "plain", "30", **settings).facts()
+    streaming = facts["streaming"]
+    print(budget, streaming)
+    assert values(facts) == values(stock)
+    assert (streaming["state"] == "no plan fits") == (streaming["overflow_bytes"] > 0)
+    assert streaming["predicted_s"] is not None
+    assert streaming["plans"] <= 4
     assert streaming["card_peak_bytes"] <= parse_bytes(budget) + stock["beside_bytes"] + MORE_BYTES
 
 

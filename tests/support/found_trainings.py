@@ -208,6 +208,10 @@ def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     # Half of it would have room for small models as a whole.
     monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
+    # The clock ticks where it is read only, which tells nothing of a step that is not measured.
+    monkeypatch.setattr("umem.streaming.tune.tuner._MOST_CORRECTIONS", 0)
+    # Slots are what is tried here, also where they have no room.
+    monkeypatch.setattr("umem.streaming.plan.training_plan.LEAST", ((2, 1),))
     hooks: list[Callable[..., Any]] = []
     monkeypatch.setattr(swap, "register_optimizer_step_post_hook", hooks.append)
     monkeypatch.setattr("umem.streaming.stream_state", streams.attach)

@@ -24,6 +24,7 @@ from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import CurrentStream, own_stream, run_on
 from umem.runtime.native_library import native
+from umem.runtime.program_waits import program_waits
 from umem.runtime.state import is_enabled, runtime
 
 __all__ = [
@@ -367,7 +368,8 @@ class CudaMover(Mover):
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Let later work of the stream wait for an event."""
-        event.wait(stream)
+        with program_waits:
+            event.wait(stream)
 
     def record_use(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream) -> None:
         """Tell the allocator that another stream than the storage's own uses it."""

@@ -491,6 +491,8 @@ def main() -> None:
                 "copied_blocks": status.copied_blocks,
                 "spilled_bytes": status.spilled_bytes,
                 "predicted_s": status.predicted_s,
+                "measured_s": status.measured_s,
+                "overflow_bytes": status.overflow_bytes,
                 "bytes_out": status.activations.bytes_out,
                 "late_fetches": status.activations.late_fetches,
             }

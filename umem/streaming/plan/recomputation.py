@@ -133,10 +133,11 @@ def plan_with_recomputation(
         If there is no plan for any number: that of none.
     """
     best, refusal = _try(plan, units)
-    if best is not None and best.lost_s <= _LEAST_GAIN * best.step_s:
+    fits = best is not None and not best.overflow_bytes
+    if best is not None and fits and best.lost_s <= _LEAST_GAIN * best.step_s:
         return _leave_out(units, checkpointed_bytes, plan, best)
     # Where nothing fits, what saves no time may make room.
-    order = _useful(units, freed_bytes, None if best is None else hardware)
+    order = _useful(units, freed_bytes, hardware if fits else None)
     names = _best_in_trials(units, freed_bytes, order, plan) if order else frozenset()
     if names:
         other, _ = _try(plan, with_recomputed(units, freed_bytes, names))

@@ -31,7 +31,15 @@ from umem.streaming.plan.step_timing import (
     simulate_stream,
 )
 
-__all__ = ["StreamPlan", "StreamProblem", "least_slack_bytes", "plan_stream", "simulate_plan"]
+__all__ = [
+    "StreamPlan",
+    "StreamProblem",
+    "least_slack_bytes",
+    "least_state_bytes",
+    "most_copied_gradients",
+    "plan_stream",
+    "simulate_plan",
+]
 
 _SLACK_SHARE, _LEAST_SLACK_BYTES = 0.03, 256 << 20
 
@@ -83,7 +91,8 @@ class StreamPlan:
     resident: frozenset[int]
     """Units whose state stays on the device, by their number in forward order."""
     slots: int
-    """Number of staging buffers; 0 if all units are resident."""
+    """Number of staging buffers; 0 if all units are resident, or the state of the others is updated
+    in host memory."""
     slot_bytes: int
     """Size of each: that of the largest piece of a streamed unit."""
     stages_operands: bool
@@ -162,6 +171,10 @@ class StreamProblem:
     """
     stages_operands: bool = False
     """Whether slots have room for gradients and weights at home. Found too."""
+    fewest_slots: int = _SLOTS[0]
+    """Slots to be content with: less where :mod:`umem.streaming.plan.overflow` makes room."""
+    least_ahead: int = _FETCH_AHEAD[0]
+    """The same of blocks by which activations come back early."""
 
     @cached_property
     def size(self) -> ByteCounts:
@@ -232,14 +245,12 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
         If the budget, or `most_state_bytes`, is too small for two slots with all activations and
         gradients copied out. The message says how many bytes are needed.
     """
-    units, budget_bytes = problem.units, problem.budget_bytes
+    budget_bytes = problem.budget_bytes
 
     def with_copied(count: int, *, stages_operands: bool) -> StreamProblem:
         return replace(problem, copied_gradients=count, stages_operands=stages_operands)
 
-    # In the backward pass, gradients live for a few units only.
-    leave = not problem.in_backward and any(unit.gradient_bytes for unit in units)
-    most = len(units) if leave else 0
+    most = most_copied_gradients(problem)
     fewest = bisect_left(
         range(most),
         True,
@@ -260,6 +271,13 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
     plan = _fastest(further)
     gains = plan.predicted.step_s < (1.0 - _LEAST_GAIN) * best.predicted.step_s
     return plan if gains else best
+
+
+def most_copied_gradients(problem: StreamProblem) -> int:
+    """Number of units whose gradients can be copied out."""
+    # In the backward pass, gradients live for a few units only.
+    leave = not problem.in_backward and any(unit.gradient_bytes for unit in problem.units)
+    return len(problem.units) if leave else 0
 
 
 def simulate_plan(
@@ -306,7 +324,8 @@ def _fastest(problem: StreamProblem) -> StreamPlan:
             best, fastest = plan, choice
     if fastest.slots:
         best, fastest = _with_fewest(best, fastest, "count", fastest.least)
-    fewest = problem.memory.fewest_copied(problem.budget_bytes - fastest.state_bytes)
+    room_bytes = problem.budget_bytes - fastest.state_bytes
+    fewest = problem.memory.fewest_copied(room_bytes, problem.least_ahead)
     return _with_fewest(best, fastest, "copied", fewest)[0]
 
 
@@ -421,7 +440,7 @@ class _Choice:
             resident=self.resident,
             slots=self.slots,
             slot_bytes=self.slot_bytes,
-            stages_operands=problem.stages_operands and self.has_operands,
+            stages_operands=problem.stages_operands and self.slots > 0 and self.has_operands,
             left_before=left_before,
             fetch_ahead=fetch_ahead,
             copied_gradients=problem.with_copied_gradients,
@@ -439,7 +458,7 @@ class _Choice:
         # What crosses the link in a computation's own time slows it, not what does in the added.
         slowdown = hardware.copy_slowdown_s_per_byte
         slowdown /= 1.0 + slowdown * both_rate
-        streamed = np.sort(self.streamed)
+        streamed = np.sort(self.streamed) if self.slots else self.streamed[:0]
         size = np.array([it for n in streamed.tolist() for it in units[n].pieces], np.float64)
         saved_bytes = problem.batches * float(problem.memory.left_bytes[self.copied])
         all_bytes = size.sum() + saved_bytes
@@ -499,7 +518,7 @@ def _choices(problem: StreamProblem) -> Iterator[_Choice]:
 def _least_bytes(problem: StreamProblem) -> tuple[int, int]:
     """Memory that no choice is below: of all else, and of state."""
     memory = problem.memory
-    return memory.most_bytes(len(memory.can_leave), _FETCH_AHEAD[0]), _least_state_bytes(problem)
+    return memory.most_bytes(len(memory.can_leave), problem.least_ahead), least_state_bytes(problem)
 
 
 def _has_room(problem: StreamProblem) -> bool:
@@ -514,8 +533,8 @@ def _rooms(problem: StreamProblem) -> Iterator[tuple[int, int]]:
     memory = problem.memory
     if not _has_room(problem):
         return
-    room_bytes = problem.budget_bytes - _least_state_bytes(problem)
-    for ahead in _FETCH_AHEAD:
+    room_bytes = problem.budget_bytes - least_state_bytes(problem)
+    for ahead in sorted({problem.least_ahead, *_FETCH_AHEAD}):
         least_bytes = memory.most_bytes(len(memory.can_leave), ahead)
         if least_bytes > room_bytes:
             continue
@@ -537,7 +556,7 @@ def _state_choices(
     always, others = np.flatnonzero(~can_stream), np.flatnonzero(can_stream)
     orders = [others, _spread(others)] if problem.in_backward else [others]
     always_bytes = int(size[always].sum())
-    for slots in _SLOTS:
+    for slots in sorted({problem.fewest_slots, *_SLOTS}):
         room_bytes = state_bytes - slots * slot_bytes - always_bytes
         if room_bytes < 0:
             return
@@ -582,7 +601,7 @@ def _slot_sizes(problem: StreamProblem) -> list[int]:
 
 def _needed_bytes(problem: StreamProblem, slot_bytes: int) -> int:
     """Memory for the fewest slots of a size, and for larger units."""
-    return _SLOTS[0] * slot_bytes + _larger_bytes(problem, slot_bytes)
+    return problem.fewest_slots * slot_bytes + _larger_bytes(problem, slot_bytes)
 
 
 def _larger_bytes(problem: StreamProblem, slot_bytes: int) -> int:
@@ -590,7 +609,7 @@ def _larger_bytes(problem: StreamProblem, slot_bytes: int) -> int:
     return int(problem.size[problem.staged > slot_bytes].sum())
 
 
-def _least_state_bytes(problem: StreamProblem) -> int:
+def least_state_bytes(problem: StreamProblem) -> int:
     """Memory for the fewest slots and for larger units, or for all state if that is less."""
     if not problem.size.any():
         return 0
@@ -623,8 +642,8 @@ def _too_small(problem: StreamProblem) -> PlanError:
     needed = other_bytes + state_bytes
     if state_bytes > problem.most_placed_bytes:
         return PlanError(
-            f"{_SLOTS[0]} staging buffers for optimizer state and the state of larger units take "
-            f"{format_bytes(state_bytes)} of device memory, and this training may have "
+            f"{problem.fewest_slots} staging buffers for optimizer state and the state of larger "
+            f"units take {format_bytes(state_bytes)} of device memory, and this training may have "
             f"{format_bytes(max(0, problem.most_placed_bytes))} of device_budget: others have the "
             "rest. Raise device_budget"
         )
@@ -633,7 +652,7 @@ def _too_small(problem: StreamProblem) -> PlanError:
         f"memory ({needed} bytes): {format_bytes(other_bytes)} for all else, with the activations "
         f"of {len(problem.memory.can_leave)} units and the gradients of {problem.copied_gradients} "
         f"copied out, and {format_bytes(state_bytes)} for "
-        f"{_SLOTS[0]} staging buffers and the state of larger units. The budget is "
+        f"{problem.fewest_slots} staging buffers and the state of larger units. The budget is "
         f"{format_bytes(problem.budget_bytes)}: raise device_budget by "
         f"{format_bytes(needed - problem.budget_bytes)}, or train with smaller batches"
     )

@@ -92,19 +92,24 @@ class MemoryByMoment:
         )
         """Activations of the first units that can leave, int64[units that can leave + 1]."""
 
-    def most_bytes(self, copied: int, fetch_ahead: int) -> int:
-        """The most at any moment, if the first few leave as early as they can.
+    def by_moment(self, copied: int, fetch_ahead: int) -> ByteCounts:
+        """Bytes at each moment, int64[2 N], if the first few leave as early as they can.
 
         A unit's activations have left two forward passes later, and are back `fetch_ahead` units
-        before its backward pass.
+        before its backward pass; with 0 the program waits for both, so that they have left one
+        forward pass later.
         """
-        if not self.count:
-            return self.step_bytes
         moment = np.arange(2 * self.count)
         # Units below this number are out; moment m is the backward pass of unit 2 N - 1 - m.
-        out_below = np.minimum(moment - 1, 2 * self.count - 1 - moment - fetch_ahead)
+        out_below = np.minimum(
+            moment - min(1, fetch_ahead), 2 * self.count - 1 - moment - fetch_ahead
+        )
         out = np.minimum(np.searchsorted(self.can_leave, out_below), copied)
-        return max(self.step_bytes, int((self.peak_bytes - self.left_bytes[out]).max()))
+        return self.peak_bytes - self.left_bytes[out]
+
+    def most_bytes(self, copied: int, fetch_ahead: int) -> int:
+        """The most at any moment, also between the passes."""
+        return int(self.by_moment(copied, fetch_ahead).max(initial=self.step_bytes))
 
     def fewest_copied(self, room_bytes: int, fetch_ahead: int = 1) -> int:
         """How many have to leave to fit, if all of them are enough."""
@@ -121,7 +126,6 @@ class MemoryByMoment:
         return bisect_left(
             range(_MOST_AHEAD),
             True,
-            lo=1,
             key=lambda ahead: self.most_bytes(copied, ahead + 1) > room_bytes,
         )
 

@@ -53,6 +53,10 @@ piece with weights and gradients at home, in which the link moves 20 MB. Within 
 287 ms with 50 MiB. With 64 MiB, 0.36 billion in float32 did not have a plan within 2.1 GiB any more
 (one H100, 2026-11-28)."""
 
+_STATE_PASSES = 3
+"""How often an update reads and writes state in place: functions over lists of tensors, torch's
+default, take three passes over the moments of AdamW, and a fused one takes one."""
+
 UNITS_WITH_GRADIENTS = 2
 """With a step in the backward pass, units whose gradients may wait for their update. With fewer the
 backward pass would wait for each update at once, and each unit more keeps its gradients."""
@@ -244,7 +248,7 @@ def simulate_stream(
     resident
         Numbers of the units whose state stays on the device. Units without state are resident too.
     slots
-        Number of staging buffers.
+        Number of staging buffers; 0 to update streamed state in host memory.
     hardware
         Bandwidths of explicit copies, of the link with both directions at once
         (`copy_link_bytes_per_s`), and the slowdown beside copies.
@@ -278,15 +282,10 @@ def simulate_stream(
     Raises
     ------
     PlanError
-        If units or weights are streamed and there is no slot.
+        If weights are streamed and there is no buffer for them.
     """
     stays = set(resident)
     streamed = [i for i, unit in enumerate(units) if unit.state_bytes and i not in stays]
-    if streamed and slots < 1:
-        raise PlanError(
-            f"{slots} slots for {len(streamed)} streamed units: give at least one, or make all "
-            "units resident"
-        )
     with_weights = [i for i, unit in enumerate(units) if unit.weight_bytes]
     if with_weights and weight_slots < 1:
         raise PlanError(f"no buffer for the weights of {len(with_weights)} units: give one or more")
@@ -298,7 +297,8 @@ def simulate_stream(
         set(copied_gradients),
         returning_gradients,
         in_backward=in_backward,
-        stages_operands=stages_operands,
+        stages_operands=stages_operands and slots > 0,
+        has_slots=slots > 0,
     )
     for _ in range(batches):
         step.add_batch(leaving, fetch_ahead)
@@ -321,7 +321,7 @@ def simulate_stream(
         to_device_bytes=to_device_bytes,
         to_host_bytes=to_host_bytes,
         update_end_s=step.update_end_s(report),
-        home_s=report.end_s[_Lane.STATE_OUT][-1] if streamed else 0.0,
+        home_s=report.end_s[_Lane.STATE_OUT][-1] if streamed and slots else 0.0,
     )
 
 
@@ -357,6 +357,7 @@ class _StepTasks:
         *,
         in_backward: bool,
         stages_operands: bool,
+        has_slots: bool,
     ) -> None:
         self.tasks = LaneTasks(*_KINDS)
         self._units = units
@@ -364,6 +365,8 @@ class _StepTasks:
         self._streamed = streamed
         self._in_slots = set(streamed) if stages_operands else set()
         """Units whose weights and gradients are staged beside their state."""
+        self._at_home = set() if has_slots else set(streamed)
+        """Units whose state is updated in host memory."""
         every = [unit.gradient_bytes for unit in units]
         self._leaving_bytes = [it if i in copied_gradients else 0 for i, it in enumerate(every)]
         """Gradients that are copied out, by unit."""
@@ -394,10 +397,12 @@ class _StepTasks:
     def _in_place_s(self, number: int) -> float:
         """Time of an update whose weights and gradients on the host are used there."""
         unit, hardware = self._units[number], self._hardware
+        both_ways = unit.trained_weight_bytes
+        both_ways += _STATE_PASSES * unit.state_bytes * (number in self._at_home)
         return (
             unit.update_s
             + self._staying_bytes[number] / hardware.mapped_read_bytes_per_s
-            + 2 * unit.trained_weight_bytes / hardware.mapped_bytes_per_s
+            + 2 * both_ways / hardware.mapped_bytes_per_s
         )
 
     def add_batch(self, leaving: Mapping[int, int], fetch_ahead: int) -> None:
@@ -463,7 +468,7 @@ class _StepTasks:
             added = [tasks.add(_Lane.UPDATES, update_s * it / unit.state_bytes) for it in pieces]
             tasks.wait(added[0], backward[number] if self._in_backward else self._clipped)
             self._updates[number] = added[-1]
-            if number in in_pieces:
+            if number in in_pieces and number not in self._at_home:
                 gradient_bytes = self._staying_bytes[number]
                 shares = [it / unit.state_bytes for it in pieces]
                 self._staged += [
@@ -577,7 +582,9 @@ class _StepTasks:
         units = self._units
         saved_bytes = len(self._batches) * sum(units[i].saved_bytes for i in leaving)
         both_ways = {
-            TensorClass.OPTIMIZER_STATE: sum(units[i].state_bytes for i in self._streamed),
+            TensorClass.OPTIMIZER_STATE: sum(
+                units[i].state_bytes for i in self._streamed if i not in self._at_home
+            ),
             TensorClass.ACTIVATIONS: saved_bytes,
         }
         in_slots = [i for i in self._streamed if i in self._in_slots]

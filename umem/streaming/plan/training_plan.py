@@ -6,7 +6,7 @@ leave is room for state and activations, whose best use :mod:`umem.streaming.pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
+from umem.streaming.plan.overflow import LEAST, without_overflow
 from umem.streaming.plan.state_plan import StreamPlan, StreamProblem, plan_stream, simulate_plan
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights
@@ -36,6 +37,10 @@ _MOST_PLANNED = 4_000
 _LEAST_GAIN = 0.03
 """Part of the step that has to be gained where weights leave although they have room: homes take
 page-locked memory, and predictions are not exact to less."""
+
+_DOUBT = 1.5
+"""How much longer a step may be without anything that has no room: a tensor is in host memory as a
+whole, also where a small part of it has no room, and some are read often."""
 
 _EQUAL = 1e-6
 """Relative difference of two equal times."""
@@ -62,6 +67,8 @@ class TrainingPlan:
     """Names of the units that run forward again in the backward pass."""
     left_out: frozenset[str] = frozenset()
     """Names of the units without the checkpoints that the program has there."""
+    overflow_bytes: int = 0
+    """What has no room at the fullest moment, and is used in host memory."""
 
     @property
     def step_s(self) -> float:
@@ -110,6 +117,7 @@ def plan_training(
     weight_share: float = 1.0,
     most_placed_bytes: int | None = None,
     is_trial: bool = False,
+    may_overflow: bool = False,
     **options: Any,
 ) -> TrainingPlan:
     """Choose where weights, state, activations and gradients are, for the shortest predicted step.
@@ -138,20 +146,27 @@ def plan_training(
     is_trial
         Whether to try few numbers of weights: in a small part of the time, for a step that may be
         longer than it need be.
+    may_overflow
+        Whether to plan for a budget that is too small, too: all that can leave does, and the rest
+        is used in host memory (:mod:`umem.streaming.plan.overflow`).
     **options
         Of :class:`umem.streaming.plan.state_plan.StreamProblem`.
 
     Raises
     ------
     PlanError
-        If the budget is too small for any choice.
+        If the budget is too small for any choice, unless `may_overflow`.
     """
     problem = StreamProblem(
         units, budget_bytes, hardware, most_state_bytes=most_placed_bytes, **options
     )
     if weights is None:
-        stream = plan_stream(problem)
-        return TrainingPlan(tuple(units), stream, None, {}, stream.peak_bytes)
+        try:
+            return _plan_beside(problem, None, 0)
+        except PlanError:
+            if not may_overflow:
+                raise
+            return _plan_with_overflow(problem, None, 0)
     every = list(weights.values())
     all_bytes = sum(sum(unit.part_bytes) for unit in every)
     least_bytes = plan_weights(every, 0, WEIGHT_SLOTS).device_bytes
@@ -159,7 +174,7 @@ def plan_training(
     tried: set[WeightPlan] = set()
     errors: dict[float, str] = {}
 
-    def plan_with(share: float) -> TrainingPlan | None:
+    def plan_with(share: float, plan_beside: _Planner = _plan_beside) -> TrainingPlan | None:
         """Plan with a share of the weights that can leave on the device; None for no new plan."""
         room_bytes = least_bytes + int(share * (all_bytes - least_bytes))
         placed = plan_weights(every, room_bytes, WEIGHT_SLOTS, most_resident_bytes=most_bytes)
@@ -176,7 +191,7 @@ def plan_training(
             most_state_bytes=left_bytes,
         )
         try:
-            return _plan_beside(beside, placed, placed_bytes)
+            return plan_beside(beside, placed, placed_bytes)
         except PlanError as error:
             errors[share] = str(error)
             return None
@@ -201,12 +216,20 @@ def plan_training(
     if everything is not None:
         limit_s = (1.0 - _LEAST_GAIN) * everything.step_s
         return everything if best is None or best.step_s > limit_s else best
+    if best is None and may_overflow:
+        tried.clear()
+        best = plan_with(0.0, _plan_with_overflow)
     if best is None:
         raise _too_small(errors[min(errors)], least_bytes + fixed_bytes)
     return best
 
 
-def _plan_beside(problem: StreamProblem, placed: WeightPlan, placed_bytes: int) -> TrainingPlan:
+_Planner = Callable[[StreamProblem, WeightPlan | None, int], TrainingPlan]
+
+
+def _plan_beside(
+    problem: StreamProblem, placed: WeightPlan | None, placed_bytes: int
+) -> TrainingPlan:
     """Plan all but weights, which take so many bytes. PlanError if what they leave is little.
 
     Where state may not have all of it, nothing is kept in further buffers either: they would be
@@ -215,10 +238,10 @@ def _plan_beside(problem: StreamProblem, placed: WeightPlan, placed_bytes: int) 
     units, stream = tuple(problem.units), plan_stream(problem)
     extra: dict[str, tuple[int, int]] = {}
     device_bytes = stream.peak_bytes
-    if problem.most_state_bytes is None:
+    if placed is not None and problem.most_state_bytes is None:
         extra, peak_bytes = _extra_slots(problem, stream, placed)
         device_bytes = max(device_bytes, peak_bytes)
-    if extra:
+    if placed is not None and extra:
         timing = simulate_plan(
             units,
             stream,
@@ -233,6 +256,18 @@ def _plan_beside(problem: StreamProblem, placed: WeightPlan, placed_bytes: int) 
         )
         stream = replace(stream, predicted=timing)
     return TrainingPlan(units, stream, placed, extra, placed_bytes + device_bytes)
+
+
+def _plan_with_overflow(
+    problem: StreamProblem, placed: WeightPlan | None, placed_bytes: int
+) -> TrainingPlan:
+    """The same where what they leave is too little for the usual number of copies under way."""
+    plans = []
+    for slots, ahead in LEAST:
+        fitting, overflow_bytes = without_overflow(problem, slots, ahead)
+        plan = _plan_beside(fitting, placed, placed_bytes)
+        plans.append(replace(plan, overflow_bytes=overflow_bytes))
+    return min(plans, key=lambda plan: plan.step_s * (_DOUBT if plan.overflow_bytes else 1.0))
 
 
 def _too_small(error: str, placed_bytes: int) -> PlanError:

@@ -18,6 +18,7 @@ from umem.runtime.copies import copy_counts
 from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import CurrentStream, own_stream, run_on
 from umem.runtime.native_library import native
+from umem.runtime.program_waits import program_waits
 from umem.runtime.torch_hooks.stream_order import cuda_stream_order
 from umem.runtime.unguarded import PastGuards
 from umem.streaming.stage.held_tensors import HeldTensors
@@ -276,7 +277,8 @@ class CudaLanes(Lanes):
             with bindings.relaxed_capture():
                 moment.event.synchronize()
         else:
-            moment.event.wait(self._current_stream())
+            with program_waits:
+                moment.event.wait(self._current_stream())
 
     def wait_on_stream_of(self, marked: Moment, moment: Moment) -> None:
         """Make that stream wait, unless it is the current one, which does already."""

@@ -344,7 +344,7 @@ class Ring:
         self.take_back()
         every = [user() for user in self.users]
         sizes = [bundle.size_bytes for bundles in every for bundle in bundles]
-        wanted = min(max(self.capacity, 1), len(sizes))
+        wanted = min(self.capacity, len(sizes))
         self.fill(max(sizes, default=0), wanted)
         first, count = 0, len(self.slots)
         for bundles in every if count else ():

@@ -102,7 +102,8 @@ class StreamedUnits:
     ) -> None:
         """Set the units whose state stays on the device, and the number of buffers for the others.
 
-        It counts from the next step on, which moves the state. With `stages_operands` the buffers
+        It counts from the next step on, which moves the state. With 0 buffers, state is updated in
+        host memory. With `stages_operands` the buffers
         are for weights and gradients at home, too. Behind the pieces that have the buffers first,
         so many have `temporary` ones, where these are made.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from umem.capture.live import NO_BLOCK
@@ -50,7 +50,15 @@ class MeasuredStep:
     peak_bytes: int = 0
     """Most bytes of live tensors, with what the plan has placed and without what it copies out."""
     spilled_bytes: int = 0
-    """Host memory that is held because of the budget. What is in it makes times longer."""
+    """Host memory that is held because of the budget."""
+    is_disturbed: bool = False
+    """Whether times are longer than those of the same work with all that it uses on the device."""
+
+    @property
+    def computed_s(self) -> float:
+        """From the first forward pass to the optimizer's step."""
+        passes_s = sum(it.forward_s + it.backward_s for it in self.blocks.values())
+        return self.batches * passes_s + self.other_s
 
     @property
     def need_bytes(self) -> int:
@@ -74,8 +82,8 @@ class MeasuredSteps:
         self.figures: MeasuredStep | None = None
         """None before the first step."""
         self._timed: MeasuredStep | None = None
-        """The times of steps before updates moved into the backward pass, which hold on; None where
-        those of `figures` do."""
+        """Steps before updates moved into the backward pass, whose times hold on where they are the
+        shorter ones; None before that."""
         self._saved_bytes: dict[str, int] = {}
         """The most that each block has saved for its backward pass."""
         self._later_bytes = 0
@@ -87,6 +95,11 @@ class MeasuredSteps:
         The memory is measured anew. The times so far hold on.
         """
         self._timed, self.figures = self.figures, None
+
+    def distrust_times(self) -> None:
+        """Have the times of the next step count, and not those so far."""
+        if self.figures is not None:
+            self.figures.is_disturbed = True
 
     def add_later_call(self, needed_bytes: int) -> None:
         """Count the memory that a later call of ``step()`` in a step has needed."""
@@ -123,7 +136,11 @@ class MeasuredSteps:
         assert self.figures is not None
         timed = {} if self._timed is None else self._timed.blocks
         measured = {
-            name: replace(block, forward_s=time.forward_s, backward_s=time.backward_s)
+            name: replace(
+                block,
+                forward_s=min(block.forward_s, time.forward_s),
+                backward_s=min(block.backward_s, time.backward_s),
+            )
             for name, block in self.figures.blocks.items()
             for time in (timed.get(name, block),)
         }
@@ -164,17 +181,20 @@ class MeasuredSteps:
 def _merged(one: MeasuredStep, other: MeasuredStep) -> MeasuredStep:
     """The larger bytes of two steps. Of the times the shorter, which nothing has disturbed.
 
-    Where a step is larger, its times count.
+    Where a step is larger, its times count, and where only one is disturbed, those of the other.
     """
-    pick = max if other.exceeds(one) else min
+    is_larger = other.exceeds(one)
+    pick: Callable[[float, float], float] = max if is_larger else min
+    if one.is_disturbed and not other.is_disturbed:
+        pick = _second
+    elif other.is_disturbed and not (one.is_disturbed or is_larger):
+        pick = _first
     blocks = {}
     for name in {**one.blocks, **other.blocks}:
         first = one.blocks.get(name) or other.blocks[name]
         second = other.blocks.get(name) or first
-        # Between blocks the forward pass waits for updates and copies.
-        pick_forward = min if name == NO_BLOCK else pick
         blocks[name] = MeasuredBlock(
-            forward_s=pick_forward(first.forward_s, second.forward_s),
+            forward_s=pick(first.forward_s, second.forward_s),
             backward_s=pick(first.backward_s, second.backward_s),
             forward_peak_bytes=max(first.forward_peak_bytes, second.forward_peak_bytes),
             backward_peak_bytes=max(first.backward_peak_bytes, second.backward_peak_bytes),
@@ -187,4 +207,13 @@ def _merged(one: MeasuredStep, other: MeasuredStep) -> MeasuredStep:
         batches=other.batches,
         peak_bytes=max(one.peak_bytes, other.peak_bytes),
         spilled_bytes=other.spilled_bytes,
+        is_disturbed=other.is_disturbed and (one.is_disturbed or is_larger),
     )
+
+
+def _first(one: float, _: float) -> float:
+    return one
+
+
+def _second(_: float, other: float) -> float:
+    return other

@@ -38,14 +38,13 @@ class Round:
     tried: int = 0
     has_grown: bool = False
     """Whether a step has needed more memory than all before."""
-    is_slow: bool = False
-    """Whether more host memory was in use because of the budget in the last step."""
 
     def add(self, figures: MeasuredStep, known: MeasuredStep | None) -> None:
         """Count a step, whose predecessors are known."""
         self.tried += 1
         self.left -= figures.peak_bytes >= AS_LARGE * self.least_bytes
-        self.is_slow = figures.spilled_bytes > self.spilled_bytes
+        # What is used in host memory makes times longer.
+        figures.is_disturbed = figures.spilled_bytes > self.spilled_bytes
         self.has_grown |= known is not None and figures.exceeds(known)
 
     @property
@@ -90,10 +89,12 @@ class Measuring:
         # Before the tracker's hooks: the stream waits for copies outside of the blocks' times.
         self._begin_step()
         self._tracker.start()
+        self._meter.listen()
 
     def stop(self) -> None:
         """Measure no more steps for now."""
         self._tracker.stop()
+        self._meter.stop()
 
     def _begin_step(self) -> None:
         if self._activations is not None:
@@ -119,8 +120,8 @@ class Measuring:
             return False
         known = self._steps.figures
         saved_bytes = {} if self._activations is None else self._activations.saved_bytes
-        self._steps.add(figures, saved_bytes)
         self.round.add(figures, known)
+        self._steps.add(figures, saved_bytes)
         return self.round.is_complete
 
     def later_call_begins(self, *, counts: bool) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
-from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.training_plan import TrainingPlan
 from umem.streaming.step.temporary_slots import TemporaryPlan
 
@@ -36,6 +34,7 @@ class NamedPlan:
     resident: frozenset[str]
     """Units whose state stays on the device."""
     slots: int
+    """One where all state is to stay on the device, for what has no room there."""
     stages_operands: bool
     """Whether slots are for weights and gradients at home, too."""
     temporary: TemporaryPlan
@@ -74,7 +73,7 @@ class NamedPlan:
             },
             left_out=whole.left_out,
             resident=frozenset(order[n] for n in plan.resident),
-            slots=plan.slots,
+            slots=1 if len(plan.resident) == len(units) else plan.slots,
             stages_operands=plan.stages_operands,
             temporary=TemporaryPlan(
                 tuple(None if n is None else order[n] for n in made_in),
@@ -85,24 +84,4 @@ class NamedPlan:
             returning={order[n]: order[at] for n, at in plan.returning_gradients.items()},
             batches=batches,
             order=order,
-        )
-
-    @classmethod
-    def everything_leaves(cls, units: Sequence[StreamUnit], batches: int) -> NamedPlan:
-        """For a budget that is too small for any plan: all is streamed and copied."""
-        return cls(
-            copied={
-                unit.name: following.name for unit, following in pairwise(units) if unit.saved_bytes
-            },
-            fetch_ahead=1,
-            recomputed={},
-            left_out=frozenset(),
-            resident=frozenset(),
-            slots=FEWEST_SLOTS,
-            stages_operands=False,
-            temporary=TemporaryPlan(),
-            copied_gradients=frozenset(unit.name for unit in units if unit.gradient_bytes),
-            returning={},
-            batches=batches,
-            order=tuple(unit.name for unit in units),
         )

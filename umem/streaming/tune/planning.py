@@ -13,8 +13,7 @@ from umem.streaming.activations.repeatable import Proof
 from umem.streaming.plan.recomputation import plan_with_recomputation
 from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes
 from umem.streaming.plan.step_timing import StreamUnit
-from umem.streaming.plan.training_plan import WEIGHT_SLOTS, TrainingPlan, plan_training
-from umem.streaming.plan.weight_plan import plan_weights
+from umem.streaming.plan.training_plan import TrainingPlan, plan_training
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
 from umem.streaming.tune.measured_steps import MeasuredStep, MeasuredSteps
@@ -54,7 +53,9 @@ class Planning:
         proofs: Mapping[str, Proof],
     ) -> None:
         self.stream: StreamPlan | None = None
-        """The present plan; None before the first one, and where none fits."""
+        """The present plan; None before the first one."""
+        self.overflow_bytes = 0
+        """What has no room under it, and is used in host memory."""
         self.named: NamedPlan | None = None
         """What is followed. An optimizer begins to after its own next step: amid that nothing of it
         may move."""
@@ -140,65 +141,78 @@ class Planning:
             self._hardware.memory_bytes_per_s,
         )
         whole, error = self._plan(units, figures, more_slack_for)
-        if whole is None and self._move_parameters_to_host():
+        if error and self._move_parameters_to_host():
             return TuningEvent.CHANGED
-        if whole is None:
-            self._warn(error)
-            self.stream, self.units = None, units
-            self.named = NamedPlan.everything_leaves(units, figures.batches)
-        else:
-            self.stream, self.units = whole.stream, whole.units
-            self.named = NamedPlan.of(whole, figures.batches)
+        self.stream, self.units = whole.stream, whole.units
+        self.overflow_bytes = whole.overflow_bytes
+        self.named = NamedPlan.of(whole, figures.batches)
         self.copied, self.recomputed = self.named.copied, self.named.recomputed
         self.left_out = self.named.left_out
         self._place_weights(whole)
         if ending is not None:
             ending.set_plan(self.named)
         self._room.trim()
-        if whole is None:
-            return TuningEvent.NO_PLAN_FITS
+        if whole.overflow_bytes:
+            self._warn(error, whole)
         self._log(whole)
-        return TuningEvent.PLAN_FITS
+        return TuningEvent.NO_PLAN_FITS if whole.overflow_bytes else TuningEvent.PLAN_FITS
 
     def _plan(
         self, units: Sequence[StreamUnit], figures: MeasuredStep, more_slack_for: int | None
-    ) -> tuple[TrainingPlan | None, str]:
-        if more_slack_for is None:
-            return self._plan_with_slack(units, figures, self._slack)
-        whole, error = self._plan_with_slack(units, figures, 2 * self._slack)
-        little_bytes = int(_SLACK_SHARES[-1] * least_slack_bytes(self._room.budget_bytes))
-        if whole is None and more_slack_for <= little_bytes:
+    ) -> tuple[TrainingPlan, str]:
+        """A plan, and the error of usual plans where none of them has room; empty if one has."""
+        if more_slack_for is not None:
+            whole, error = self._plan_with_slack(units, figures, 2 * self._slack)
+            little_bytes = int(_SLACK_SHARES[-1] * least_slack_bytes(self._room.budget_bytes))
             # To use so little in host memory takes less time than to copy all that could leave.
-            return self._plan_with_slack(units, figures, self._slack)
-        self._slack *= 2
+            self._slack *= 1 if whole is None and more_slack_for <= little_bytes else 2
+            if whole is not None:
+                return whole, error
+        whole, error = self._plan_with_slack(units, figures, self._slack)
+        if whole is None:
+            whole, refusal = self._plan_with_slack(units, figures, self._slack, may_overflow=True)
+        if whole is None:
+            raise PlanError(refusal)
         return whole, error
 
     def _plan_with_slack(
-        self, units: Sequence[StreamUnit], figures: MeasuredStep, slack: int
+        self,
+        units: Sequence[StreamUnit],
+        figures: MeasuredStep,
+        slack: int,
+        *,
+        may_overflow: bool = False,
     ) -> tuple[TrainingPlan | None, str]:
         """A plan with the usual slack or, in a small budget, with less; or why none fits."""
         budget_bytes = self._room.budget_bytes
         freed_bytes = {name: proof.freed_bytes for name, proof in self._proofs.items()}
         saved_bytes = {name: proof.checkpointed_bytes for name, proof in self._proofs.items()}
-        errors = []
+        found, errors = None, []
         for share in _SLACK_SHARES:
             slack_bytes = int(share * slack * least_slack_bytes(budget_bytes))
-            room_bytes = budget_bytes - slack_bytes
-            plan = partial(self._plan_training, figures=figures, budget_bytes=room_bytes)
+            plan = partial(
+                self._plan_training,
+                figures=figures,
+                budget_bytes=budget_bytes - slack_bytes,
+                may_overflow=may_overflow,
+            )
             try:
-                whole = plan_with_recomputation(
+                found = plan_with_recomputation(
                     units, freed_bytes, self._hardware, plan, saved_bytes
                 )
-                return whole, ""
             except PlanError as error:
                 errors.append(str(error))
-        return None, errors[0]
+            else:
+                if not found.overflow_bytes:
+                    break
+        return found, "" if found is not None else errors[0]
 
     def _plan_training(
         self,
         units: Sequence[StreamUnit],
         figures: MeasuredStep,
         budget_bytes: int,
+        may_overflow: bool,
         *,
         is_trial: bool = False,
     ) -> TrainingPlan:
@@ -220,6 +234,7 @@ class Planning:
             weight_share=1.0 if weights is None else weights.share,
             most_placed_bytes=most_bytes,
             is_trial=is_trial,
+            may_overflow=may_overflow,
             state_share=min(self._state_share, self._tuned.movable_share),
             other_s=figures.other_s,
             step_peak_bytes=figures.step_peak_bytes,
@@ -243,19 +258,13 @@ class Planning:
             )
         return moved_bytes > 0
 
-    def _place_weights(self, whole: TrainingPlan | None) -> None:
-        weights = self._weights
-        if weights is None or not weights.may_place:
+    def _place_weights(self, whole: TrainingPlan) -> None:
+        weights, plan = self._weights, whole.weights
+        if weights is None or not weights.may_place or plan is None:
             return
-        if whole is None:
-            plan, extra = plan_weights(list(weights.units.values()), 0, WEIGHT_SLOTS), None
-        elif whole.weights is None:
-            return
-        else:
-            plan, extra = whole.weights, whole.extra
         # Updates that are under way read and write weights where they are now.
         self._tuned.join()
-        weights.apply(plan, self._room.budget_bytes - plan.device_bytes, extra)
+        weights.apply(plan, self._room.budget_bytes - plan.device_bytes, whole.extra)
 
     def is_outdated(self) -> bool:
         """Whether the plan is for other state, or for another part of the budget, than there is."""
@@ -312,11 +321,14 @@ class Planning:
         gradients = self.gradient_bytes(self._tuned.copied_gradients)
         return state_bytes + self.copied_bytes + gradients + weights
 
-    def _warn(self, error: str) -> None:
+    def _warn(self, error: str, whole: TrainingPlan) -> None:
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "umem: all optimizer state is streamed, activations and gradients are copied: %s%s",
+                "umem: all that can leave the device does, and %s of tensors are used in host "
+                "memory, by prediction in %.3f s a step: %s%s",
+                format_bytes(whole.overflow_bytes),
+                whole.step_s,
                 error,
                 _WITHOUT_STEP_IN_BACKWARD if self._tuned.in_backward else "",
             )

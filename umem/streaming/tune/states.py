@@ -21,8 +21,8 @@ class TuningState(StrEnum):
     PLANNED = "planned"
     """Steps run under a plan."""
     NO_PLAN_FITS = "no plan fits"
-    """The budget is too small for a plan: all state is streamed, and all activations and gradients
-    are copied."""
+    """The budget is too small: by plan, all that can leave the device does, and tensors that have
+    no room are used in host memory."""
     OFF = "off"
     """Not begun; or an error has ended measurements, and the last plan stays."""
 
@@ -37,14 +37,15 @@ class TuningEvent(StrEnum):
     parameters that no module holds have moved to the host, because no plan fits with them."""
     MOVED_INTO_BACKWARD = "moved into backward"
     """Parameters are updated in the backward pass from now on."""
-    HOST_MEMORY_USED = "host memory used"
-    """Tensors were in host memory in the steps that the first plan is made from."""
+    TIMES_DISTURBED = "times disturbed"
+    """Something has slowed the steps that the plan is made from: tensors were in host memory, or
+    steps under the plan are much faster than it predicts."""
     MEMORY_RAN_OUT = "memory ran out"
     """Under the plan, the budget has put more into host memory."""
     PLAN_FITS = "plan fits"
     """A plan was made, of steps that were measured or, for other sizes or shares, of the same."""
     NO_PLAN_FITS = "no plan fits"
-    """None was found."""
+    """The plan is for tensors in host memory, too."""
     ENDED = "ended"
     """The tuner was closed, or a measurement has failed."""
 
@@ -56,7 +57,7 @@ TRANSITIONS: Mapping[tuple[TuningState, TuningEvent], TuningState] = MappingProx
     (TuningState.OFF, TuningEvent.BEGINS): TuningState.MEASURING,
     **{(state, TuningEvent.CHANGED): TuningState.MEASURING for state in _ACTIVE},
     **{(state, TuningEvent.MOVED_INTO_BACKWARD): TuningState.MEASURING for state in _ACTIVE},
-    **{(state, TuningEvent.HOST_MEMORY_USED): TuningState.MEASURING for state in _MEASURED},
+    **{(state, TuningEvent.TIMES_DISTURBED): TuningState.MEASURING for state in _MEASURED},
     **{(state, TuningEvent.MEMORY_RAN_OUT): TuningState.MEASURING for state in _MEASURED},
     **{(state, TuningEvent.PLAN_FITS): TuningState.PLANNED for state in _ACTIVE},
     **{(state, TuningEvent.NO_PLAN_FITS): TuningState.NO_PLAN_FITS for state in _ACTIVE},
@@ -91,8 +92,13 @@ class TuningStatus:
     """Gradients that the plan copies out in each step."""
     returning_gradients_bytes: int
     """Of these, what comes back to the device before the step."""
+    overflow_bytes: int
+    """What has no room on the device at the fullest moment, by plan, and is used in host memory."""
     predicted_s: float | None
     """A step under the plan, by prediction."""
+    measured_s: float | None
+    """The first steps under the plan, once it is in force, on the device's clock; each, on average.
+    None before they are over."""
     spilled_bytes: int
     """Host memory that is held because of the budget, beside weights that were made there."""
     activations: ActivationStatistics

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from umem.capture.live import NO_BLOCK, Block, StepListener
 from umem.capture.live.phase_tracker import AFTER_BACKWARD, BACKWARD_LOSS, FORWARD_LOSS
 from umem.capture.live.timing import Clock
+from umem.runtime.program_waits import program_waits
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.tune.measured_steps import MeasuredBlock, MeasuredStep
 from umem.trace import OPTIMIZER
@@ -29,6 +30,8 @@ class _Phase:
     peak_bytes: int = 0
     home_bytes: int = 0
     """Activations that are on the host only when it is fullest."""
+    waits: list[Any] = field(default_factory=list)
+    """Marks at the begin and the end of each wait for umem's own copies: no time of the phase."""
 
 
 class StepMeter(StepListener):
@@ -81,6 +84,32 @@ class StepMeter(StepListener):
         """Whether a step is measured now."""
         return bool(self._phases)
 
+    def listen(self) -> None:
+        """Leave waits for umem's own copies out of the times, until :meth:`stop`."""
+        program_waits.listeners.add(self)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        program_waits.listeners.discard(self)
+
+    def wait_begins(self) -> None:
+        """The program's stream is about to wait."""
+        self._mark_wait()
+
+    def wait_ends(self) -> None:
+        """What comes now comes after the wait."""
+        self._mark_wait()
+
+    def _mark_wait(self) -> None:
+        if self._phases and self._is_usable and self._clock.is_usable():
+            self._phases[-1].waits.append(self._clock.mark())
+
+    def _seconds(self, phase: _Phase, following: _Phase) -> float:
+        """Of a phase, without waits. Those of another thread may be a part of one only."""
+        seconds, marks = self._clock.seconds, phase.waits
+        waited_s = sum(seconds(*pair) for pair in zip(marks[::2], marks[1::2], strict=False))
+        return max(0.0, seconds(phase.mark, following.mark) - waited_s)
+
     # ------------------------------------------------------------------ the listener
 
     def step_begins(self) -> None:
@@ -117,7 +146,7 @@ class StepMeter(StepListener):
         labels = [phase.label for phase in self._phases]
         if self._is_usable and not is_broken and labels[-1:] == [OPTIMIZER]:
             self._found = self._figures() if BACKWARD_LOSS in labels else None
-        self._clock.release([phase.mark for phase in self._phases])
+        self._clock.release([it for phase in self._phases for it in (phase.mark, *phase.waits)])
         self._phases.clear()
 
     # ------------------------------------------------------------------ sums
@@ -136,7 +165,7 @@ class StepMeter(StepListener):
         backward_s: defaultdict[str, float] = defaultdict(float)
         before = NO_BLOCK  # memory between two blocks counts for the one that ran before
         for phase, following in pairwise(phases):
-            seconds = self._clock.seconds(phase.mark, following.mark)
+            seconds = self._seconds(phase, following)
             found.peak_bytes = max(found.peak_bytes, phase.peak_bytes)
             need_bytes = phase.peak_bytes + phase.home_bytes - phase.placed_bytes
             if phase.label == AFTER_BACKWARD:

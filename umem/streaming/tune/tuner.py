@@ -31,6 +31,13 @@ _LOG = logging.getLogger("umem")
 _MEASURED_STEPS = 2
 """Steps to measure for a plan: one may be interrupted by a copy, or be shorter than the next."""
 
+_SURELY_SHORTER = 0.9
+"""Where steps under a plan take this part of what was measured of their passes, or less, that was
+slowed: no step is shorter than its passes."""
+
+_MOST_CORRECTIONS = 2
+"""How often plans are replaced because of that."""
+
 
 class StreamTuner:
     """Has a model's steps measured, planned and watched; anew when memory runs short.
@@ -93,7 +100,9 @@ class StreamTuner:
         self._planning = Planning(
             self._optimizers, steps, hardware, room, shared, state_share, proofs
         )
-        self._watching = Watching(room, 0 if weights is None else weights.spilled_bytes)
+        self._watching = Watching(room, clock, 0 if weights is None else weights.spilled_bytes)
+        self._corrections = 0
+        """Plans that were replaced because of that, since measurements began."""
         self._is_stale = False
         """Whether the optimizers are other ones than when measurements began."""
         self._ending: TunedOptimizer | None = None
@@ -139,6 +148,7 @@ class StreamTuner:
         self._steps.move_into_backward()
         self._planning.begin_anew(of_other_steps=False)
         self._watching.begin_anew()
+        self._corrections = 0
         self._measure(TuningEvent.MOVED_INTO_BACKWARD)
 
     # ------------------------------------------------------------------ steps
@@ -230,13 +240,16 @@ class StreamTuner:
         self._steps.forget()
         self._planning.begin_anew(of_other_steps=True)
         self._watching.begin_anew()
+        self._corrections = 0
         self._measure(TuningEvent.CHANGED)
 
     def _plan_measured(self, measured: Round) -> None:
         """Plan from a round that is complete."""
         ran_out = measured.occasion is TuningEvent.MEMORY_RAN_OUT
         # What is used in host memory is slow: under a plan that has room for it, measure again.
-        again = measured.is_slow and measured.occasion is not TuningEvent.HOST_MEMORY_USED
+        figures = self._steps.figures
+        is_slow = figures is not None and figures.is_disturbed
+        again = is_slow and measured.occasion is not TuningEvent.TIMES_DISTURBED
         self._plan(
             more_slack_for=self._watching.lacking_bytes
             if ran_out and not measured.has_grown
@@ -247,7 +260,11 @@ class StreamTuner:
     def _plan(self, *, more_slack_for: int | None = None, measures_again: bool = False) -> None:
         event = self._planning.make(self._ending, more_slack_for)
         spilled_bytes = None if self._weights is None else self._weights.spilled_bytes
-        self._watching.plan_begins(spilled_bytes, measures_again=measures_again)
+        self._watching.plan_begins(
+            spilled_bytes,
+            measures_again=measures_again,
+            overflows=event is TuningEvent.NO_PLAN_FITS,
+        )
         if event is TuningEvent.CHANGED:
             self._start_over()
         else:
@@ -260,8 +277,9 @@ class StreamTuner:
         watching.step_ends()
         if watching.is_settling:
             return
-        if watching.measures_again:
-            self._measure(TuningEvent.HOST_MEMORY_USED, 1)
+        if watching.measures_again or self._was_slowed():
+            self._steps.distrust_times()
+            self._measure(TuningEvent.TIMES_DISTURBED, 1)
         elif planning.is_outdated():
             self._plan()
         elif watching.runs_short and not planning.may_plan:
@@ -271,6 +289,23 @@ class StreamTuner:
             # Measured steps have no temporary slots.
             more_bytes = 0 if planning.stream is None else planning.stream.temporary_bytes()
             self._measure(TuningEvent.MEMORY_RAN_OUT, peak_bytes=watching.peak_bytes - more_bytes)
+
+    def _was_slowed(self) -> bool:
+        """Whether steps under the plan show that those that it is made from were slowed."""
+        plan, measured_s = self.plan, self._watching.take_measured_s()
+        figures = self._steps.figures
+        if plan is None or figures is None or not measured_s:
+            return False
+        _LOG.info(
+            "umem: plan %d: %.3f s a step measured, %.3f s predicted",
+            self._planning.plans,
+            measured_s,
+            plan.predicted.step_s,
+        )
+        was_slowed = measured_s <= _SURELY_SHORTER * figures.computed_s
+        was_slowed &= self._planning.may_plan and self._corrections < _MOST_CORRECTIONS
+        self._corrections += was_slowed
+        return was_slowed
 
     def _copy_activations(self) -> None:
         if self._activations is not None:
@@ -309,7 +344,7 @@ class StreamTuner:
 
     @property
     def plan(self) -> StreamPlan | None:
-        """The present plan; None before the first one, and where none fits."""
+        """The present plan; None before the first one."""
         return self._planning.stream
 
     @property
@@ -320,8 +355,9 @@ class StreamTuner:
     @property
     def is_settled(self) -> bool:
         """Whether neither the next step nor one soon after it is measured."""
-        is_off = self._state is TuningState.OFF
-        return is_off or not (self.is_measuring or self._watching.measures_again)
+        watching, is_off = self._watching, self._state is TuningState.OFF
+        is_watched = watching.measures_again or not watching.is_timed
+        return is_off or not (self.is_measuring or is_watched)
 
     @property
     def is_idle(self) -> bool:
@@ -370,7 +406,9 @@ class StreamTuner:
             left_out_checkpoints=len(planning.left_out),
             copied_gradients_bytes=planning.gradient_bytes(optimizers.copied_gradients),
             returning_gradients_bytes=planning.gradient_bytes(optimizers.returning_gradients),
+            overflow_bytes=planning.overflow_bytes,
             predicted_s=None if self.plan is None else self.plan.predicted.step_s,
+            measured_s=self._watching.measured_s,
             spilled_bytes=max(0, self._room.spilled_bytes() - born_bytes),
             activations=ActivationStatistics()
             if self._activations is None

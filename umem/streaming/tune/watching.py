@@ -1,9 +1,11 @@
-"""Watches the steps that run under a plan."""
+"""Watches the steps that run under a plan: their memory, and the time that they take."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+from umem.capture.live.timing import Clock
 from umem.core.units import format_bytes
 from umem.streaming.stage.device_room import DeviceRoom
 
@@ -18,10 +20,14 @@ _PATIENCE_STEPS = 4
 """Steps before the first plan because of short memory; before each later one, twice as many."""
 
 
-class Watching:
-    """Sees whether memory runs short under a plan."""
+_TIMED_STEPS = 3
+"""Steps to take the time of, once a plan is in force."""
 
-    def __init__(self, room: DeviceRoom, spilled_bytes: int) -> None:
+
+class Watching:
+    """Sees whether memory runs short under a plan, and how long its steps take."""
+
+    def __init__(self, room: DeviceRoom, clock: Clock, spilled_bytes: int) -> None:
         self.spilled_bytes = spilled_bytes
         """Host memory that the budget had given when the plan was in force."""
         self.lacking_bytes = 0
@@ -30,7 +36,17 @@ class Watching:
         """Most bytes of live tensors in the last step."""
         self.measures_again = False
         """Whether steps are to be measured once more, now that host memory is not in use."""
+        self.measured_s: float | None = None
+        """The mean time of the first steps under the plan; None before they are over."""
+        self._marks: list[Any] = []
+        """Before and after these steps. Read when they are past: nothing waits for the device."""
+        self._is_new = False
+        """Whether nobody has taken it yet."""
+        self._overflows = False
+        self._overflow_bytes = 0
+        """More host memory that the first step in force has used under a plan that overflows."""
         self._room = room
+        self._clock = clock
         self._steps = 0
         """Under the plan."""
         self._shortages = 0
@@ -41,12 +57,19 @@ class Watching:
         self._shortages = 0
         self._has_given_up = False
 
-    def plan_begins(self, spilled_bytes: int | None, *, measures_again: bool) -> None:
+    def plan_begins(
+        self, spilled_bytes: int | None, *, measures_again: bool, overflows: bool
+    ) -> None:
         """There is another plan, of steps that are to be measured again or not.
 
-        So much host memory is in use because of the budget; as much as before for None.
+        So much host memory is in use because of the budget; as much as before for None. A plan
+        that `overflows` uses more.
         """
         self._steps, self.measures_again = 0, measures_again
+        self.measured_s, self._is_new = None, False
+        self._overflows, self._overflow_bytes = overflows, 0
+        self._clock.release(self._marks)
+        self._marks = []
         if spilled_bytes is not None:
             self.spilled_bytes = spilled_bytes
 
@@ -58,6 +81,29 @@ class Watching:
             self._room.find_homes()
             self._room.trim()
             self.spilled_bytes = self._room.spilled_bytes()
+        elif self._overflows and self._steps == _SETTLING_STEPS + 1:
+            self._overflow_bytes = self._room.spilled_bytes() - self.spilled_bytes
+        if not self.is_settling and self.measured_s is None:
+            self._take_time()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the first steps are over, and how long they took is known, or never will be."""
+        are_over = self._steps > _SETTLING_STEPS + _TIMED_STEPS
+        return are_over and (self.measured_s is not None or len(self._marks) < 2)
+
+    def take_measured_s(self) -> float | None:
+        """The mean time of steps, once when it is known."""
+        is_new, self._is_new = self._is_new, False
+        return self.measured_s if is_new else None
+
+    def _take_time(self) -> None:
+        begun = self._steps - _SETTLING_STEPS - 1
+        if begun in {0, _TIMED_STEPS} and self._clock.is_usable():
+            self._marks.append(self._clock.mark())
+        if len(self._marks) == 2 and self._clock.is_past(self._marks[1]):
+            self.measured_s = self._clock.seconds(*self._marks) / _TIMED_STEPS
+            self._is_new = True
 
     @property
     def is_settling(self) -> bool:
@@ -72,12 +118,13 @@ class Watching:
     @property
     def has_been_patient(self) -> bool:
         """Whether the plan has been in force for as long as it takes to see that it holds."""
-        return not self.measures_again and self._steps > max(_SETTLING_STEPS, self._patience)
+        has_waited = self._steps > max(_SETTLING_STEPS, self._patience)
+        return not self.measures_again and has_waited and self.is_timed
 
     @property
     def has_room(self) -> bool:
         """Whether no more host memory is in use because of the budget than at first."""
-        return self._room.spilled_bytes() <= self.spilled_bytes
+        return self._room.spilled_bytes() <= self.spilled_bytes + self._overflow_bytes
 
     @property
     def runs_short(self) -> bool:
@@ -86,7 +133,7 @@ class Watching:
 
     def plan_fails(self) -> None:
         """Another plan is to be made because memory runs short."""
-        self.lacking_bytes = self._room.spilled_bytes() - self.spilled_bytes
+        self.lacking_bytes = self._room.spilled_bytes() - self.spilled_bytes - self._overflow_bytes
         self._shortages += 1
 
     def give_up(self, plans: int) -> None:
