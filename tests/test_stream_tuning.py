@@ -607,8 +607,19 @@ class WithHead(Net):
 HEAD_COLUMNS = 4 * LAYER_STATE // (8 * 4 * 5 // 2) // WIDTH * WIDTH
 
 
+def never_defer(run: Training) -> None:
+    run.training.step.may_defer = False
+
+
+def read_weights_after_each_step(run: Training) -> None:
+    run.optimizer.register_step_post_hook(lambda *_: [it.sum() for it in run.model.parameters()])
+
+
 @pytest.mark.slow
-def test_a_step_that_waits_has_slots_where_activations_were() -> None:
+@pytest.mark.parametrize("have_wait", [never_defer, read_weights_after_each_step])
+def test_a_step_that_waits_has_slots_where_activations_were(
+    have_wait: Callable[[Training], None],
+) -> None:
     rows = 8
     more_bytes = 6 * LAYER_STATE + LAYERS * SAVED * rows // ROWS
     machine = Machine(more_bytes)
@@ -620,12 +631,12 @@ def test_a_step_that_waits_has_slots_where_activations_were() -> None:
         copy_link_bytes_per_s=LAYER_STATE / 2,
     )
     run = Training(machine, hardware=slow, make_model=WithHead)
-    run.training.step.may_defer = False
+    have_wait(run)
     seen: list[int] = []
     run.optimizer.register_step_post_hook(
         lambda *_: seen.append(len(run.training.step.units.ring.temporary))
     )
-    assert run.run(10, rows=rows) == Training(make_model=WithHead).run(10, rows=rows)
+    assert run.run(14, rows=rows) == Training(make_model=WithHead).run(14, rows=rows)
     status = run.status
     planned = len(status.plan.temporary)
     assert planned > 0

@@ -76,6 +76,69 @@ def test_a_plain_loop_waits_block_by_block_only() -> None:
     assert all(type(it) is torch.Tensor for it in states)
 
 
+def under_way(program: Program) -> list[str]:
+    """Units whose update nothing has waited for yet, in the order of their updates."""
+    return [it.name for it in program.training.step.units if it.pending is not None]
+
+
+def test_an_average_waits_for_each_unit_by_itself_in_the_order_of_the_updates() -> None:
+    run = begin(1)
+    assert (every := under_way(run))[0] == ""
+    seen, read = [], set()
+    for name, weight in run.model.named_parameters():
+        average = torch.zeros(weight.shape)
+        average.lerp_(weight.detach(), 0.1)
+        read.add(name.rpartition(".")[0])
+        assert under_way(run) == [it for it in every if it not in read]
+        seen.append(run.lazy.open_tasks)
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) == len(every)
+    assert run.lazy.waits == len(every)
+
+
+def test_units_that_are_read_after_each_step_are_updated_first() -> None:
+    run = begin()
+    for _ in range(2):
+        run.step()
+        every = under_way(run)
+        assert every[-1] == "head"
+        run.model.head.weight.norm()
+        assert run.lazy.open_tasks == 0
+    for _ in range(6):
+        run.step()
+        assert under_way(run) == ["head", *every[:-1]]
+        run.model.head.weight.norm()
+        assert under_way(run) == every[:-1]
+        assert run.lazy.open_tasks > 0
+        assert not run.training.step.is_used_early
+    run.step()  # whose weights nothing reads
+    for _ in range(2):
+        run.step()
+        assert under_way(run) == every
+
+
+def test_reads_of_some_steps_leave_the_order_as_it_is() -> None:
+    run = begin(1)
+    every = under_way(run)
+    for number in range(8):
+        if number % 2:
+            [it.norm() for it in reversed(list(run.model.parameters()))]
+        run.step()
+        assert under_way(run) == every
+        assert not run.training.step.is_used_early
+
+
+def test_the_plan_is_for_a_habit_of_reading_all_weights() -> None:
+    run = begin(1)
+    found = []
+    for number in range(12):
+        if number < 6:
+            [it.norm() for it in run.model.parameters()]
+        run.step()
+        found.append(run.training.step.is_used_early)
+    assert found == [False] * 3 + [True] * 6 + [False] * 3
+
+
 class Turned(Net):
     """Calls its layers in the other order from some step on."""
 

@@ -244,6 +244,8 @@ class Program:
     kept: Any = None
     """Whatever the program keeps from step to step."""
     extra: Any = None
+    averages: dict[str, Any] = field(default_factory=dict)
+    """Averages of weights: models, or lists of tensors."""
     wrapped: Any = None
     second: Any = None
     steps: int = 0
@@ -364,7 +366,14 @@ class Program:
             change(self)
         self.step()
         weights = [parameter.detach().clone() for parameter in self.model.parameters()]
-        return [*self.seen, *weights, copy.deepcopy(self.optimizer.state_dict())]
+        averages = [self.values_of(kind) for kind in self.averages]
+        return [*self.seen, *weights, averages, copy.deepcopy(self.optimizer.state_dict())]
+
+    def values_of(self, kind: str) -> list[torch.Tensor]:
+        """Values of an average."""
+        average = self.averages[kind]
+        tensors = average.parameters() if isinstance(average, nn.Module) else average
+        return [it.detach().clone() for it in tensors]
 
 
 def fail(error: Exception) -> None:

@@ -27,6 +27,66 @@ def foreach_ema(program: Program) -> None:
     program.seen.append(averages)
 
 
+def _average(program: Program, kind: str, make: Callable[[], Any]) -> Any:
+    """An average, a model or tensors, whose values of the step before are looked at."""
+    if kind not in program.averages:
+        program.averages[kind] = make()
+    program.seen.append(program.values_of(kind))
+    return program.averages[kind]
+
+
+def _copies(program: Program, kind: str) -> list[torch.Tensor]:
+    weights = program.model.parameters()
+    copies: list[torch.Tensor] = _average(
+        program, kind, lambda: [it.detach().clone() for it in weights]
+    )
+    return copies
+
+
+@torch.no_grad()
+def ema_by_hand(program: Program) -> None:
+    averages = _copies(program, "by hand")
+    for average, weight in zip(averages, program.model.parameters(), strict=True):
+        average.mul_(0.9).add_(weight, alpha=0.1)
+
+
+@torch.no_grad()
+def ema_of_diffusers(program: Program) -> None:
+    """As ``diffusers.training_utils.EMAModel.step``."""
+    averages = _copies(program, "diffusers")
+    for average, weight in zip(averages, program.model.parameters(), strict=True):
+        if weight.requires_grad:
+            average.sub_(0.1 * (average - weight))
+        else:
+            average.copy_(weight)
+
+
+@torch.no_grad()
+def foreach_ema_of_diffusers(program: Program) -> None:
+    averages, weights = _copies(program, "diffusers"), list(program.model.parameters())
+    torch._foreach_sub_(averages, torch._foreach_sub(averages, weights), alpha=0.1)
+
+
+@torch.no_grad()
+def ema_of_timm(program: Program) -> None:
+    """As ``timm.utils.ModelEmaV3``."""
+    averaged = _average(program, "timm", lambda: copy.deepcopy(program.model))
+    averages, weights = (
+        [it for it in model.state_dict().values() if torch.is_tensor(it) and it.is_floating_point()]
+        for model in (averaged, program.model)
+    )
+    torch._foreach_lerp_(averages, weights, weight=0.1)
+
+
+def ema_of_torch(program: Program) -> None:
+    update = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    averaged_model = torch.optim.swa_utils.AveragedModel
+    averaged = _average(
+        program, "torch", lambda: averaged_model(program.model, multi_avg_fn=update)
+    )
+    averaged.update_parameters(program.model)
+
+
 def logged_norms(program: Program) -> None:
     gradients = [it.grad for it in program.model.parameters() if it.grad is not None]
     program.seen.append(nn.utils.get_total_norm(gradients))
@@ -341,7 +401,8 @@ def scale_one_gradient(program: Program) -> None:
 
 
 USES: list[Callable[[Program], None]] = [
-    *(ema, foreach_ema, logged_norms, save, save_and_load, copy_model, evaluate, call_one_layer),
+    *(ema, foreach_ema, ema_by_hand, ema_of_diffusers, foreach_ema_of_diffusers, ema_of_timm),
+    *(ema_of_torch, logged_norms, save, save_and_load, copy_model, evaluate, call_one_layer),
     *(use_a_weight_elsewhere, zero_in_place, step_again, change_hyperparameters),
     *(change_weights_in_place, replace_data, change_state_in_place, clear_state, convert, freeze),
     *(freeze_by_turns, read_in_a_thread, accumulate_into_old_gradients, exception_in_forward),

@@ -22,7 +22,7 @@ raised as without umem, and as without umem some parameters are updated then and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ from umem.streaming.step.unit import (
     UnitGuards,
 )
 from umem.streaming.step.unit_names import is_outside
+from umem.streaming.step.unit_uses import UnitUses
 from umem.streaming.step.units import StreamedUnits
 from umem.torch_compat import current_graph_task_id
 
@@ -150,8 +151,7 @@ class StreamedStep:
         self._lanes = lanes
         self._clipped = clipped
         self._updates = PieceUpdates(units, lanes, clipped)
-        self._called: dict[str, None] = {}
-        """Units in the order of their first call since the last step."""
+        self._uses = UnitUses()
         self._owner = owner
         self._defers_outside = True
         """Whether the present step defers units outside of blocks too."""
@@ -346,8 +346,12 @@ class StreamedStep:
         self._lay_out_known(optimizer)
 
     def _lay_out_known(self, optimizer: Optimizer) -> None:
-        self.units.lay_out(optimizer, self._called)
-        self._called.clear()
+        self.units.lay_out(optimizer, self._order())
+        self._uses.begin()
+
+    def _order(self) -> Iterable[str]:
+        """Units in the order of their updates; in the backward pass, in the other one."""
+        return self._uses.order(of_passes=self.units.runs_backward)
 
     def _find_units(self, optimizer: Optimizer) -> None:
         if not self.units.has_members_of(optimizer):
@@ -363,7 +367,7 @@ class StreamedStep:
             is_known = self.units.are_laid_out(optimizer.state)
             if not is_known and all(unit.pending is None for unit in self.units):
                 self._find_units(optimizer)
-                self.units.find_state(optimizer, self._called)
+                self.units.find_state(optimizer, self._order())
 
     def _queue(
         self,
@@ -387,6 +391,7 @@ class StreamedStep:
             self._guard_gathering(update)
             return self._end_of(update)
         self._guard(update, ready)
+        self._uses.defer(unit.name)
         return None
 
     def _find_update(self, unit: StreamedUnit, left_out: frozenset[Any]) -> _UnitUpdate | None:
@@ -477,7 +482,7 @@ class StreamedStep:
         Units are updated in the order in which they are needed.
         """
         if current_graph_task_id() == -1:
-            self._called.setdefault(unit.name)
+            self._uses.in_pass(unit.name)
         self.settle(unit)
         if unit.updated is not None:
             self._lanes.wait(unit.updated)
@@ -545,6 +550,14 @@ class StreamedStep:
 
     # ------------------------------------------------------------------ waiting
 
+    @property
+    def is_used_early(self) -> bool:
+        """Whether the program uses what is updated last before the next forward pass, each time.
+
+        So it does for an average of weights. That pass begins behind all updates then.
+        """
+        return self._uses.are_all_early
+
     def enter(self, name: str, now: Pass) -> None:
         """Send state home and wait for a block's update, before a pass through it."""
         if self.units.ring.here:
@@ -554,7 +567,7 @@ class StreamedStep:
     def wait(self, name: str, now: Pass) -> None:
         """Wait for the update of a unit, before a pass that uses it."""
         if not now.is_second:  # which is in the other order
-            self._called.setdefault(name)
+            self._uses.in_pass(name)
         unit = self.units.get(name)
         if unit is not None and unit.pending is not None:
             unit.check_not_ahead()
@@ -587,6 +600,8 @@ class StreamedStep:
             pending = unit.pending
             if pending is None:
                 return
+            if is_early:
+                self._uses.early(unit.name)
             self._lanes.wait(unit.updated)
             self._lanes.wait_on_stream_of(pending.asked, unit.updated)
             if pending.kept:

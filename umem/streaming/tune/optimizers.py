@@ -111,9 +111,14 @@ class TunedOptimizers(BudgetMember):
         return any(optimizer.expects_backward for optimizer in self._all)
 
     @property
+    def are_used_early(self) -> bool:
+        """Whether the program waits for all updates of one before each next forward pass."""
+        return any(optimizer.step.is_used_early for optimizer in self._all)
+
+    @property
     def waits(self) -> bool:
-        """Whether the program's stream waits for updates of one within ``step()``."""
-        return any(optimizer.step.waits for optimizer in self._all)
+        """Whether the program's stream waits for updates of one before the next forward pass."""
+        return self.are_used_early or any(optimizer.step.waits for optimizer in self._all)
 
     # ------------------------------------------------------------------ the member of the budget
 

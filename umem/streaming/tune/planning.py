@@ -81,6 +81,8 @@ class Planning:
         self._proofs = proofs
         self._sizes: dict[str, tuple[int, ...]] = {}
         """Of the state that the plan is made for."""
+        self._are_used_early = False
+        """Whether the plan is for updates that are waited for before the next forward pass."""
         self._slack = 1
         self._has_warned = False
 
@@ -132,6 +134,7 @@ class Planning:
         assert figures is not None
         self.plans += 1
         self._sizes = self._tuned.state_sizes()
+        self._are_used_early = self._tuned.are_used_early
         self.part = self._find_part()
         units = self._steps.units(
             self._sizes,
@@ -267,10 +270,12 @@ class Planning:
         weights.apply(plan, self._room.budget_bytes - plan.device_bytes, whole.extra)
 
     def is_outdated(self) -> bool:
-        """Whether the plan is for other state, or for another part of the budget, than there is."""
-        return self._has_other_part() or (
-            self.may_plan and self._tuned.state_sizes() != self._sizes
-        )
+        """Whether the plan is for other state, other uses or another part of the budget."""
+        if self._has_other_part():
+            return True
+        is_planned = self.stream is not None  # if none fits, all is streamed in either case
+        has_other_uses = is_planned and self._tuned.are_used_early != self._are_used_early
+        return self.may_plan and (has_other_uses or self._tuned.state_sizes() != self._sizes)
 
     def _find_part(self) -> BudgetPart:
         budget_bytes = self._room.budget_bytes
