@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import Run, umem_command
 
+from umem.capture.offline import model_config
 from umem.core.errors import UmemError
 from umem.fit import (
     Fit,
@@ -22,38 +25,20 @@ from umem.fit import (
     shape_names,
 )
 from umem.fit.estimate import class_bytes
+from umem.fit.families import FAMILIES
 from umem.hardware import Hardware, hardware_names, load_hardware
 from umem.policy import ResolvedPolicy, load_policy, resolve
 
 GIB = 1 << 30
 
-PARAMETERS = {
-    "deepseek-v2-lite": 15_706_484_224,
-    "gemma-2-9b": 9_241_705_984,
-    "gemma-3-12b": 11_766_034_176,  # without the vision tower
-    "gpt-oss-20b": 20_914_757_184,
-    "llama-2-7b": 6_738_415_616,
-    "llama-2-13b": 13_015_864_320,
-    "llama-2-70b": 68_976_648_192,
-    "llama-3-8b": 8_030_261_248,
-    "llama-3-70b": 70_553_706_496,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-    "llama-3.3-70b": 70_553_706_496,
-    "llama-tiny": 3_164_416,
-    "mistral-7b": 7_241_732_096,
-    "mixtral-8x7b": 46_702_792_704,
-    "phi-4": 14_659_507_200,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-14b": 14_770_033_664,
-    "qwen2.5-32b": 32_763_876_352,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200,
-    "qwen3-30b-a3b": 30_532_122_624,
-}
-"""Of the modules that transformers 5.17 makes of the published configurations."""
+LLAMA_7B = 6_738_415_616
+"""Parameters of Llama-2-7B."""
+
+CONFIGS = [
+    json.loads(line)
+    for line in Path(__file__).with_name("support").joinpath("model_configs.jsonl").open()
+]
+"""What counts of published ``config.json`` files, and a few of umem's own, by ``name``."""
 
 
 @pytest.fixture
@@ -86,8 +71,93 @@ def trained(
 # Shapes.
 
 
-def test_known_models_have_as_many_parameters_as_published() -> None:
-    assert {name: load_shape(name).parameters for name in shape_names()} == PARAMETERS
+def built(config: Mapping[str, Any]) -> Any:
+    """The modules that transformers makes of a configuration, without memory."""
+    transformers = pytest.importorskip("transformers")
+    text = {"model_type": "gemma3_text"} | config.get("text_config", config)
+    text = {key: value for key, value in text.items() if key not in NOT_OF_THE_MODEL}
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**text)
+        )
+
+
+NOT_OF_THE_MODEL = ("name", "refused", "quantization_config")
+
+
+def written(folder: Path, config: Mapping[str, Any]) -> str:
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    return str(file)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=[config["name"] for config in CONFIGS])
+def test_counts_are_those_of_the_modules_or_the_family_is_refused(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    file = written(tmp_path, config)
+    if config.get("refused"):
+        with pytest.raises(UmemError, match=r"--params") as error:
+            load_shape(file)
+        assert str(file) in str(error.value)
+        return
+    shape, model = load_shape(file), built(config)
+    assert shape.parameters == sum(it.numel() for it in model.parameters())
+    kinds = getattr(model.config, "layer_types", None)
+    if kinds and model.config.sliding_window:
+        has_window = [kind == "sliding_attention" for kind in kinds]
+        assert [bool(layer.window) for layer in shape.layers] == has_window
+
+
+def test_every_family_is_compared_and_has_the_defaults_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    compared = {
+        config.get("text_config", config).get("model_type", "gemma3_text")
+        for config in CONFIGS
+        if not config.get("refused")
+    }
+    assert set(FAMILIES) == compared
+    for name, family in FAMILIES.items():
+        theirs = transformers.CONFIG_MAPPING[name]
+        found = {key: getattr(theirs, key) for key in family.defaults}
+        assert found == family.defaults, name
+        others = {
+            key: value
+            for key in KEYS_WITH_DEFAULTS
+            if key not in family.defaults and (value := getattr(theirs, key, None))
+        }
+        assert not others, name
+
+
+KEYS_WITH_DEFAULTS = (
+    "vocab_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "attention_bias",
+    "attention_out_bias",
+    "mlp_bias",
+    "qkv_bias",
+    "use_qkv_bias",
+    "use_qk_norm",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+
+
+@pytest.mark.parametrize("name", shape_names())
+def test_known_models_have_as_many_parameters_as_their_modules(name: str) -> None:
+    model = built(model_config(name))
+    assert load_shape(name).parameters == sum(it.numel() for it in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -101,6 +171,12 @@ def test_known_models_have_as_many_parameters_as_published() -> None:
         ("google/gemma-3-12b-it", "gemma-3-12b"),
         ("openai/gpt-oss-20b", "gpt-oss-20b"),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("Qwen/Qwen3-4B-Base", "qwen3-4b"),
+        ("google/gemma-3-27b-it", "gemma-3-27b"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseek-r1-distill-llama-8b"),
     ],
 )
 def test_names_of_the_hub_are_known(name: str, known: str) -> None:
@@ -119,10 +195,8 @@ CONFIG = {
 
 
 def config_file(folder: Path, **changes: Any) -> Path:
-    file = folder / "config.json"
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
-    file.write_text(json.dumps(config))
-    return file
+    return Path(written(folder, config))
 
 
 def test_a_file_or_its_folder_gives_a_shape(tmp_path: Path) -> None:
@@ -169,6 +243,8 @@ def test_generic_models_have_about_the_size(size: str, billions: float) -> None:
         ({"vocab_size": "many"}, "vocab_size"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
         ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": None}, "model_type"),
+        ({"model_type": "mixtral"}, "num_local_experts"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_names_file_and_key(
@@ -221,7 +297,7 @@ def test_all_resident_takes_the_time_of_stock() -> None:
 
 def test_classes_are_all_of_the_bytes_once() -> None:
     classes = trained("llama-2-7b", precision="fp32-autocast").classes
-    weights = 4 * PARAMETERS["llama-2-7b"]
+    weights = 4 * LLAMA_7B
     sizes = {name: place.size_bytes for name, place in classes.items()}
     assert sizes["weights"] == sizes["gradients"] == weights
     assert sizes["optimizer_state"] == 2 * weights
@@ -299,7 +375,7 @@ def test_a_token_takes_the_longer_of_memory_and_link() -> None:
     assert found.umem.time_s == pytest.approx(streamed / hardware.copy_to_device_bytes_per_s)
     assert found.classes["cache"].size_bytes == 2 * 2 * 80 * 8 * 128 * 4096
     small = fit_inference(generated(load_shape("llama-2-7b")), hardware, policy)
-    read_bytes = 2 * (PARAMETERS["llama-2-7b"] - 32_000 * 4096)
+    read_bytes = 2 * (LLAMA_7B - 32_000 * 4096)
     assert small.umem.time_s == pytest.approx(read_bytes / hardware.memory_bytes_per_s, rel=0.01)
     assert small.umem.time_s == small.ways[1].time_s
 
@@ -356,13 +432,13 @@ def test_json_has_the_figures(run: Run) -> None:
     assert status == 0
     (row,) = json.loads(text)["results"]
     assert row["device_budget_bytes"] == 70 * GIB
-    assert row["parameters"] == PARAMETERS["llama-2-7b"]
+    assert row["parameters"] == LLAMA_7B
     umem, stock = row["ways"]["umem"], row["ways"]["stock"]
     assert umem["fits"]
     assert not stock["fits"]
     assert umem["tokens_per_s"] == pytest.approx(4 * 2048 / umem["step_s"])
     assert umem["device_bytes"] <= 70 * GIB
-    assert row["classes"]["weights"]["device_bytes"] == 4 * PARAMETERS["llama-2-7b"]
+    assert row["classes"]["weights"]["device_bytes"] == 4 * LLAMA_7B
 
 
 def test_options_have_the_names_of_training_scripts_too(run: Run) -> None:

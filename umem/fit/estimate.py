@@ -306,7 +306,9 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     norm_working = _Working(norm_saved, norm_saved + residual * hidden, 24 * hidden)
     norm_back = _norm_backward(workload, hidden)
     parts.append(
-        _part(workload, "model.norm", (), shape.hidden, (), norm, norm_back, norm_working, seconds)
+        _part(
+            workload, "model.norm", (), shape.last_norm, (), norm, norm_back, norm_working, seconds
+        )
     )
     head, head_back = _product(workload, table, tokens, casts_input=True)
     loss, loss_back = _vectors(_LOSS, vocabulary), _vectors(_LOSS_BACK, vocabulary)

@@ -79,6 +79,8 @@ def _version(package: str) -> str | None:
 def _sources() -> str:
     digest = hashlib.sha256()
     for folder in _RECORDING:
-        for path in sorted(_PACKAGE.joinpath(folder).rglob("*.py")):
+        for path in sorted(_PACKAGE.joinpath(folder).rglob("*.*")):
+            if path.suffix not in (".py", ".json"):  # known models are one file of JSON
+                continue
             digest.update(path.read_bytes())
     return digest.hexdigest()
