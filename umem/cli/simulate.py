@@ -31,7 +31,7 @@ from umem.trace.published import published_share
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["app"]
+__all__ = ["app", "print_streamed"]
 
 _MODES = ("both", "lora", "sft")
 
@@ -151,11 +151,11 @@ def _simulate_streamed(
         return
     console = output.make_console()
     for prediction in predictions:
-        _print_streamed(console, prediction)
+        print_streamed(console, prediction)
         console.print()
 
 
-def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
+def print_streamed(console: Console, prediction: StreamPrediction) -> None:
     """Print one prediction: its times, what is copied, and its memory."""
     plan, step, training = prediction.plan, prediction.step, prediction.training
     units = step.units

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["FAMILIES", "WRAPPED", "Family"]
 
@@ -30,6 +30,10 @@ class Family:
     output_biases: bool | str = False
     """Of the matrix at attention's end."""
     mlp_biases: bool | str = False
+    fuses_attention: bool = False
+    """Whether queries, keys and values come of one matrix."""
+    fuses_mlp: bool = False
+    """Whether the gate and what it weighs come of one matrix."""
     windows: Literal["", "all", "late"] | int = ""
     """Layers that attend within ``sliding_window``: all; from ``max_window_layers`` on, where
     ``use_sliding_window`` is set; for a number, all but each so many-th."""
@@ -66,7 +70,7 @@ def _of(
 
 
 _TIED = {"tie_word_embeddings": True}
-_BIASES = {"qkv_biases": "attention_bias", "output_biases": "attention_bias"}
+_BIASES: dict[str, Any] = {"qkv_biases": "attention_bias", "output_biases": "attention_bias"}
 _LATENT = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -113,10 +117,15 @@ FAMILIES: Mapping[str, Family] = {
         **_BIASES,
     ),
     "glm": Family(
-        _of(151_552, 13_696, 32, 2, 128, attention_bias=True), qkv_biases="attention_bias"
+        _of(151_552, 13_696, 32, 2, 128, attention_bias=True),
+        qkv_biases="attention_bias",
+        fuses_mlp=True,
     ),
     "glm4": Family(
-        _of(151_552, 13_696, 32, 2, 128, attention_bias=True), norms=4, qkv_biases="attention_bias"
+        _of(151_552, 13_696, 32, 2, 128, attention_bias=True),
+        norms=4,
+        qkv_biases="attention_bias",
+        fuses_mlp=True,
     ),
     "glm4_moe": Family(
         _of(151_552, 10_944, 96, 8, first_k_dense_replace=1, n_shared_experts=1),
@@ -150,7 +159,7 @@ FAMILIES: Mapping[str, Family] = {
         _of(50_304, 11_008, 32, sliding_window=4096), head_norms="all", windows=4, **_BIASES
     ),
     "olmoe": Family(_of(50_304, 2048, 16), head_norms="all", sparse="all", **_BIASES),
-    "phi3": Family(_of(32_064, 8192, 32), windows="all"),
+    "phi3": Family(_of(32_064, 8192, 32), fuses_attention=True, fuses_mlp=True, windows="all"),
     "phimoe": Family(
         _of(32_064, 6400, 32, 8),
         norm_biases=True,

@@ -79,6 +79,11 @@ class Layer:
         return self.attention + self.mlp + self.experts
 
     @property
+    def inner(self) -> int:
+        """Width of the MLP of every token; 0 for none."""
+        return self.mlp[-1].inputs if self.mlp else 0
+
+    @property
     def parameters(self) -> int:
         """All parameters."""
         return sum(it.parameters for it in self.matrices) + self.small
@@ -101,7 +106,7 @@ class ModelShape:
     last_norm: int
     """Parameters of the norm before the head."""
     quantisation: str = ""
-    """How the configuration says that the file's weights are quantised, such as ``fp8``."""
+    """How the configuration says that the file's weights are quantised, such as ``nf4``."""
 
     @property
     def parameters(self) -> int:
@@ -279,11 +284,12 @@ def _family(name: str, config: Mapping[str, Any], place: str) -> Family:
 
 
 def _quantisation(config: object) -> str:
-    """How the file's weights are quantised: the method and its bits; empty if they are not."""
+    """How the file's weights are quantised: bitsandbytes' format, or another method's name."""
     if not isinstance(config, dict):
         return ""
-    bits = "4" if config.get("load_in_4bit") else "8" if config.get("load_in_8bit") else ""
-    return " ".join(filter(None, (str(config.get("quant_method") or "bitsandbytes"), bits)))
+    if config.get("load_in_4bit"):
+        return "nf4-double" if config.get("bnb_4bit_use_double_quant") else "nf4"
+    return "int8" if config.get("load_in_8bit") else str(config.get("quant_method") or "unknown")
 
 
 def _has_experts(keys: _Keys, number: int) -> bool:
@@ -328,12 +334,11 @@ def _layer(keys: _Keys, hidden: int, has_experts: bool, window: int) -> Layer:
         key_value_heads = keys.number("num_key_value_heads", default=heads)
         width = value_width = keys.number("head_dim", default=max(1, hidden // heads))
         queries, shared = heads * width, key_value_heads * width
-        attention = (
-            Matrix("q_proj", hidden, queries, group="attention"),
-            Matrix("k_proj", hidden, shared, group="attention"),
-            Matrix("v_proj", hidden, shared, group="attention"),
-            Matrix("o_proj", queries, hidden),
-        )
+        widths = {"q_proj": queries, "k_proj": shared, "v_proj": shared}
+        if family.fuses_attention:
+            widths = {"qkv_proj": queries + 2 * shared}
+        read = [Matrix(name, hidden, it, group="attention") for name, it in widths.items()]
+        attention = (*read, Matrix("o_proj", queries, hidden))
         small += (queries + 2 * shared) * keys.flag(family.qkv_biases)
         small += hidden * keys.flag(family.output_biases)
         small += heads * family.is_clamped  # attention sinks
@@ -353,13 +358,13 @@ def _layer(keys: _Keys, hidden: int, has_experts: bool, window: int) -> Layer:
         shared_inner = keys.number(family.shared, default=0, least=0) if family.shared else 0
         if family.shared == "n_shared_experts":
             shared_inner *= inner
-        mlp = _mlp(hidden, shared_inner) if shared_inner else ()
+        mlp = _mlp(hidden, shared_inner, family.fuses_mlp) if shared_inner else ()
         small += hidden * family.gates_shared
         small += (count + count * (2 * inner + hidden)) * family.is_clamped
     else:
-        mlp = _mlp(hidden, keys.number("intermediate_size"))
+        mlp = _mlp(hidden, keys.number("intermediate_size"), family.fuses_mlp)
     if mlp and keys.flag(family.mlp_biases):
-        small += 2 * mlp[0].outputs + hidden
+        small += 2 * mlp[-1].inputs + hidden
     return Layer(
         queries=heads * width,
         keys=key_value_heads * width,
@@ -400,9 +405,7 @@ def _latent_attention(
     return matrices, latent + rank + biases
 
 
-def _mlp(hidden: int, inner: int) -> tuple[Matrix, ...]:
-    return (
-        Matrix("gate_proj", hidden, inner, group="mlp"),
-        Matrix("up_proj", hidden, inner, group="mlp"),
-        Matrix("down_proj", inner, hidden),
-    )
+def _mlp(hidden: int, inner: int, fuses: bool) -> tuple[Matrix, ...]:
+    names = {"gate_up_proj": 2 * inner} if fuses else {"gate_proj": inner, "up_proj": inner}
+    read = [Matrix(name, hidden, width, group="mlp") for name, width in names.items()]
+    return (*read, Matrix("down_proj", inner, hidden))

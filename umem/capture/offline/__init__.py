@@ -13,7 +13,13 @@ from umem.capture.offline.known_models import (
     model_config,
     model_names,
 )
-from umem.capture.offline.models import MODES, PRECISIONS, model_trace
+from umem.capture.offline.models import (
+    LORA_RANK,
+    LORA_TARGETS,
+    MODES,
+    PRECISIONS,
+    model_trace,
+)
 from umem.capture.offline.script import script_trace
 from umem.core.lazy_names import lazy_names
 
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
     from umem.capture.offline.record import record_step
 
 __all__ = [
+    "LORA_RANK",
+    "LORA_TARGETS",
     "MODES",
     "PRECISIONS",
     "find_model",

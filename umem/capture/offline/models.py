@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from umem.capture.offline.record import Progress, Step
 
-__all__ = ["MODES", "PRECISIONS", "model_trace"]
+__all__ = ["LORA_RANK", "LORA_TARGETS", "MODES", "PRECISIONS", "model_trace"]
 
 PRECISIONS = ("bf16-master", "bf16", "fp32-autocast")
 """Of weights and optimizer: bfloat16 weights and an AdamW with float32 state and weights; all in
@@ -29,7 +29,8 @@ MODES = ("lora", "sft")
 """Adapters over a frozen model, or every weight (supervised fine-tuning)."""
 
 LORA_RANK = 16
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+"""Matrices of attention; the last is of models that have one for the first three."""
 
 _MAX_BATCH = 4096
 _MAX_SEQ = 131_072
@@ -58,7 +59,7 @@ def model_trace(
     """Record one step of fine-tuning a known model with :func:`record_step`.
 
     The model is that of `transformers`, with bfloat16 weights by default. ``lora`` trains PEFT
-    adapters of rank 16 on the four attention projections, in float32 as PEFT makes them, with fused
+    adapters of rank 16 on the projections of attention, in float32 as PEFT makes them, with fused
     AdamW. ``sft`` trains every weight, by default with bfloat16 gradients and an AdamW whose two
     moments and copy of the weights are float32: 16 bytes per parameter in all. Gradients are freed
     after each step (``set_to_none=True``).
