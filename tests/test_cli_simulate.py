@@ -331,3 +331,26 @@ def test_the_example_in_the_docs_runs(
     (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     exec(compile(example, "docs/simulate.md", "exec"), {})
     assert (tmp_path / "residency.png").is_file()
+
+
+def test_what_was_predicted_before_is_said_again_without_a_search(
+    run: Run, layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = run("simulate", "--trace", layers, "--budget", "512MiB", "--json")
+    kept = list((tmp_path / "umem" / "predictions").iterdir())
+    assert len(kept) == 2  # by planner
+    found = []
+
+    def searched(*arguments: Any, **options: Any) -> Any:
+        found.append(arguments)
+        return predict(*arguments, **options)
+
+    monkeypatch.setattr("umem.predict.prediction_cache.predict", searched)
+    assert run("simulate", "--trace", layers, "--budget", "512MiB", "--json") == first
+    assert not found
+    kept[0].write_text("{")  # damaged
+    assert run("simulate", "--trace", layers, "--budget", "512MiB", "--json") == first
+    assert len(found) == 1
+    run("simulate", "--trace", layers, "--budget", "640MiB")
+    assert len(found) == 3

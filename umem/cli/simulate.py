@@ -20,6 +20,7 @@ from umem.hardware import Hardware, load_hardware
 from umem.pages.plan import PLANNERS
 from umem.policy import ResolvedPolicy
 from umem.predict.prediction import predict, report_row
+from umem.predict.prediction_cache import predict_once
 from umem.predict.stream_prediction import (
     StreamPrediction,
     predict_stream,
@@ -105,15 +106,11 @@ def simulate(
         for workload in workloads:
             made = workload(say)
             with output.interruptible():
-                reports = predict(
-                    made,
-                    machine,
-                    resolved,
-                    planners,
-                    runnable=runnable,
-                    timeline=plot is not None,
-                    progress=say,
-                )
+                asked = (made, machine, resolved, planners)
+                if plot is None:
+                    reports = predict_once(*asked, runnable=runnable, progress=say)
+                else:
+                    reports = predict(*asked, runnable=runnable, timeline=True, progress=say)
             results.append((made, reports))
         if plot is not None:
             pictures = output.save_figures(_figures(results, plot), say)

@@ -246,9 +246,12 @@ def _fused_attention(
     `query` is [batch, heads, tokens, width], as is the result with heads and tokens swapped; `key`
     and `value` may have fewer heads. `s_aux`, attention sinks, is [heads].
     """
-    from torch.nn.functional import scaled_dot_product_attention
+    from torch.nn.functional import pad, scaled_dot_product_attention
 
-    shape, tokens = query.shape, query.shape[2]
+    shape, tokens, width = query.shape, query.shape[2], value.shape[3]
+    if width < shape[3]:
+        # torch's fused operator has one width: values get zeros, as for FlashAttention.
+        value = pad(value, (0, shape[3] - width))
     window = min(sliding_window or tokens, tokens)
     if window < tokens:
         # torch has no fused operator with a window. Blocks stand in its place, as if they were
@@ -265,7 +268,7 @@ def _fused_attention(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    attended = attended.reshape(*shape[:-1], value.shape[-1]).transpose(1, 2)
+    attended = attended.reshape(shape)[..., :width].transpose(1, 2)
     if s_aux is not None:
         # Kernels without sinks are followed by this product, with a factor that also depends on the
         # sum of the scores (`flex_attention` of transformers).
