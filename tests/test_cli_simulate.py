@@ -333,6 +333,18 @@ def test_the_example_in_the_docs_runs(
     assert (tmp_path / "residency.png").is_file()
 
 
+def test_models_have_the_names_that_umem_fit_knows(run: Run) -> None:
+    words = ("--mode", "sft", "--seq", 16, "--json")
+    named, spelled = (
+        run("simulate", "--model", it, *words) for it in ("llama-tiny", "umem/Llama_Tiny-hf")
+    )
+    assert named == spelled
+    assert named[0] == 0
+    status, _, errors = run("simulate", "--model", "llama-tony")
+    assert status == 2
+    assert "did you mean 'llama-tiny'" in errors
+
+
 def test_what_was_predicted_before_is_said_again_without_a_search(
     run: Run, layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -279,6 +279,9 @@ def test_a_step_is_near_that_of_a_trace() -> None:
         ("gpt-oss-20b", "h100-pcie", 2.37),
         ("llama-2-13b", "gh200-96", 1.71),
         ("gpt-oss-20b", "gh200-96", 0.88),
+        ("gemma-3-4b", "h100-pcie", 0.81),
+        ("deepseek-v2-lite", "h100-pcie", 1.36),
+        ("phi-3-mini", "h100-pcie", 0.63),
     ],
 )
 def test_steps_are_near_those_of_traces(model: str, gpu: str, step_s: float) -> None:
@@ -389,10 +392,10 @@ def test_an_accumulated_step_moves_state_and_gradients_once() -> None:
     assert four[0].time_s < 4 * once[0].time_s
     assert four[0].tokens_per_s == pytest.approx(4 * 4 * 2048 / four[0].time_s)
     # Gradients of the batches before are there while activations are.
-    assert four[1].device_bytes > once[1].device_bytes
+    assert (four[1].device_bytes or 0) > (once[1].device_bytes or 0)
 
 
-SIMULATED_S = 4.6
+SIMULATED_S = 5.07
 
 ACCUMULATED = Workload(load_shape("llama-2-7b"), "sft", 4, 2048, "fp32-autocast", checkpoint=True)
 
@@ -504,17 +507,24 @@ def test_a_token_of_stock_takes_as_long_as_measured(file: str, model: str) -> No
         ("h200-scale-7b.jsonl", "llama-2-7b", "fp32-autocast", 76.18),
         ("h100-scale-13b.jsonl", "llama-2-13b", "bf16", 76.18),
         ("h200-scale-40gib.jsonl", "llama-2-7b", "fp32-autocast", 40),
+        ("h100-scale-lora.jsonl", "llama-2-7b", "lora", 8),
+        ("h100-scale-lora.jsonl", "llama-2-13b", "lora", 16),
     ],
 )
 def test_host_memory_is_what_the_process_was_measured_to_take(
     file: str, model: str, precision: str, budget_gib: float
 ) -> None:
-    (row,) = (it for it in results(file) if it["variant"] == "umem")
-    hardware, policy = machine("sft")
+    (row,) = (
+        it for it in results(file) if it["variant"] == "umem" and it["case"].startswith(model)
+    )
+    mode, sizes = (
+        ("lora", (1, 4096, "bf16")) if precision == "lora" else ("sft", (4, 2048, precision))
+    )
+    hardware, policy = machine(mode)
     policy = replace(policy, device_budget_bytes=int(budget_gib * GIB))
-    workload = Workload(load_shape(model), "sft", 4, 2048, precision, checkpoint=True)
+    workload = Workload(load_shape(model), mode, *sizes, checkpoint=True)
     found = fit_training(workload, hardware, policy).umem
-    assert found.host_bytes == pytest.approx(row["host_process_bytes"], rel=0.05)
+    assert found.host_bytes == pytest.approx(row["host_process_bytes"], rel=0.08)
     # The card's peak has the process's context in it.
     assert found.device_bytes == pytest.approx(row["card_peak_bytes"], rel=0.05)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from umem.capture.offline import llama_of_size, model_names, models, record_step
+from umem.capture.offline import llama_of_size, model_config, model_names, record_step
 from umem.capture.offline.models import MODES, model_trace
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
@@ -237,8 +237,8 @@ def test_a_llama_of_a_size_is_recorded() -> None:
 @pytest.mark.parametrize("model", ["deepseek-v2-lite", "gemma-3-4b", "phi-3-mini"])
 def test_families_beside_llama_are_recorded(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Values of DeepSeek's attention are narrower than its queries."""
-    small = {**models.model_config(model), "num_hidden_layers": 2}
-    monkeypatch.setattr(models, "model_config", lambda _: small)
+    small = {**model_config(model), "num_hidden_layers": 2}
+    monkeypatch.setattr("umem.capture.offline.models.model_config", lambda _: small)
     trace = model_trace(model, "sft", batch=1, seq=32)
     check_trace(trace, model)
     recorded = count_bytes(trace, TensorClass.WEIGHTS, persistent=True)

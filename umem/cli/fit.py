@@ -378,7 +378,9 @@ def _print_one(
         if way.why_not:
             console.print(f"{_WAYS[way.name]} does not fit: {plain(way.why_not)}")
     console.print()
-    output.print_choices(console, answer.choices)
+    if any(it.choice != "kept" for it in answer.choices):
+        output.print_choices(console, answer.choices)
+        console.print()
     console.print(
         f"largest batch: {answer.largest_batch or 'none'} with umem, "
         f"{answer.largest_stock_batch or 'none'} with stock"
@@ -388,7 +390,7 @@ def _print_one(
         console.print(
             f"host memory: needs {format_bytes(needed_bytes)}; "
             f"{format_bytes(answer.host_limit_bytes)} available, of which umem locks "
-            f"{PINNED_SHARE:.0%}\n"
+            f"{100 * PINNED_SHARE:.0f} %\n"
             f"a process without tensors: {format_bytes(CONTEXT_BYTES)} of device memory, "
             f"{format_bytes(PROCESS_BYTES)} of host memory"
         )

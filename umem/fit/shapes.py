@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,7 +290,10 @@ def _quantisation(config: object) -> str:
         return ""
     if config.get("load_in_4bit"):
         return "nf4-double" if config.get("bnb_4bit_use_double_quant") else "nf4"
-    return "int8" if config.get("load_in_8bit") else str(config.get("quant_method") or "unknown")
+    if config.get("load_in_8bit"):
+        return "int8"
+    method = config.get("quant_method")
+    return method if isinstance(method, str) and re.fullmatch(r"[\w-]{1,32}", method) else "unknown"
 
 
 def _has_experts(keys: _Keys, number: int) -> bool:
