@@ -207,6 +207,10 @@ def test_a_file_or_its_folder_gives_a_shape(tmp_path: Path) -> None:
     layer = 256 * (256 + 2 * 128 + 256) + 3 * 256 * 512 + 2 * 256
     assert load_shape(str(file)).parameters == 2 * 1000 * 256 + 256 + 3 * layer
     assert load_shape(str(tmp_path)) == load_shape(str(file))
+    inner = {"model_type": "mistral3", "text_config": {**CONFIG, "model_type": "mistral"}}
+    whole = load_shape(written(tmp_path, inner)).parameters
+    tied_inside = written(tmp_path, {**inner, "tie_word_embeddings": True})
+    assert load_shape(tied_inside).parameters == whole - 1000 * 256
     tied = config_file(tmp_path, tie_word_embeddings=True)
     assert load_shape(str(tied)).parameters == 1000 * 256 + 256 + 3 * layer
 
@@ -248,6 +252,7 @@ def test_generic_models_have_about_the_size(size: str, billions: float) -> None:
         ({"model_type": "gpt2"}, "gpt2"),
         ({"model_type": None}, "model_type"),
         ({"model_type": "mixtral"}, "num_local_experts"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, "moe_intermediate_size"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_names_file_and_key(

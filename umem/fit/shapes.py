@@ -227,7 +227,8 @@ def _from_config(name: str, config: Mapping[str, Any], place: str) -> ModelShape
     family = str(config.get("model_type", ""))
     inner = config.get(_PICTURES)
     if isinstance(inner, dict):
-        config, family = inner, str(inner.get("model_type") or WRAPPED.get(family, family))
+        family = str(inner.get("model_type") or family)
+        config = {key: config[key] for key in ("tie_word_embeddings",) if key in config} | inner
     family = WRAPPED.get(family, family)
     keys = _Keys(config, _family(family, config, place), place)
     hidden = keys.number("hidden_size")
@@ -352,7 +353,8 @@ def _layer(keys: _Keys, hidden: int, has_experts: bool, window: int) -> Layer:
     mlp: tuple[Matrix, ...] = ()
     experts: tuple[Matrix, ...] = ()
     if has_experts:
-        inner = keys.number("moe_intermediate_size", "intermediate_size")
+        is_own = family.sparse != "all"  # beside dense layers, whose width the other key has
+        inner = keys.number("moe_intermediate_size" if is_own else "intermediate_size")
         count = keys.number(*_EXPERTS)
         experts = (
             Matrix("router", hidden, count),
