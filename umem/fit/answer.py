@@ -300,11 +300,10 @@ def _plan(
     seconds. In the trainings of docs/fit.md it gains 4 % at most.
     """
 
-    def plan(units: Sequence[StreamUnit], **options: bool) -> TrainingPlan:
+    @cache  # what is a trial first is often the plan
+    def planned(units: tuple[StreamUnit, ...]) -> TrainingPlan:
         try:
-            return _planned(
-                replace(step, units=tuple(units)), hardware, room_bytes, step.weight_bytes
-            )
+            return _planned(replace(step, units=units), hardware, room_bytes, step.weight_bytes)
         except PlanError:
             return plan_training(
                 units,
@@ -314,8 +313,12 @@ def _plan(
                 step_peak_bytes=step.step_peak_bytes,
                 holds_gradients=True,
                 batches=step.batches,
-                **options,
+                # Where layers run twice, a step may be a little shorter yet.
+                is_trial=units != step.units,
             )
+
+    def plan(units: Sequence[StreamUnit], **_: bool) -> TrainingPlan:
+        return planned(tuple(units))
 
     freed_bytes = step.freed_bytes if recomputes else {}
     return plan_with_recomputation(step.units, freed_bytes, hardware, plan)
