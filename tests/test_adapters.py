@@ -35,6 +35,8 @@ EXCEPTIONS = {
     "swap.py": "a warning tells the user what to do about a library's parameters",
     "torch_compat.py": "has every private name of torch, of FSDP2's too",
     "patches.py": "the table of what is changed in libraries",
+    "cli/fit.py": "says which library's format of weights and optimizer is counted",
+    "fit/": "a configuration names the library that quantises its weights",
     "doctor/": "looks at the libraries that are installed",
     "integrations/": "is called by a library",
     "pages/run/runner.py": "its own `is_paged`",

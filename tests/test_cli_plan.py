@@ -181,3 +181,20 @@ def test_a_model_by_its_size_and_precision(run: Run) -> None:
         return sum(it["optimizer_state"]["bytes"] for it in data["residency"].values())
 
     assert state_bytes() == pytest.approx(3 * state_bytes("--precision", "bf16"), rel=1e-3)
+
+
+def test_a_streamed_plan_says_what_happens_to_activations(run: Run) -> None:
+    """Under a policy that streams state there are blocks, and no hints."""
+    pytest.importorskip("transformers")
+    model = ("--model", "llama-tiny", "--batch", 8, "--seq", 512, "--precision", "bf16")
+    words = (*model, "--policy", "sft", "--budget", "420MiB", "--hardware", "h100-pcie")
+    status, text, errors = run(*words, "--explain", "*")
+    assert (status, errors) == (0, "")
+    assert "blocks resident" in text
+    assert re.search(r"computed twice +model.layers.0 to model.layers.1 ", text)
+    assert re.search(r"kept +model.layers.2 to model.layers.3 ", text)
+    data = json.loads(run(*words, "--explain", "*", "--json")[1])
+    chosen = {it["unit"]: it for it in data["activations"] if it["choice"] == "computed twice"}
+    assert set(chosen) == set(data["recomputed"])
+    assert all(it["compute_s"] < it["copy_s"] for it in chosen.values())
+    assert json.loads(run(*words, "--json")[1])["activations"] == []

@@ -331,3 +331,38 @@ def test_the_example_in_the_docs_runs(
     (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     exec(compile(example, "docs/simulate.md", "exec"), {})
     assert (tmp_path / "residency.png").is_file()
+
+
+def test_models_have_the_names_that_umem_fit_knows(run: Run) -> None:
+    words = ("--mode", "sft", "--seq", 16, "--json")
+    named, spelled = (
+        run("simulate", "--model", it, *words) for it in ("llama-tiny", "umem/Llama_Tiny-hf")
+    )
+    assert named == spelled
+    assert named[0] == 0
+    status, _, errors = run("simulate", "--model", "llama-tony")
+    assert status == 2
+    assert "did you mean 'llama-tiny'" in errors
+
+
+def test_what_was_predicted_before_is_said_again_without_a_search(
+    run: Run, layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = run("simulate", "--trace", layers, "--budget", "512MiB", "--json")
+    kept = list((tmp_path / "umem" / "predictions").iterdir())
+    assert len(kept) == 2  # by planner
+    found = []
+
+    def searched(*arguments: Any, **options: Any) -> Any:
+        found.append(arguments)
+        return predict(*arguments, **options)
+
+    monkeypatch.setattr("umem.predict.prediction_cache.predict", searched)
+    assert run("simulate", "--trace", layers, "--budget", "512MiB", "--json") == first
+    assert not found
+    kept[0].write_text("{")  # damaged
+    assert run("simulate", "--trace", layers, "--budget", "512MiB", "--json") == first
+    assert len(found) == 1
+    run("simulate", "--trace", layers, "--budget", "640MiB")
+    assert len(found) == 3

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from umem.capture.offline import record_step
-from umem.capture.offline.models import MODELS, MODES, llama_of_size, model_trace
+from umem.capture.offline import llama_of_size, model_config, model_names, record_step
+from umem.capture.offline.models import MODES, model_trace
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
 from umem.trace.check import check_trace
@@ -189,14 +189,14 @@ def test_names_and_metadata(lora: Trace) -> None:
         "trainable_parameters": ADAPTERS,
     }
     assert set(MODES) == {"lora", "sft"}
-    assert {"llama-2-7b", "llama-2-13b", "llama-2-70b"} <= set(MODELS)
+    assert {"llama-2-7b", "llama-2-13b", "llama-2-70b"} <= set(model_names())
 
 
 @pytest.mark.parametrize(
     ("model", "mode", "options", "message"),
     [
         ("llama2-7b", "sft", {}, r"unknown model 'llama2-7b', did you mean 'llama-2-7b'\?"),
-        ("gpt", "sft", {}, r"unknown model 'gpt'\. Known: llama-tiny, llama-2-7b"),
+        ("gpt", "sft", {}, r"unknown model 'gpt'\. Known: deepseek"),
         ("llama-2-7b", "lorra", {}, r"unknown mode 'lorra', did you mean 'lora'\?"),
         ("llama-tiny", "sft", {"precision": "fp16"}, r"unknown precision 'fp16', did you mean"),
         ("llama-tiny", "sft", {"batch": 0}, r"batch is 0: give a whole number from 1 to 4096"),
@@ -227,10 +227,22 @@ def test_naming_models_imports_no_torch() -> None:
 
 @pytest.mark.slow
 def test_a_llama_of_a_size_is_recorded() -> None:
-    name, shape = llama_of_size("100M")
+    name, _ = llama_of_size("100M")
     made = model_trace(name, "sft", seq=16)
     assert (name, made.name) == ("llama-100m", "llama-100m-sft")
-    assert made.metadata["parameters"] == shape.parameters == pytest.approx(1e8, rel=0.05)
+    assert made.metadata["parameters"] == pytest.approx(1e8, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "gemma-3-4b", "phi-3-mini"])
+def test_families_beside_llama_are_recorded(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """Values of DeepSeek's attention are narrower than its queries."""
+    small = {**model_config(model), "num_hidden_layers": 2}
+    monkeypatch.setattr("umem.capture.offline.models.model_config", lambda _: small)
+    trace = model_trace(model, "sft", batch=1, seq=32)
+    check_trace(trace, model)
+    recorded = count_bytes(trace, TensorClass.WEIGHTS, persistent=True)
+    assert recorded == 2 * int(trace.metadata["parameters"])
 
 
 @pytest.mark.slow

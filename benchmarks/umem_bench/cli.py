@@ -348,11 +348,11 @@ def plans(
     check: _Check = False,
 ) -> None:
     """Time to record, plan and simulate a step, on models up to 70B: no GPU needed."""
-    from umem.capture.offline import MODELS, MODES
+    from umem.capture.offline import MODES, model_names
 
     rounds = min(rounds, _QUICK_ROUNDS) if quick else rounds
     found = planning.run_planning(
-        _named(models, MODELS),
+        _named(models, model_names()),
         _named(modes, MODES),
         rounds=rounds,
         first_plans=not quick,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +18,12 @@ from umem.core.errors import UmemError
 from umem.core.garbage import no_garbage_collection
 from umem.core.units import format_bytes, parse_bytes
 from umem.fit import (
+    ALL_LINEAR,
     MOMENTS,
+    QUANTISED,
     TRAINING_PRECISIONS,
     Fit,
+    ModelShape,
     Way,
     Workload,
     fit_inference,
@@ -27,7 +31,9 @@ from umem.fit import (
     generic_shape,
     load_shape,
 )
+from umem.fit.answer import CONTEXT_BYTES, PROCESS_BYTES
 from umem.hardware import Hardware, hardware_names, load_hardware
+from umem.hardware.host_memory import PINNED_SHARE
 from umem.hardware.load import MEASURE
 from umem.io.files import write_file
 
@@ -75,7 +81,41 @@ def fit(
     checkpoint: options.Checkpoint = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(help="adamw, or sgd, which is SGD with momentum (default: adamw)."),
+        typer.Option(
+            help="adamw; sgd, which is SGD with momentum; or adamw8bit of bitsandbytes (default: "
+            "adamw)."
+        ),
+    ] = None,
+    accumulate: options.Accumulate = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=4096,
+            help="GPUs of one host that divide a training as FSDP does; each has its own batch "
+            "(default: 1).",
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=1, max=8192, help="Of LoRA's adapters (default: 16).")
+    ] = None,
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Matrices with LoRA's adapters, with commas between, or all-linear (default: "
+            "those of attention).",
+        ),
+    ] = None,
+    quantised: Annotated[
+        str | None,
+        typer.Option(
+            "--quantised",
+            "--quantized",
+            metavar="FORMAT",
+            help="How bitsandbytes keeps frozen weights: nf4 (QLoRA), nf4-double or int8 (default: "
+            "as the configuration says).",
+        ),
     ] = None,
     budget: options.Budget = None,
     host_ram: Annotated[
@@ -109,6 +149,11 @@ def fit(
         precision=precision,
         checkpoint=checkpoint,
         optimizer=optimizer,
+        accumulate=accumulate,
+        gpus=gpus,
+        rank=rank,
+        targets=targets,
+        quantised=quantised,
     )
     if target is not None:
         if gpu is None:
@@ -160,23 +205,63 @@ def _question(
     if (model is None) == (params is None):
         raise UmemError("give either MODEL, such as llama-2-7b, or --params, such as 7b")
     shape = load_shape(model) if model is not None else generic_shape(params or "")
+    given = {name: value for name, value in of_training.items() if value is not None}
+    of_lora = {"rank", "targets"} & given.keys()
+    if mode != "lora" and of_lora:
+        raise UmemError(
+            f"--{min(of_lora)}: adapters are of --mode lora: give it, or leave this out"
+        )
+    if mode == "sft" and "quantised" in given:
+        raise UmemError("--quantised: weights that are trained are whole: give --mode lora")
+    if "quantised" in given:
+        quantised = options.known_name("--quantised", given.pop("quantised"), tuple(QUANTISED))
+    elif mode != "sft" and shape.quantisation in QUANTISED:
+        quantised = shape.quantisation
+    else:
+        quantised = ""
     if mode == "inference":
-        for name, value in of_training.items():
-            if value is not None:
-                raise UmemError(f"--{name}: inference is in bf16 and keeps nothing: leave it out")
-        return Workload(shape, mode, batch or 1, seq or options.SEQ, "bf16", checkpoint=False)
-    chosen = {
-        name: options.known_name(f"--{name}", of_training[name] or known[0], known)
-        for name, known in (("precision", TRAINING_PRECISIONS), ("optimizer", tuple(MOMENTS)))
-    }
+        for name in given:
+            raise UmemError(f"--{name}: inference trains nothing and keeps nothing: leave it out")
+        return Workload(
+            shape,
+            mode,
+            batch or 1,
+            seq or options.SEQ,
+            "bf16",
+            checkpoint=False,
+            quantised=quantised,
+        )
     return Workload(
         shape,
         mode,
         batch or options.BATCH,
         seq or options.SEQ,
-        checkpoint=bool(of_training["checkpoint"]),
-        **chosen,
+        **_training(given, shape),
+        quantised=quantised,
     )
+
+
+def _training(given: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Check the options of a training; they become those of a workload."""
+    optimizer = options.known_name("--optimizer", given.get("optimizer", "adamw"), tuple(MOMENTS))
+    precisions = [
+        it for it in TRAINING_PRECISIONS if optimizer != "adamw8bit" or "master" not in it
+    ]
+    given["optimizer"] = optimizer
+    given["precision"] = options.known_name(
+        "--precision", given.get("precision", precisions[0]), precisions
+    )
+    given.setdefault("checkpoint", False)
+    if "targets" in given:
+        # How PEFT adapts experts, and what is beside them, changes from release to release.
+        names = dict.fromkeys(
+            it.name
+            for layer in shape.layers
+            for it in (layer.attention if shape.has_experts else layer.matrices)
+        )
+        known = (*names, *(() if shape.has_experts else (ALL_LINEAR,)))
+        given["targets"] = options.known_names("--targets", given["targets"], known)
+    return given
 
 
 def _host_bytes(text: str | None) -> int | None:
@@ -213,6 +298,9 @@ def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
         "precision": question.precision,
         "checkpoint": question.checkpoint,
         "optimizer": question.optimizer,
+        "accumulate": question.accumulate,
+        "gpus": question.gpus,
+        "quantised": question.quantised or None,
         "hardware": answer.hardware,
         "device_budget_bytes": answer.budget_bytes,
         "host_limit_bytes": answer.host_limit_bytes,
@@ -237,6 +325,7 @@ def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
             }
             for way in answer.ways
         },
+        "activations": [asdict(it) for it in answer.choices],
         "largest_batch": answer.largest_batch,
         "largest_stock_batch": answer.largest_stock_batch,
         "policy": _policy_text(question, answer, budget),
@@ -251,10 +340,13 @@ def _heading(question: Workload) -> str:
         words.append(question.precision)
         words += [question.optimizer] if question.optimizer != "adamw" else []
         words += ["checkpoints"] if question.checkpoint else []
+    words += [question.quantised] if question.quantised else []
+    batches = f"{question.accumulate:,} batches of " if question.accumulate > 1 else ""
+    each = f" on each of {question.gpus:,} GPUs" if question.gpus > 1 else ""
     return (
         f"[bold]{plain(question.shape.name)}[/bold], {', '.join(words)}: "
         f"{question.shape.parameters / 1e9:.3g} B parameters\n"
-        f"{question.batch:,} x {question.seq:,} tokens"
+        f"{batches}{question.batch:,} x {question.seq:,} tokens{each}"
     )
 
 
@@ -293,15 +385,21 @@ def _print_one(
         if way.why_not:
             console.print(f"{_WAYS[way.name]} does not fit: {plain(way.why_not)}")
     console.print()
+    if any(it.choice != "kept" for it in answer.choices):
+        output.print_choices(console, answer.choices)
+        console.print()
     console.print(
         f"largest batch: {answer.largest_batch or 'none'} with umem, "
         f"{answer.largest_stock_batch or 'none'} with stock"
     )
     if answer.umem.host_bytes is not None:
-        is_short = answer.umem.host_bytes > answer.host_limit_bytes
+        needed_bytes = answer.umem.host_bytes * question.gpus
         console.print(
-            f"host memory: needs {format_bytes(answer.umem.host_bytes)}; "
-            f"{'only ' if is_short else ''}{format_bytes(answer.host_limit_bytes)} available"
+            f"host memory: needs {format_bytes(needed_bytes)}; "
+            f"{format_bytes(answer.host_limit_bytes)} available, of which umem locks "
+            f"{100 * PINNED_SHARE:.0f} %\n"
+            f"a process without tensors: {format_bytes(CONTEXT_BYTES)} of device memory, "
+            f"{format_bytes(PROCESS_BYTES)} of host memory"
         )
     console.print(_advice(question, answer, budget, target), soft_wrap=True)
     if answer.rates == "unknown":
@@ -341,6 +439,13 @@ def _basis(question: Workload, rooflines: str) -> str:
     words = f"Predicted by {rooflines} and umem's planner, not measured."
     if question.mode != "inference":
         words += "\nCPU offload, assumed: state and gradients copied once a step, without overlap."
+    if question.gpus > 1:
+        words += "\nNot counted: what GPUs send each other, so that steps take longer."
+    if question.shape.quantisation and not question.quantised:
+        words += (
+            f"\nNot counted: quantization_config ({plain(question.shape.quantisation)}); weights "
+            "are taken in full."
+        )
     return words
 
 

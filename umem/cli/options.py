@@ -218,14 +218,22 @@ def find_workloads(modes: Sequence[str], given: WorkloadOptions) -> tuple[Worklo
     if given.script is not None:
         return (partial(_record_script, given.script),)
     # Not at the top: it takes longer than reading a trace.
-    from umem.capture.offline import MODELS, MODES, PRECISIONS, llama_of_size, model_trace
+    from umem.capture.offline import (
+        MODES,
+        PRECISIONS,
+        find_model,
+        llama_of_size,
+        model_names,
+        model_trace,
+    )
     from umem.capture.offline.trace_cache import cache_trace, cached_trace
 
     chosen = known_name("--mode", modes[0] if given.mode is None else given.mode, modes)
     if given.params:
         name = llama_of_size(given.params)[0]
     else:
-        name = known_name("--model", given.model or "", MODELS)
+        wanted = given.model or ""
+        name = find_model(wanted) or known_name("--model", wanted, model_names())
     arguments: dict[str, Any] = {
         "model": name,
         "batch": given.batch or BATCH,
@@ -245,8 +253,8 @@ def find_workloads(modes: Sequence[str], given: WorkloadOptions) -> tuple[Worklo
         cache_trace(made, these)
         return made
 
-    wanted = MODES if chosen == "both" else (chosen,)
-    return tuple(partial(record, of_mode) for of_mode in wanted)
+    of_modes = MODES if chosen == "both" else (chosen,)
+    return tuple(partial(record, of_mode) for of_mode in of_modes)
 
 
 def _load(path: Path, say: Progress) -> Trace:

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rich.align import VerticalAlignMethod
 
     from umem.core.report import Traffic
+    from umem.predict.stream_prediction import UnitChoice
 
 __all__ = [
     "Progress",
@@ -44,6 +46,7 @@ __all__ = [
     "make_table",
     "on_interrupt",
     "plain",
+    "print_choices",
     "print_json",
     "print_table",
     "print_traffic",
@@ -205,6 +208,26 @@ def print_traffic(console: Console, traffic: Sequence[Traffic], counted: str = "
             format_seconds(entry.seconds),
         )
     print_table(console, table)
+
+
+def print_choices(console: Console, choices: Sequence[UnitChoice]) -> None:
+    """Print what a plan does with activations: a row for each run of units that are alike."""
+    found = [it for it in choices if it.saved_bytes]
+    if all(it.choice == "kept" for it in found):
+        console.print("activations: all kept")
+        return
+    table = make_table("activations", "units", numbers=("saved each", "copies", "again"))
+    for (choice, *cells), its in groupby(found, _choice_cells):
+        first, *_, last = [*its] * 2
+        names = first.unit if first is last else f"{first.unit} to {last.unit}"
+        table.add_row(choice, plain(names), *cells)
+    print_table(console, table)
+    console.print("copies: out and back, over the link alone; again: computed in the backward pass")
+
+
+def _choice_cells(choice: UnitChoice) -> tuple[str, str, str, str]:
+    times = format_seconds(choice.copy_s), format_seconds(choice.compute_s)
+    return choice.choice, format_bytes(choice.saved_bytes), *times
 
 
 _STALLS = {

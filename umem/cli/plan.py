@@ -15,6 +15,7 @@ from rich.console import Console
 
 from umem.cli import options, output
 from umem.cli.output import plain
+from umem.cli.simulate import print_streamed
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
@@ -22,6 +23,7 @@ from umem.core.units import format_bytes
 from umem.hardware import Hardware, with_durations
 from umem.pages import plan as planning
 from umem.policy import ResolvedPolicy
+from umem.predict.stream_prediction import predict_stream, stream_row, unit_choices
 from umem.trace import Trace, find_gaps
 
 __all__ = ["app"]
@@ -48,7 +50,8 @@ def plan(
             metavar="NAME",
             help="Say why tensors of this name, or of this class, leave the device or stay, or who "
             "leaves for a phase of this name; * stands for any text. Says also what the step waits "
-            "for, and what 1 GiB more of budget would gain.",
+            "for, and what 1 GiB more of budget would gain. Under a policy that streams state: "
+            "what happens to the activations of each block, and why.",
         ),
     ] = None,
     as_json: options.Json = False,
@@ -60,6 +63,9 @@ def plan(
     (workload,) = options.find_workloads(options.TRAINING_MODES, given)
     machine = options.find_machine(hardware)
     resolved = options.find_policy(policy, machine, budget)
+    if resolved.streams_state:
+        _plan_streamed(workload, machine, resolved, explains=explain is not None, as_json=as_json)
+        return
 
     with output.progress() as say:
         timed = with_durations(workload(say), machine)
@@ -106,6 +112,30 @@ def plan(
         if "decisions" in data:
             _print_decisions(console, data["decisions"], timed.phase_names)
             _print_limits(console, data["limits"])
+
+
+def _plan_streamed(
+    workload: options.Workload,
+    hardware: Hardware,
+    policy: ResolvedPolicy,
+    *,
+    explains: bool,
+    as_json: bool,
+) -> None:
+    """Plan a training whose state is streamed, as `umem simulate` does, and print the plan."""
+    with output.progress() as say:
+        trace = workload(say)
+        with output.interruptible():
+            made = predict_stream(trace, hardware, policy)
+    choices = unit_choices(made, hardware) if explains else ()
+    if as_json:
+        output.print_json(stream_row(made) | {"activations": [asdict(it) for it in choices]})
+        return
+    console = output.make_console()
+    print_streamed(console, made)
+    if explains:
+        console.print()
+        output.print_choices(console, choices)
 
 
 def _limits(

@@ -20,6 +20,7 @@ from umem.hardware import Hardware
 from umem.pages.plan import PLANNERS
 from umem.policy import ResolvedPolicy
 from umem.predict.prediction import predict, report_row
+from umem.predict.prediction_cache import predict_once
 from umem.predict.stream_prediction import (
     StreamPrediction,
     predict_stream,
@@ -31,7 +32,7 @@ from umem.trace.published import published_share
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["app"]
+__all__ = ["app", "print_streamed"]
 
 _MODES = ("both", "lora", "sft")
 
@@ -105,15 +106,11 @@ def simulate(
         for workload in workloads:
             made = workload(say)
             with output.interruptible():
-                reports = predict(
-                    made,
-                    machine,
-                    resolved,
-                    planners,
-                    runnable=runnable,
-                    timeline=plot is not None,
-                    progress=say,
-                )
+                asked = (made, machine, resolved, planners)
+                if plot is None:
+                    reports = predict_once(*asked, runnable=runnable, progress=say)
+                else:
+                    reports = predict(*asked, runnable=runnable, timeline=True, progress=say)
             results.append((made, reports))
         if plot is not None:
             pictures = output.save_figures(_figures(results, plot), say)
@@ -157,12 +154,12 @@ def _simulate_streamed(
         return
     console = output.make_console()
     for prediction in predictions:
-        _print_streamed(console, prediction)
+        print_streamed(console, prediction)
         console.print()
     console.print(options.rates_line(plain(hardware.name), hardware.rates), style="dim")
 
 
-def _print_streamed(console: Console, prediction: StreamPrediction) -> None:
+def print_streamed(console: Console, prediction: StreamPrediction) -> None:
     """Print one prediction: its times, what is copied, and its memory."""
     plan, step, training = prediction.plan, prediction.step, prediction.training
     units = step.units

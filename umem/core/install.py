@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 from functools import cache
-from importlib import metadata
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 __all__ = ["build_command", "install_command"]
 
@@ -44,6 +41,11 @@ def _origin() -> tuple[str, str]:
 
     pip and others note them in ``direct_url.json`` (PEP 610), except for a package of an index.
     """
+    # Here, because they load what speaks HTTP, and every command imports this module.
+    from importlib import metadata
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
     try:
         noted = metadata.distribution("umem").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -1,15 +1,26 @@
 """Whether a model fits a machine, and how fast it runs, from its configuration alone."""
 
 from umem.fit.answer import Fit, Place, Way, fit_inference, fit_training
-from umem.fit.estimate import MOMENTS, TRAINING_PRECISIONS, Workload, training_step
+from umem.fit.estimate import (
+    ALL_LINEAR,
+    MOMENTS,
+    QUANTISED,
+    TRAINING_PRECISIONS,
+    Workload,
+    training_step,
+)
 from umem.fit.shapes import ModelShape, generic_shape, load_shape, shape_names
+from umem.predict.stream_prediction import UnitChoice
 
 __all__ = [
+    "ALL_LINEAR",
     "MOMENTS",
+    "QUANTISED",
     "TRAINING_PRECISIONS",
     "Fit",
     "ModelShape",
     "Place",
+    "UnitChoice",
     "Way",
     "Workload",
     "fit_inference",

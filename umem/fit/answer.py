@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -16,12 +16,23 @@ from umem.fit.estimate import (
     stock_bytes,
     training_step,
 )
-from umem.fit.shapes import Layer, ModelShape
+from umem.fit.shapes import Layer, Matrix, ModelShape
 from umem.hardware import Hardware
+from umem.hardware.host_memory import PINNED_SHARE
 from umem.policy import ResolvedPolicy
-from umem.predict.stream_prediction import StreamedStep, StreamPrediction
+from umem.predict.stream_prediction import (
+    StreamedStep,
+    StreamPrediction,
+    UnitChoice,
+    unit_choices,
+)
+from umem.streaming.plan.recomputation import plan_with_recomputation, with_recomputed
 from umem.streaming.plan.state_plan import StreamProblem, least_slack_bytes, plan_stream
-from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS, largest_slot_bytes
+from umem.streaming.plan.step_timing import (
+    UNITS_WITH_GRADIENTS,
+    StreamUnit,
+    largest_slot_bytes,
+)
 from umem.streaming.plan.training_plan import (
     WEIGHT_SLOTS,
     TrainingPlan,
@@ -31,6 +42,27 @@ from umem.streaming.plan.training_plan import (
 from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights
 
 __all__ = ["Fit", "Place", "Way", "fit_inference", "fit_training"]
+
+CONTEXT_BYTES = 782 << 20
+"""What a process takes of the device beside the budget: CUDA's context, 524 MiB, and the kernels of
+torch. 0.75 GiB of the H100s and H200s of ``benchmarks/results`` (``outside_bytes`` of *floor*)."""
+
+PROCESS_BYTES = 1380 << 20
+"""What a process takes of the host without any home: Python, torch and CUDA. 1.2 to 1.4 GiB there
+(``host_process_bytes`` of *floor* and *stock*), and 0.07 GiB more under umem."""
+
+_HOMES_SHARE = 1.1
+"""Host memory of homes as a multiple of what the plan has there: 1.07 to 1.13 of the trainings
+there, whose allocator keeps blocks and whose peaks leave state a little less room."""
+
+_FIRST_SHARE, _FIRST_SHARE_OF_TRAINING = 1 / 8, 1 / 2
+"""Part of the budget that is left free until a plan is made, where weights and it do not fit:
+:mod:`umem.streaming.weights.model_weights`."""
+
+_KERNEL_S = 22e-6
+"""The processor's time for a kernel of transformers' loop that generates: 32 ms a token of
+Llama-2-7B, 33 of 13B, 46 of Code Llama 34B and 97 of Qwen3-30B-A3B, in ``benchmarks/results``
+(``h100-generate.jsonl``, ``h100-generate-experts.jsonl``)."""
 
 _MOST_BATCH = 4096
 
@@ -61,8 +93,9 @@ class Way:
     """Of a training step, or of a token; None if it does not fit."""
     tokens_per_s: float | None
     device_bytes: int | None
-    """At the fullest moment; None if no plan was found."""
+    """At the fullest moment, :data:`CONTEXT_BYTES` included; None if no plan was found."""
     host_bytes: int | None
+    """Of a process, :data:`PROCESS_BYTES` included."""
     why_not: str = ""
     """The reason, if it does not fit."""
 
@@ -80,6 +113,8 @@ class Fit:
     """Host memory that may be used."""
     classes: Mapping[str, Place]
     """By class; under umem, or all on the device if umem has no plan."""
+    choices: tuple[UnitChoice, ...]
+    """What happens to each unit's activations, in forward order; empty where there is no plan."""
     ways: tuple[Way, ...]
     largest_batch: int
     """With umem; 0 if none fits."""
@@ -106,12 +141,36 @@ class _Room(NamedTuple):
                 return f"{size} of {where} memory needed, {format_bytes(there)} there"
         return ""
 
-    def way(self, name: str, tokens: int, time_s: float, device_bytes: int, host_bytes: int) -> Way:
+    def way(
+        self, name: str, tokens: int, time_s: float, device_bytes: int, homes_bytes: int
+    ) -> Way:
         """A way that makes so many tokens in a time, if it fits."""
-        why_not = self.why_not(device_bytes, host_bytes)
+        why_not = self.why_not(device_bytes, homes_bytes)
+        sizes = device_bytes + CONTEXT_BYTES, homes_bytes + PROCESS_BYTES
         if why_not:
-            return Way(name, None, None, device_bytes, host_bytes, why_not)
-        return Way(name, time_s, tokens / time_s, device_bytes, host_bytes)
+            return Way(name, None, None, *sizes, why_not)
+        return Way(name, time_s, tokens / time_s, *sizes)
+
+
+def _room(device_bytes: int, host_bytes: int, processes: int) -> _Room:
+    """Room for tensors on the device, and for homes of one of so many processes on the host.
+
+    A process locks :data:`umem.hardware.host_memory.PINNED_SHARE` of what is left at most.
+    """
+    left_bytes = host_bytes / processes - PROCESS_BYTES
+    return _Room(device_bytes, max(0, int(PINNED_SHARE * left_bytes)))
+
+
+def _homes_bytes(
+    planned_bytes: int, weight_bytes: int, movable_bytes: int, budget_bytes: int, first: float
+) -> int:
+    """Host memory of homes at its fullest moment, of what the plan has there.
+
+    Until there is a plan, `first` of the budget is left free, if all weights do not fit beside it.
+    """
+    free_bytes = budget_bytes - least_slack_bytes(budget_bytes) - int(first * budget_bytes)
+    early_bytes = min(movable_bytes, max(0, weight_bytes - max(0, free_bytes)))
+    return int(_HOMES_SHARE * max(planned_bytes, early_bytes))
 
 
 # Training.
@@ -145,37 +204,45 @@ def fit_training(
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     limit_bytes = hardware.host_bytes if host_bytes is None else host_bytes
     room_bytes = budget_bytes - least_slack_bytes(budget_bytes)
-    room = _Room(room_bytes, limit_bytes)
+    room = _room(room_bytes, limit_bytes, workload.gpus)
     piece_bytes = largest_slot_bytes(budget_bytes)
 
     def made_step(batch: int) -> StreamedStep:
         return training_step(replace(workload, batch=batch), hardware, piece_bytes)
 
     def has_room(batch: int) -> bool:
-        return not _why_too_large(made_step(batch), room)
+        return not _why_too_large(made_step(batch), room, policy.recomputes)
+
+    def homes_bytes(made: StreamPrediction) -> int:
+        movable_bytes = sum(sum(unit.part_bytes) for unit in (made.step.weights or {}).values())
+        weight_bytes = made.step.weight_bytes
+        return _homes_bytes(
+            made.host_bytes, weight_bytes, movable_bytes, budget_bytes, _FIRST_SHARE_OF_TRAINING
+        )
 
     def prediction(step: StreamedStep, plan: TrainingPlan) -> StreamPrediction:
         name = workload.shape.name
         return StreamPrediction(name, hardware.name, policy.name, budget_bytes, False, step, plan)
 
     def is_planned(batch: int) -> bool:
-        step = made_step(batch)
-        for weights_bytes in (step.weight_bytes, 0):
-            try:
-                plan = _planned(step, hardware, room_bytes, weights_bytes)
-            except PlanError:
-                continue
-            if prediction(step, plan).host_bytes <= limit_bytes:
-                return True
+        for step in _tries(made_step(batch), policy.recomputes):
+            for weights_bytes in (step.weight_bytes, 0):
+                try:
+                    plan = _planned(step, hardware, room_bytes, weights_bytes)
+                except PlanError:
+                    continue
+                if not room.why_not(0, homes_bytes(prediction(step, plan))):
+                    return True
         return False
 
     step = made_step(workload.batch)
     classes = {name: Place(size, 0) for name, size in class_bytes(workload, hardware).items()}
-    why_not = _why_too_large(step, room)
+    why_not = _why_too_large(step, room, policy.recomputes)
     umem = Way("umem", None, None, None, None, why_not)
+    choices: tuple[UnitChoice, ...] = ()
     if not why_not:
         try:
-            plan = _plan(step, hardware, room_bytes)
+            plan = _plan(step, hardware, room_bytes, policy.recomputes)
         except PlanError as error:
             umem = replace(umem, why_not=str(error))
         else:
@@ -183,11 +250,12 @@ def fit_training(
             classes = _places(classes, made)
             umem = _Room(budget_bytes, room.host_bytes).way(
                 "umem",
-                workload.tokens,
+                workload.step_tokens,
                 made.plan.predicted.step_s,
                 made.training.device_bytes,
-                made.host_bytes,
+                homes_bytes(made),
             )
+            choices = unit_choices(made, hardware)
     most = _largest_batch(has_room)
     if umem.time_s is not None:
         most = max(most, workload.batch)
@@ -195,7 +263,7 @@ def fit_training(
     def is_stock(batch: int) -> bool:
         return stock_bytes(replace(workload, batch=batch), hardware) <= room_bytes
 
-    needed_bytes, tokens = stock_bytes(workload, hardware), workload.tokens
+    needed_bytes, tokens = stock_bytes(workload, hardware), workload.step_tokens
     stock_s = step.passes_s + sum(unit.update_s for unit in step.units)
     # CPU offload: state is on the host. All of it comes, and all gradients leave, once in each
     # step, of which nothing is hidden; the optimizer takes the time that it takes on the device.
@@ -213,6 +281,7 @@ def fit_training(
         budget_bytes=budget_bytes,
         host_limit_bytes=limit_bytes,
         classes=classes,
+        choices=choices,
         ways=(
             umem,
             room.way("stock", tokens, stock_s, needed_bytes, 0),
@@ -225,23 +294,37 @@ def fit_training(
     )
 
 
-def _plan(step: StreamedStep, hardware: Hardware, room_bytes: int) -> TrainingPlan:
+def _plan(
+    step: StreamedStep, hardware: Hardware, room_bytes: int, recomputes: bool
+) -> TrainingPlan:
     """Plan with all weights on the device or, if they have no room, as a training does.
 
     A training also tries whether it gains where weights leave although they have room. That takes
     seconds. In the trainings of docs/fit.md it gains 4 % at most.
     """
-    try:
-        return _planned(step, hardware, room_bytes, step.weight_bytes)
-    except PlanError:
-        return plan_training(
-            step.units,
-            step.weights,
-            budget_bytes=room_bytes,
-            hardware=hardware,
-            step_peak_bytes=step.step_peak_bytes,
-            holds_gradients=True,
-        )
+
+    @cache  # what is a trial first is often the plan
+    def planned(units: tuple[StreamUnit, ...]) -> TrainingPlan:
+        try:
+            return _planned(replace(step, units=units), hardware, room_bytes, step.weight_bytes)
+        except PlanError:
+            return plan_training(
+                units,
+                step.weights,
+                budget_bytes=room_bytes,
+                hardware=hardware,
+                step_peak_bytes=step.step_peak_bytes,
+                holds_gradients=True,
+                batches=step.batches,
+                # Where layers run twice, a step may be a little shorter yet.
+                is_trial=units != step.units,
+            )
+
+    def plan(units: Sequence[StreamUnit], **_: bool) -> TrainingPlan:
+        return planned(tuple(units))
+
+    freed_bytes = step.freed_bytes if recomputes else {}
+    return plan_with_recomputation(step.units, freed_bytes, hardware, plan)
 
 
 def _planned(
@@ -259,6 +342,7 @@ def _planned(
             step_peak_bytes=step.step_peak_bytes,
             holds_gradients=True,
             weight_slots=placed.slots,
+            batches=step.batches,
         )
     )
     return TrainingPlan(units, stream, placed, {}, placed.device_bytes + stream.peak_bytes)
@@ -276,14 +360,36 @@ def _places(classes: Mapping[str, Place], made: StreamPrediction) -> dict[str, P
         "activations": sum(units[number].saved_bytes for number in plan.copied),
         "logits": 0,
     }
-    return {name: Place(place.size_bytes - out[name], out[name]) for name, place in classes.items()}
+    gone = {"activations": sum(made.step.freed_bytes[name] for name in made.training.recomputed)}
+    return {
+        name: Place(place.size_bytes - out[name] - gone.get(name, 0), out[name])
+        for name, place in classes.items()
+    }
 
 
 # The largest batch.
 
 
-def _why_too_large(step: StreamedStep, room: _Room) -> str:
-    """Why no plan can fit, by what has to be on the device and on the host; empty if one may.
+def _why_too_large(step: StreamedStep, room: _Room, recomputes: bool) -> str:
+    """Why no plan can fit, by what has to be on the device and on the host; empty if one may."""
+    why_not = ""
+    for each in _tries(step, recomputes):
+        why_not = _why_units_too_large(each, room)
+        if not why_not:
+            break
+    return why_not
+
+
+def _tries(step: StreamedStep, recomputes: bool) -> Iterator[StreamedStep]:
+    """A step as it is, and with all units running twice that can."""
+    yield step
+    if recomputes and step.freed_bytes:
+        units = with_recomputed(step.units, step.freed_bytes, step.freed_bytes)
+        yield replace(step, units=units)
+
+
+def _why_units_too_large(step: StreamedStep, room: _Room) -> str:
+    """The same of a step in which no more units run twice.
 
     All that can leave is on the host. Activations have left two units later, and are back a unit
     early. Gradients have left :data:`UNITS_WITH_GRADIENTS` units later.
@@ -357,10 +463,11 @@ def fit_inference(
     *,
     host_bytes: int | None = None,
 ) -> Fit:
-    """Answer for generating text in bfloat16.
+    """Answer for generating text, with weights in bfloat16 or quantised.
 
-    A token takes the longer of two times: that of reading resident weights and the cache from
-    device memory, and that of copying streamed weights over the link.
+    A token takes the longest of three times: that of reading resident weights and the cache from
+    device memory, that of copying streamed weights over the link, and the processor's for the
+    kernels of transformers' loop.
 
     Parameters
     ----------
@@ -377,11 +484,17 @@ def fit_inference(
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     limit_bytes = hardware.host_bytes if host_bytes is None else host_bytes
     room_bytes = budget_bytes - least_slack_bytes(budget_bytes)
-    room = _Room(room_bytes, limit_bytes)
-    units = _inference_units(shape)
-    all_bytes = 2 * shape.parameters
+    room = _room(room_bytes, limit_bytes, 1)
+    units = _inference_units(workload.weight_bytes, shape)
+    small = shape.last_norm + sum(layer.small for layer in shape.layers)
+    tables = 2 * shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
+    matrices = [it for layer in shape.layers for it in layer.matrices]
+    all_bytes = tables + 2 * small + sum(map(workload.weight_bytes, matrices))
     movable_bytes = sum(sum(unit.part_bytes) for unit in units)
     fixed_bytes = all_bytes - movable_bytes
+
+    def homes(planned_bytes: int) -> int:
+        return _homes_bytes(planned_bytes, all_bytes, movable_bytes, budget_bytes, _FIRST_SHARE)
 
     def other(batch: int) -> tuple[int, int, int]:
         """Bytes of the cache, of the largest activations, and of the logits."""
@@ -392,8 +505,7 @@ def fit_inference(
     def has_room(batch: int) -> bool:
         beside = fixed_bytes + sum(other(batch))
         least = _staged_weights(units)
-        home_bytes = movable_bytes - max(0, room_bytes - beside)
-        return beside + least <= room_bytes and home_bytes <= limit_bytes
+        return not room.why_not(beside + least, homes(movable_bytes - max(0, room_bytes - beside)))
 
     def is_stock(batch: int) -> bool:
         return all_bytes + sum(other(batch)) <= room_bytes
@@ -411,11 +523,13 @@ def fit_inference(
     home_bytes = placed.streamed_bytes + placed.in_place_bytes
     share = _read_share(shape, batch)
     resident = share * (all_bytes - home_bytes) + cache
+    kernels_s = _KERNEL_S * _token_kernels(shape)
     time_s = max(
+        kernels_s,
         resident / hardware.memory_bytes_per_s,
         _crossing(units, placed, chosen) / hardware.copy_to_device_bytes_per_s,
     )
-    stock_s = (share * all_bytes + cache) / hardware.memory_bytes_per_s
+    stock_s = max(kernels_s, (share * all_bytes + cache) / hardware.memory_bytes_per_s)
     umem_bytes, everything_bytes = beside + placed.device_bytes, beside + movable_bytes
     return Fit(
         hardware=hardware.name,
@@ -428,8 +542,9 @@ def fit_inference(
             "activations": Place(activations, 0),
             "logits": Place(logits, 0),
         },
+        choices=(),
         ways=(
-            room.way("umem", batch, time_s, umem_bytes, home_bytes),
+            room.way("umem", batch, time_s, umem_bytes, homes(home_bytes)),
             room.way("stock", batch, stock_s, everything_bytes, 0),
         ),
         largest_batch=_largest_batch(has_room),
@@ -437,20 +552,40 @@ def fit_inference(
     )
 
 
+def _token_kernels(shape: ModelShape) -> int:
+    """Kernels of a token in transformers' loop, in eager mode.
+
+    A norm has 8. Attention has 10 to turn queries and keys, 2 for the cache, 2 of its own; either
+    half of a layer adds its result; an activation has 2. Experts have about 30: choosing, sorting,
+    weighing and putting back. Beside the layers: the table, positions, the mask and the choice.
+    """
+    beside_layers = 40
+    return beside_layers + sum(
+        8 * layer.norms
+        + 16 * layer.head_norms
+        + len(layer.matrices)
+        + 18
+        + 30 * bool(layer.experts)
+        for layer in shape.layers
+    )
+
+
 @cache
-def _inference_units(shape: ModelShape) -> tuple[WeightUnit, ...]:
+def _inference_units(
+    weight_bytes: Callable[[Matrix], int], shape: ModelShape
+) -> tuple[WeightUnit, ...]:
     """Weights that can leave the device, in the order of the forward pass."""
     table = WeightUnit((2 * shape.vocabulary * shape.hidden,))
-    layers = [_layer_weights(layer) for layer in shape.layers]
+    layers = [_layer_weights(weight_bytes, layer) for layer in shape.layers]
     if shape.tied:
         return tuple(layers)
     return (replace(table, gathered=frozenset([0])), *layers, table)
 
 
-def _layer_weights(layer: Layer) -> WeightUnit:
-    large = [it for it in layer.matrices if 2 * it.parameters >= LEAST_MOVED_BYTES]
+def _layer_weights(weight_bytes: Callable[[Matrix], int], layer: Layer) -> WeightUnit:
+    large = [it for it in layer.matrices if weight_bytes(it) >= LEAST_MOVED_BYTES]
     return WeightUnit(
-        tuple(2 * it.parameters for it in large),
+        tuple(map(weight_bytes, large)),
         experts=frozenset(number for number, it in enumerate(large) if it.count > 1),
     )
 
@@ -482,7 +617,7 @@ def _cached(layer: Layer, seq: int) -> int:
 
 def _widest(layer: Layer, experts_per_token: int) -> int:
     """Bytes for each token of the widest activations of a layer, all at a time."""
-    inner = layer.mlp[0].outputs if layer.mlp else 0
+    inner = layer.inner
     inner += 2 * experts_per_token * layer.experts[2].inputs if layer.experts else 0
     return 6 * inner
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
+from umem.capture.offline import LORA_RANK, LORA_TARGETS
 from umem.core.errors import HardwareError, UmemError
 from umem.fit.shapes import Layer, Matrix, ModelShape
 from umem.hardware import Hardware
@@ -21,8 +22,10 @@ from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.weight_plan import WeightUnit
 
 __all__ = [
+    "ALL_LINEAR",
     "LEAST_MOVED_BYTES",
     "MOMENTS",
+    "QUANTISED",
     "TRAINING_PRECISIONS",
     "Workload",
     "class_bytes",
@@ -33,12 +36,18 @@ __all__ = [
 TRAINING_PRECISIONS = ("bf16-master", "bf16", "fp32-autocast")
 """As of ``umem simulate``."""
 
-MOMENTS = {"adamw": 2, "sgd": 1}
+MOMENTS = {"adamw": 2, "sgd": 1, "adamw8bit": 2}
 """Optimizers, SGD with momentum, and the tensors of state that each has for a parameter."""
 
-LORA_RANK = 16
-LORA_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""Matrices with adapters, as in ``umem simulate --mode lora``."""
+QUANTISED = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+"""Bytes of a frozen weight by bitsandbytes' formats: 4 bits with a scale for each 64, which may be
+quantised too, with one for each 256 of them; 8 bits, whose scales for rows are few."""
+
+ALL_LINEAR = "all-linear"
+"""Adapters at every matrix but tables, as in PEFT."""
+
+_BLOCK_8BIT, _LEAST_8BIT = 256, 4096
+"""bitsandbytes' 8-bit state: a float32 scale for each block; smaller tensors have float32."""
 
 LEAST_MOVED_BYTES = 1 << 20
 """Smaller tensors stay on the device, by ``min_bytes`` of the policies sft and lora."""
@@ -70,11 +79,25 @@ class Workload:
     precision: str
     checkpoint: bool
     optimizer: str = "adamw"
+    accumulate: int = 1
+    """Batches in a step."""
+    gpus: int = 1
+    """That divide weights, gradients and state among them, as FSDP does; each has its own batch."""
+    rank: int = LORA_RANK
+    targets: tuple[str, ...] = LORA_TARGETS
+    """Matrices with adapters, or :data:`ALL_LINEAR`."""
+    quantised: str = ""
+    """Format of frozen matrices, of :data:`QUANTISED`; empty for bfloat16."""
 
     @property
     def tokens(self) -> int:
-        """Tokens in a step."""
+        """Tokens of a batch."""
         return self.batch * self.seq
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, on all GPUs."""
+        return self.tokens * self.accumulate * self.gpus
 
     @property
     def trains_all(self) -> bool:
@@ -101,16 +124,31 @@ class Workload:
         """Whether the optimizer has a float32 copy of each trained weight."""
         return self.trains_all and self.precision == "bf16-master"
 
-    @property
-    def state_width(self) -> int:
-        """Bytes of optimizer state for a trained parameter."""
-        return self._number_width * (self.moments + self.has_master)
+    def state_bytes(self, parameters: int) -> int:
+        """Bytes of optimizer state of a trained tensor."""
+        if self.optimizer == "adamw8bit" and parameters >= _LEAST_8BIT:
+            return self.moments * (parameters + 4 * math.ceil(parameters / _BLOCK_8BIT))
+        width = 4 if self.optimizer == "adamw8bit" else self._number_width
+        return width * (self.moments + self.has_master) * parameters
+
+    def has_adapter(self, matrix: Matrix) -> bool:
+        """Whether a frozen matrix has one."""
+        is_named = matrix.name in self.targets or ALL_LINEAR in self.targets
+        return self.mode == "lora" and is_named and not _is_whole(matrix)
+
+    def weight_bytes(self, matrix: Matrix) -> int:
+        """Bytes of a matrix. bitsandbytes quantises no tables, routers and experts."""
+        if self.trains_all or not self.quantised or _is_whole(matrix):
+            return self.weight_width * matrix.parameters
+        return int(QUANTISED[self.quantised] * matrix.parameters)
 
     @property
     def update_bytes(self) -> Kernels:
         """Bytes for a trained parameter, by kernel of its update."""
         # Reads of weight, gradient and moments; writes of all but the gradient. With a master copy,
         # the gradient to float32 before it, and the weight from it.
+        if self.optimizer == "adamw8bit":
+            return Kernels((3 * self.weight_width, 4))
         update = self._number_width * (3 + 2 * self.moments)
         return Kernels((update, 6), (6,)) if self.has_master else Kernels((update,))
 
@@ -118,6 +156,11 @@ class Workload:
     def _number_width(self) -> int:
         """Bytes of a number of the state. PEFT makes adapters in float32."""
         return 2 if self.trains_all and self.precision == "bf16" else 4
+
+
+def _is_whole(matrix: Matrix) -> bool:
+    """Whether libraries leave a matrix as it is: it is no ``nn.Linear`` within a layer."""
+    return matrix.count > 1 or matrix.name in ("router", _TABLE)
 
 
 @dataclass(frozen=True)
@@ -166,6 +209,13 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
     parts = _parts(workload, seconds)
     peaks_forward, peaks_backward, step_peak_bytes = _peaks(workload, parts, deferred=True)
     units, weights = [], {}
+    # A layer that runs twice keeps its input.
+    input_bytes = workload.tokens * workload.shape.hidden * (4 if workload.autocasts else 2)
+    freed_bytes = {
+        part.name: part.working.saved - input_bytes
+        for part in parts[1 : 1 + len(workload.shape.layers)]
+        if part.working.saved > input_bytes and not workload.checkpoint
+    }
     for part, forward_bytes, backward_bytes in zip(
         parts, peaks_forward, peaks_backward, strict=True
     ):
@@ -200,8 +250,9 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
         weight_bytes=sum(part.weight_bytes for part in parts),
         other_s=0.0,
         step_peak_bytes=step_peak_bytes,
-        batches=1,
-        model_flops=sum(part.flops for part in parts),
+        batches=workload.accumulate,
+        model_flops=workload.accumulate * sum(part.flops for part in parts),
+        freed_bytes=freed_bytes,
     )
 
 
@@ -216,6 +267,8 @@ def stock_bytes(workload: Workload, hardware: Hardware) -> int:
 # Units.
 
 _EMBEDDING = "model.embed_tokens"
+_TABLE = "weight"
+"""Name of the matrix at either end."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +327,7 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     hidden, vocabulary = tokens * shape.hidden, tokens * shape.vocabulary
     residual = 4 if workload.autocasts else 2
     of_kinds: dict[int, _Part] = {}
-    table = Matrix("weight", shape.hidden, shape.vocabulary)
+    table = Matrix(_TABLE, shape.hidden, shape.vocabulary)
     lookup = [Operator(0, 2 * residual * hidden, "unvectorised")]
     scatter = [Operator(0, residual * hidden + width * table.parameters, "unvectorised")]
     nothing = _Working(0, residual * hidden, residual * hidden)
@@ -306,7 +359,9 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     norm_working = _Working(norm_saved, norm_saved + residual * hidden, 24 * hidden)
     norm_back = _norm_backward(workload, hidden)
     parts.append(
-        _part(workload, "model.norm", (), shape.hidden, (), norm, norm_back, norm_working, seconds)
+        _part(
+            workload, "model.norm", (), shape.last_norm, (), norm, norm_back, norm_working, seconds
+        )
     )
     head, head_back = _product(workload, table, tokens, casts_input=True)
     loss, loss_back = _vectors(_LOSS, vocabulary), _vectors(_LOSS_BACK, vocabulary)
@@ -341,42 +396,59 @@ def _part(
 
     `again` are those of recomputation, which are no arithmetic of the model.
     """
-    width = workload.weight_width
-    all_parameters = sum(it.parameters for it in matrices) + small
-    adapters = _adapters(matrices)
-    if workload.trains_all:
-        sizes = [it.parameters for it in matrices]
-        grad_width, parameters = width, all_parameters
-    else:
-        sizes, grad_width, parameters = adapters, 4, sum(adapters)
-    state_width, tensors = workload.state_width, workload.moments + workload.has_master
-    moved = [it for it in sizes if it * state_width // tensors >= LEAST_MOVED_BYTES]
+    shards = workload.gpus
+    adapters = [
+        workload.rank * size
+        for it in matrices
+        if workload.has_adapter(it)
+        for size in (it.inputs, it.outputs)
+    ]
+    sizes = [it.parameters for it in matrices] if workload.trains_all else adapters
+    parameters = sum(sizes) + (small if workload.trains_all else 0)
+    tensors = workload.moments + workload.has_master
+    state = [workload.state_bytes(it) // shards for it in sizes]
+    # umem streams no 8-bit state, whose quantization maps belong to several parameters.
+    is_streamed = workload.optimizer != "adamw8bit"
+    moved_bytes = sum(it for it in state if is_streamed and it // tensors >= LEAST_MOVED_BYTES)
+    all_state_bytes = sum(state) + workload.state_bytes(parameters - sum(sizes)) // shards
+    weight_bytes = sum(map(workload.weight_bytes, matrices)) + workload.weight_width * small
     # The many small matrices of adapters are updated by one kernel.
     updated = sizes if workload.trains_all else [parameters]
-    updates = [it for size in updated if size for it in _vectors(workload.update_bytes, size)]
-    is_frozen = not workload.trains_all
+    updates = [
+        it for size in updated if size for it in _vectors(workload.update_bytes, size // shards)
+    ]
+    gradient_bytes = (workload.weight_width if workload.trains_all else 4) * parameters
+    if shards > 1:
+        # A unit's weights are whole while it computes, and so are its gradients until they are
+        # summed up; meanwhile the next unit's weights come.
+        leaving, whole = (), 2 * weight_bytes
+        working = _Working(
+            working.saved,
+            working.forward + whole,
+            working.backward + whole + gradient_bytes,
+            working.cast,
+        )
+    sums: list[Operator] = []
+    if workload.accumulate > 1 and parameters:
+        # All batches but the first add their gradients to those that are there.
+        share = (workload.accumulate - 1) / workload.accumulate
+        sums = [Operator(0, share * 3 * gradient_bytes)]
     return _Part(
         name=name,
         largest=max((it.parameters for it in matrices), default=small),
-        weight_bytes=width * all_parameters + (4 * sum(adapters) if is_frozen else 0),
+        weight_bytes=(weight_bytes + 4 * sum(adapters)) // shards,
         leaving=tuple(
-            width * it.parameters for it in leaving if width * it.parameters >= LEAST_MOVED_BYTES
+            size for it in leaving if (size := workload.weight_bytes(it)) >= LEAST_MOVED_BYTES
         ),
-        state_bytes=state_width * sum(moved),
-        small_state_bytes=state_width * (parameters - sum(moved)),
-        gradient_bytes=grad_width * parameters,
+        state_bytes=moved_bytes,
+        small_state_bytes=all_state_bytes - moved_bytes,
+        gradient_bytes=gradient_bytes // shards,
         update_s=seconds(updates),
         forward_s=seconds(forward),
-        backward_s=seconds(backward) + seconds(again),
+        backward_s=seconds(backward) + seconds(again) + seconds(sums),
         working=working,
         flops=sum(it.flops for it in (*forward, *backward)),
     )
-
-
-def _adapters(matrices: Sequence[Matrix]) -> list[int]:
-    """Parameters of each adapter's two matrices, for the matrices that have adapters."""
-    found = [it for it in matrices if it.name in LORA_MATRICES]
-    return [LORA_RANK * size for it in found for size in (it.inputs, it.outputs)]
 
 
 # Operators, by the bytes per element that each of them reads and writes.
@@ -461,12 +533,17 @@ def _product(
         if casts_input:
             forward += _vectors(_NARROW, inputs)
             backward += _vectors(_WIDEN, inputs)
-    if not workload.trains_all and matrix.name in LORA_MATRICES:
+    if workload.weight_bytes(matrix) < workload.weight_width * matrix.parameters:
+        # To bfloat16, in either pass.
+        widened = Operator(0, workload.weight_bytes(matrix) + 2 * matrix.parameters)
+        forward.append(widened)
+        backward.append(widened)
+    if workload.has_adapter(matrix):
         forward += _vectors(_WIDEN, inputs) + _vectors(_ADAPTER, outputs)
         of_output, of_input = _ADAPTER_BACK
         backward += _vectors(of_output, outputs) + _vectors(of_input, inputs)
         for wide in (inputs, outputs):
-            adapter = Operator(2 * LORA_RANK * wide, 4 * wide, "unvectorised")
+            adapter = Operator(2 * workload.rank * wide, 4 * wide, "unvectorised")
             forward.append(adapter)
             backward += [adapter, adapter]
     return forward, backward
@@ -512,7 +589,7 @@ def _layer_operators(
     tail += _vectors(_ADD[autocasts], hidden)
     backward += _vectors(_ADD_BACK, hidden)
     if layer.mlp:
-        inner = tokens * layer.mlp[0].outputs
+        inner = tokens * layer.inner
         forward += _vectors(_ACTIVATION, inner)
         backward += _vectors(_ACTIVATION_BACK, inner)
     if layer.experts:
@@ -574,11 +651,11 @@ def _layer_working(workload: Workload, layer: Layer) -> _Working:
         cast = 2 * sum(it.parameters for it in layer.matrices)
         saved += cast + (inputs if trained else 0)
     if not trained:
-        adapted = [it for it in layer.attention if it.name in LORA_MATRICES]
+        adapted = [it for it in layer.matrices if workload.has_adapter(it)]
         saved += 4 * tokens * sum(it.inputs for it in adapted)
     widest = 0
     if layer.mlp:
-        widest = 2 * tokens * layer.mlp[0].outputs
+        widest = 2 * tokens * layer.inner
         saved += (4 if trained else 3) * widest
     if layer.experts:
         rows = tokens * shape.experts_per_token
@@ -614,13 +691,15 @@ def _peaks(
     fixed = sum(part.weight_bytes - sum(part.leaving) + part.small_state_bytes for part in parts)
     gradients = [part.gradient_bytes for part in parts]
     later = [*accumulate(reversed(gradients), initial=0)][::-1]
+    if workload.accumulate > 1:  # those of the batches before are there all the time
+        later = [later[0]] * len(later)
     # What earlier units keep; casts of trained weights until the forward pass ends, if not saved.
     kept = [0, *accumulate(part.working.saved for part in parts)]
     keeps_casts = workload.checkpoint and workload.trains_all
     casts = [0, *accumulate(part.working.cast if keeps_casts else 0 for part in parts)]
     forward, backward = [], []
     for number, part in enumerate(parts):
-        held = later[number] if deferred else 0
+        held = later[number] if deferred or workload.accumulate > 1 else 0
         forward.append(fixed + held + kept[number] + casts[number + 1] + part.working.forward)
         early = part.working.backward + later[number + 1]
         # Behind it, all of its gradients are there.

@@ -5,54 +5,30 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from umem.capture.offline.models import SHAPES, RecordedShape, llama_of_size
+from umem.capture.offline import find_model, llama_of_size, model_config, model_names
 from umem.core.errors import UmemError
+from umem.fit.families import FAMILIES, WRAPPED, Family
 from umem.io.files import read_file, unreadable
 from umem.io.problems import did_you_mean, shown
 
 __all__ = ["Layer", "Matrix", "ModelShape", "generic_shape", "load_shape", "shape_names"]
 
-_CONFIGS = Path(__file__).parent / "configs"
 _MAX_CONFIG_BYTES = 2**20
 _MAX_SIZE = 2**31
 _MAX_LAYERS = 2_000
 _MAX_PARAMETERS = 10**13
 """Ten times the largest model of today, and an answer still comes in seconds."""
 
-_FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")
-"""Families with a norm before and one behind attention and MLP."""
-_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
-"""Families that normalise queries and keys."""
-_QKV_BIASES = ("qwen2", "gpt_oss")
-_BIASES = ("gpt_oss",)
-"""Families with biases at the output of attention, the router and the experts."""
-_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text")
-_NO_WINDOW = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Families whose configurations may name a window that they do not use by default."""
-_UNLIKE_LLAMA = (
-    "bert",
-    "bloom",
-    "falcon",
-    "gpt2",
-    "gpt_neo",
-    "gpt_neox",
-    "gptj",
-    "mamba",
-    "mamba2",
-    "mpt",
-    "opt",
-    "roberta",
-    "t5",
-)
-"""Families whose MLP or layer is another one, so that the formulas would be wrong."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Keys of the number of experts."""
 
-_SUFFIX = re.compile(r"-(?:hf|base|chat|instruct|it|pt)$")
+_PICTURES = "text_config"
+"""Key of the language part of a model with pictures."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +80,11 @@ class Layer:
         return self.attention + self.mlp + self.experts
 
     @property
+    def inner(self) -> int:
+        """Width of the MLP of every token; 0 for none."""
+        return self.mlp[-1].inputs if self.mlp else 0
+
+    @property
     def parameters(self) -> int:
         """All parameters."""
         return sum(it.parameters for it in self.matrices) + self.small
@@ -123,12 +104,16 @@ class ModelShape:
     experts_per_token: int
     clamped: bool
     """Whether the experts' activation is the one of GPT-OSS, with a clamp and biases."""
+    last_norm: int
+    """Parameters of the norm before the head."""
+    quantisation: str = ""
+    """How the configuration says that the file's weights are quantised, such as ``nf4``."""
 
     @property
     def parameters(self) -> int:
         """All parameters."""
         ends = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return ends + self.hidden + sum(layer.parameters for layer in self.layers)
+        return ends + self.last_norm + sum(layer.parameters for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:
@@ -137,9 +122,8 @@ class ModelShape:
 
 
 def shape_names() -> tuple[str, ...]:
-    """Names of known models: those of ``umem simulate`` and those with a configuration here."""
-    shipped = (path.stem for path in _CONFIGS.glob("*.json"))
-    return tuple(sorted({*SHAPES, *shipped}))
+    """Names of known models, which ``umem simulate`` knows too."""
+    return model_names()
 
 
 def load_shape(model: str) -> ModelShape:
@@ -155,26 +139,23 @@ def load_shape(model: str) -> ModelShape:
     Raises
     ------
     UmemError
-        For an unknown name, and for a configuration that cannot be read or lacks a key. The
-        message names the file and the key.
+        For an unknown name, for a configuration that cannot be read or lacks a key, and for a
+        family whose layers the estimate does not know. The message names the file and the key.
     """
     path = Path(os.path.expanduser(model))
     is_path = path.suffix == ".json" or model.startswith((".", "/", "~"))
-    name = None if is_path else _known_names().get(_plain(model))
-    if name is None and (is_path or path.exists()):
+    name = None if is_path else find_model(model)
+    if name is not None:
+        return _from_config(name, model_config(name), name)
+    if is_path or path.exists():
         file = path / "config.json" if path.is_dir() else path
         return _from_config(file.resolve().parent.name, _read(file), str(file))
-    if name is None:
-        known = shape_names()
-        hint = did_you_mean(_plain(model), known) or "."
-        raise UmemError(
-            f"MODEL: {model!r} is not known{hint} Give the path of its config.json, --params such "
-            f"as 7b, or one of: {', '.join(known)}"
-        )
-    if name in SHAPES:
-        return _from_config(name, _recorded_config(SHAPES[name]), name)
-    file = _CONFIGS / f"{name}.json"
-    return _from_config(name, _read(file), str(file))
+    known = shape_names()
+    hint = did_you_mean(model.rpartition("/")[2].lower(), known) or "."
+    raise UmemError(
+        f"MODEL: {model!r} is not known{hint} Give the path of its config.json, --params such "
+        f"as 7b, or one of: {', '.join(known)}"
+    )
 
 
 def generic_shape(size: str) -> ModelShape:
@@ -182,47 +163,8 @@ def generic_shape(size: str) -> ModelShape:
 
     That of :func:`umem.capture.offline.llama_of_size`, with its errors.
     """
-    name, shape = llama_of_size(size)
-    return _from_config(name, _recorded_config(shape), name)
-
-
-# Names.
-
-
-def _plain(name: str) -> str:
-    """A name without its owner and the words for kinds of training."""
-    found = name.rpartition("/")[2].lower().replace("_", "-").removeprefix("meta-")
-    while _SUFFIX.search(found):
-        found = _SUFFIX.sub("", found)
-    return found
-
-
-@cache
-def _known_names() -> Mapping[str, str]:
-    """Names of known models, by each way to write them without owner and suffix."""
-    names = {name: name for name in SHAPES}
-    for path in _CONFIGS.glob("*.json"):
-        hub = str(_read(path).get("_name_or_path", path.stem))
-        names |= {path.stem: path.stem, _plain(hub): path.stem}
-    return names
-
-
-def _recorded_config(shape: RecordedShape) -> dict[str, Any]:
-    """Configuration of a model that ``umem simulate`` records."""
-    windows = {"gpt_oss": {"sliding_window": 128, "sliding_window_pattern": 2}}
-    return {
-        "model_type": shape.family,
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_value_heads,
-        "head_dim": shape.head,
-        "tie_word_embeddings": False,
-        **windows.get(shape.family, {}),
-        **shape.experts,
-    }
+    name, config = llama_of_size(size)
+    return _from_config(name, config, name)
 
 
 # Configurations.
@@ -241,17 +183,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 class _Keys:
-    """Whole numbers of a configuration."""
+    """Values of a configuration, and of its family where it lacks a key."""
 
-    def __init__(self, config: Mapping[str, Any], place: str) -> None:
-        self.config, self.place = config, place
+    def __init__(self, config: Mapping[str, Any], family: Family, place: str) -> None:
+        self.config, self.family, self.place = config, family, place
 
     def number(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """Value of the first of these keys that is there and not null."""
-        for name in names:
-            value = self.config.get(name)
-            if value is None:
-                continue
+        """Whole number of the first of these keys that is there; the default if it is null."""
+        for name, value in self._found(names):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise UmemError(f"{self.place}: {name} is {shown(value)}: give a whole number")
             if not least <= value <= _MAX_SIZE:
@@ -266,43 +205,56 @@ class _Keys:
             )
         return default
 
+    def flag(self, key: bool | str) -> bool:
+        """Whether a key is set, or the answer itself."""
+        return key if isinstance(key, bool) else any(bool(it) for _, it in self._found((key,)))
+
+    def numbers(self, name: str) -> list[Any]:
+        """A list; empty if there is none."""
+        found = self.config.get(name)
+        return found if isinstance(found, list) else []
+
+    def _found(self, names: Sequence[str]) -> list[tuple[str, Any]]:
+        for values in (self.config, self.family.defaults):
+            found = [(name, values[name]) for name in names if name in values]
+            if found:  # a null stands for what follows from other keys, not for the default
+                return [it for it in found if it[1] is not None]
+        return []
+
 
 def _from_config(name: str, config: Mapping[str, Any], place: str) -> ModelShape:
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        config = {"model_type": config.get("model_type", ""), **inner}
+    quantisation = config.get("quantization_config")
     family = str(config.get("model_type", ""))
-    if family in _UNLIKE_LLAMA:
-        raise UmemError(
-            f"{place}: model_type {family!r} is no decoder with the layers of Llama, which the "
-            "estimate is for: record the training with `umem trace` and use `umem simulate`"
-        )
-    keys = _Keys(config, place)
-    hidden = keys.number("hidden_size", "n_embd", "d_model")
-    count = keys.number("num_hidden_layers", "n_layer", least=0)
+    inner = config.get(_PICTURES)
+    if isinstance(inner, dict):
+        family = str(inner.get("model_type") or family)
+        config = {key: config[key] for key in ("tie_word_embeddings",) if key in config} | inner
+    family = WRAPPED.get(family, family)
+    keys = _Keys(config, _family(family, config, place), place)
+    hidden = keys.number("hidden_size")
+    count = keys.number("num_hidden_layers", least=0)
     if count > _MAX_LAYERS:
         raise UmemError(f"{place}: num_hidden_layers is {count}: give at most {_MAX_LAYERS}")
-    dense = keys.number("first_k_dense_replace", default=0, least=0)
-    experts = keys.number(
-        "num_local_experts", "num_experts", "n_routed_experts", default=0, least=0
-    )
     kinds: dict[tuple[bool, int], Layer] = {}
     layers = []
     for number in range(count):
-        kind = experts > 0 and number >= dense, _window(keys, family, number)
+        kind = _has_experts(keys, number), _window(keys, number)
         if kind not in kinds:
-            kinds[kind] = _layer(keys, family, hidden, *kind)
+            kinds[kind] = _layer(keys, hidden, *kind)
         layers.append(kinds[kind])
-    tied = config.get("tie_word_embeddings")
+    norm = hidden * keys.family.weighs_norms * (1 + keys.family.norm_biases)
+    is_sparse = any(layer.experts for layer in layers)
     shape = ModelShape(
         name=name,
         family=family,
         vocabulary=keys.number("vocab_size"),
         hidden=hidden,
         layers=tuple(layers),
-        tied=family in _TIED_BY_DEFAULT if tied is None else bool(tied),
-        experts_per_token=keys.number("num_experts_per_tok") if experts else 0,
-        clamped=family == "gpt_oss",
+        tied=keys.flag("tie_word_embeddings"),
+        experts_per_token=keys.number("num_experts_per_tok") if is_sparse else 0,
+        clamped=keys.family.is_clamped,
+        last_norm=norm,
+        quantisation=_quantisation(quantisation),
     )
     if shape.parameters > _MAX_PARAMETERS:
         raise UmemError(
@@ -312,21 +264,72 @@ def _from_config(name: str, config: Mapping[str, Any], place: str) -> ModelShape
     return shape
 
 
-def _window(keys: _Keys, family: str, number: int) -> int:
+def _family(name: str, config: Mapping[str, Any], place: str) -> Family:
+    remedy = (
+        "record the training with `umem trace` and use `umem simulate`, or give --params with a "
+        "size such as 7b for a Llama of that size"
+    )
+    if not name:
+        raise UmemError(f"{place}: the key model_type is missing: {remedy}")
+    family = FAMILIES.get(name)
+    if family is None:
+        raise UmemError(
+            f"{place}: model_type {shown(name)} is none of the families whose layers the estimate "
+            f"knows ({', '.join(FAMILIES)}): {remedy}"
+        )
+    for key in family.refused:
+        if config.get(key):
+            raise UmemError(
+                f"{place}: {key} makes a layer of it that the estimate does not know: {remedy}"
+            )
+    return family
+
+
+def _quantisation(config: object) -> str:
+    """How the file's weights are quantised: bitsandbytes' format, or another method's name."""
+    if not isinstance(config, dict):
+        return ""
+    if config.get("load_in_4bit"):
+        return "nf4-double" if config.get("bnb_4bit_use_double_quant") else "nf4"
+    if config.get("load_in_8bit"):
+        return "int8"
+    method = config.get("quant_method")
+    return method if isinstance(method, str) and re.fullmatch(r"[\w-]{1,32}", method) else "unknown"
+
+
+def _has_experts(keys: _Keys, number: int) -> bool:
+    sparse = keys.family.sparse
+    if not sparse or not keys.number(*_EXPERTS, least=0):
+        return False
+    if sparse == "first":
+        return number >= keys.number("first_k_dense_replace", default=0, least=0)
+    if sparse == "step":
+        is_step = (number + 1) % keys.number("decoder_sparse_step", default=1) == 0
+        return is_step and number not in keys.numbers("mlp_only_layers")
+    return True
+
+
+def _window(keys: _Keys, number: int) -> int:
     """Window of a layer; 0 for none."""
+    windows = keys.family.windows
     window = keys.number("sliding_window", default=0, least=0)
-    kinds = keys.config.get("layer_types")
-    if isinstance(kinds, list) and number < len(kinds):
+    kinds = keys.numbers("layer_types")
+    if number < len(kinds):
         return window if kinds[number] == "sliding_attention" else 0
-    if family in _NO_WINDOW:
-        return 0
-    pattern = keys.number("sliding_window_pattern", default=2 if family == "gemma2" else 0, least=0)
-    return 0 if pattern and (number + 1) % pattern == 0 else window
+    if isinstance(windows, int):
+        pattern = keys.number("sliding_window_pattern", default=windows)
+        return window if (number + 1) % pattern else 0
+    if windows == "late":
+        is_late = number >= keys.number("max_window_layers", default=0, least=0)
+        return window if keys.flag("use_sliding_window") and is_late else 0
+    return window if windows == "all" else 0
 
 
-def _layer(keys: _Keys, family: str, hidden: int, has_experts: bool, window: int) -> Layer:
-    heads = keys.number("num_attention_heads", "n_head")
+def _layer(keys: _Keys, hidden: int, has_experts: bool, window: int) -> Layer:
+    family = keys.family
+    heads = keys.number("num_attention_heads")
     latent = keys.number("kv_lora_rank", default=0)
+    small = 0
     if latent:
         rope = keys.number("qk_rope_head_dim")
         width, value_width = keys.number("qk_nope_head_dim") + rope, keys.number("v_head_dim")
@@ -336,39 +339,38 @@ def _layer(keys: _Keys, family: str, hidden: int, has_experts: bool, window: int
         key_value_heads = keys.number("num_key_value_heads", default=heads)
         width = value_width = keys.number("head_dim", default=max(1, hidden // heads))
         queries, shared = heads * width, key_value_heads * width
-        attention = (
-            Matrix("q_proj", hidden, queries, group="attention"),
-            Matrix("k_proj", hidden, shared, group="attention"),
-            Matrix("v_proj", hidden, shared, group="attention"),
-            Matrix("o_proj", queries, hidden),
-        )
-        has_biases = family in _QKV_BIASES or keys.config.get("attention_bias") is True
-        small = queries + 2 * shared if has_biases else 0
-        small += hidden if family in _BIASES else 0
-        small += heads if family == "gpt_oss" else 0  # attention sinks
-    head_norms = family in _HEAD_NORMS
-    norms = 4 if family in _FOUR_NORMS else 2
-    small += norms * hidden + (2 * width if head_norms else 0)
+        widths = {"q_proj": queries, "k_proj": shared, "v_proj": shared}
+        if family.fuses_attention:
+            widths = {"qkv_proj": queries + 2 * shared}
+        read = [Matrix(name, hidden, it, group="attention") for name, it in widths.items()]
+        attention = (*read, Matrix("o_proj", queries, hidden))
+        small += (queries + 2 * shared) * keys.flag(family.qkv_biases)
+        small += hidden * keys.flag(family.output_biases)
+        small += heads * family.is_clamped  # attention sinks
+    head_norms = family.head_norms if keys.flag(family.head_norms_key or True) else ""
+    norm_width = {"": 0, "head": 2 * width, "all": (heads + key_value_heads) * width}[head_norms]
+    small += family.norms * hidden * family.weighs_norms * (1 + family.norm_biases) + norm_width
     mlp: tuple[Matrix, ...] = ()
     experts: tuple[Matrix, ...] = ()
     if has_experts:
-        inner = keys.number("moe_intermediate_size", "intermediate_size")
-        count = keys.number("num_local_experts", "num_experts", "n_routed_experts")
+        is_own = family.sparse != "all"  # beside dense layers, whose width the other key has
+        inner = keys.number("moe_intermediate_size" if is_own else "intermediate_size")
+        count = keys.number(*_EXPERTS)
         experts = (
             Matrix("router", hidden, count),
             Matrix("gate_up_proj", hidden, 2 * inner, count),
             Matrix("down_proj", inner, hidden, count),
         )
-        shared_inner = keys.number(
-            "shared_expert_intermediate_size",
-            default=inner * keys.number("n_shared_experts", default=0, least=0),
-            least=0,
-        )
-        mlp = _mlp(hidden, shared_inner) if shared_inner else ()
-        if family in _BIASES:
-            small += count + count * (2 * inner + hidden)
+        shared_inner = keys.number(family.shared, default=0, least=0) if family.shared else 0
+        if family.shared == "n_shared_experts":
+            shared_inner *= inner
+        mlp = _mlp(hidden, shared_inner, family.fuses_mlp) if shared_inner else ()
+        small += hidden * family.gates_shared
+        small += (count + count * (2 * inner + hidden)) * family.is_clamped
     else:
-        mlp = _mlp(hidden, keys.number("intermediate_size"))
+        mlp = _mlp(hidden, keys.number("intermediate_size"), family.fuses_mlp)
+    if mlp and keys.flag(family.mlp_biases):
+        small += 2 * mlp[-1].inputs + hidden
     return Layer(
         queries=heads * width,
         keys=key_value_heads * width,
@@ -380,8 +382,8 @@ def _layer(keys: _Keys, family: str, hidden: int, has_experts: bool, window: int
         mlp=mlp,
         experts=experts,
         small=small,
-        norms=norms,
-        head_norms=head_norms,
+        norms=family.norms,
+        head_norms=bool(head_norms),
     )
 
 
@@ -405,12 +407,11 @@ def _latent_attention(
         Matrix("kv_b_proj", latent, heads * (nope + value_width)),
         Matrix("o_proj", heads * value_width, hidden),
     )
-    return matrices, latent + rank
+    biases = (rank + latent + rope + hidden) * keys.flag(keys.family.qkv_biases)
+    return matrices, latent + rank + biases
 
 
-def _mlp(hidden: int, inner: int) -> tuple[Matrix, ...]:
-    return (
-        Matrix("gate_proj", hidden, inner, group="mlp"),
-        Matrix("up_proj", hidden, inner, group="mlp"),
-        Matrix("down_proj", inner, hidden),
-    )
+def _mlp(hidden: int, inner: int, fuses: bool) -> tuple[Matrix, ...]:
+    names = {"gate_up_proj": 2 * inner} if fuses else {"gate_proj": inner, "up_proj": inner}
+    read = [Matrix(name, hidden, width, group="mlp") for name, width in names.items()]
+    return (*read, Matrix("down_proj", inner, hidden))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -44,9 +44,11 @@ from umem.trace import (
 __all__ = [
     "StreamPrediction",
     "StreamedStep",
+    "UnitChoice",
     "predict_stream",
     "stream_row",
     "streamed_step",
+    "unit_choices",
 ]
 
 _PASS = {"forward": 0, "backward": 1, "recompute": 1, OPTIMIZER: 2}
@@ -258,6 +260,34 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
         "weight_slot_bytes": 0 if weights is None else weights.slot_bytes,
         "weight_slots_extra": training.most_extra,
     }
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """What a plan does with the activations that a unit saves."""
+
+    unit: str
+    choice: Literal["kept", "copied", "computed twice"]
+    saved_bytes: int
+    copy_s: float
+    """Of copies out and back at the link's speed, alone."""
+    compute_s: float
+    """Of the forward pass once more."""
+
+
+def unit_choices(prediction: StreamPrediction, hardware: Hardware) -> tuple[UnitChoice, ...]:
+    """What the plan does with each unit's activations, in forward order."""
+    training, found = prediction.training, []
+    copy_s = 1 / hardware.copy_to_host_bytes_per_s + 1 / hardware.copy_to_device_bytes_per_s
+    for number, unit in enumerate(prediction.step.units):
+        choice: Literal["kept", "copied", "computed twice"] = "kept"
+        if unit.name in training.recomputed:
+            choice = "computed twice"
+        elif number in training.stream.copied:
+            choice = "copied"
+        size_bytes = unit.saved_bytes
+        found.append(UnitChoice(unit.name, choice, size_bytes, copy_s * size_bytes, unit.forward_s))
+    return tuple(found)
 
 
 # From a trace to units.

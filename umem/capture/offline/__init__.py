@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from umem.capture.offline.models import MODELS, MODES, PRECISIONS, llama_of_size, model_trace
+from umem.capture.offline.known_models import (
+    find_model,
+    llama_of_size,
+    model_config,
+    model_names,
+)
+from umem.capture.offline.models import (
+    LORA_RANK,
+    LORA_TARGETS,
+    MODES,
+    PRECISIONS,
+    model_trace,
+)
 from umem.capture.offline.script import script_trace
 from umem.core.lazy_names import lazy_names
 
@@ -15,10 +27,14 @@ if TYPE_CHECKING:
     from umem.capture.offline.record import record_step
 
 __all__ = [
-    "MODELS",
+    "LORA_RANK",
+    "LORA_TARGETS",
     "MODES",
     "PRECISIONS",
+    "find_model",
     "llama_of_size",
+    "model_config",
+    "model_names",
     "model_trace",
     "record_step",
     "script_trace",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import re
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from umem.core.errors import TraceError, UmemError
+from umem.capture.offline.known_models import find_model, model_config, model_names
+from umem.core.errors import TraceError
 from umem.core.install import install_command
 from umem.io.problems import did_you_mean
 from umem.trace import Trace
@@ -20,15 +19,7 @@ if TYPE_CHECKING:
 
     from umem.capture.offline.record import Progress, Step
 
-__all__ = [
-    "MODELS",
-    "MODES",
-    "PRECISIONS",
-    "SHAPES",
-    "RecordedShape",
-    "llama_of_size",
-    "model_trace",
-]
+__all__ = ["LORA_RANK", "LORA_TARGETS", "MODES", "PRECISIONS", "model_trace"]
 
 PRECISIONS = ("bf16-master", "bf16", "fp32-autocast")
 """Of weights and optimizer: bfloat16 weights and an AdamW with float32 state and weights; all in
@@ -38,7 +29,8 @@ MODES = ("lora", "sft")
 """Adapters over a frozen model, or every weight (supervised fine-tuning)."""
 
 LORA_RANK = 16
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+"""Matrices of attention; the last is of models that have one for the first three."""
 
 _MAX_BATCH = 4096
 _MAX_SEQ = 131_072
@@ -46,84 +38,11 @@ _MAX_ACCUMULATE = 1024
 
 _FUSED_ATTENTION = "umem_fused_attention"
 
-_SIZED = "llama-"
-"""What the names of models by their size begin with."""
+_EXPERTS = {"num_local_experts", "num_experts", "n_routed_experts"}
+"""Entries of configurations that say how many experts there are."""
 
 _EXPERTS_NEED = {"transformers": (5, 0), "torch": (2, 11)}
 """Versions whose grouped matrix products can be recorded without data."""
-
-
-@dataclass(frozen=True)
-class RecordedShape:
-    """What a model's configuration says of its size."""
-
-    vocabulary: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    head: int
-    family: Literal["llama", "qwen3", "qwen3_moe", "gpt_oss"] = "llama"
-    """As transformers names it."""
-    experts: Mapping[str, int] = field(default_factory=dict)
-    """Entries of the family's configuration that say how many experts there are, and their size."""
-
-    @property
-    def parameters(self) -> int:
-        """All parameters of a Llama whose heads are together as wide as the model."""
-        layer = (2 * self.heads + 2 * self.key_value_heads) * self.head * self.hidden
-        layer += 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return 2 * self.vocabulary * self.hidden + self.hidden + self.layers * layer
-
-
-_GPT_OSS_EXPERTS = {"num_local_experts": 32, "num_experts_per_tok": 4}
-_QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-
-# Touvron et al. 2023, "Llama 2" (arXiv:2307.09288), and the `config.json` of
-# meta-llama/Llama-2-{7b,13b,70b}-hf; those of Qwen/Qwen3-14B, Qwen/Qwen3-30B-A3B and
-# openai/gpt-oss-20b. The tiny one is umem's own.
-SHAPES = {
-    "llama-tiny": RecordedShape(512, 256, 688, 4, 8, 4, 32),
-    "llama-2-7b": RecordedShape(32_000, 4096, 11_008, 32, 32, 32, 128),
-    "llama-2-13b": RecordedShape(32_000, 5120, 13_824, 40, 40, 40, 128),
-    "llama-2-70b": RecordedShape(32_000, 8192, 28_672, 80, 64, 8, 128),
-    "qwen3-14b": RecordedShape(151_936, 5120, 17_408, 40, 40, 8, 128, "qwen3"),
-    "qwen3-30b-a3b": RecordedShape(
-        151_936, 2048, 6144, 48, 32, 4, 128, "qwen3_moe", _QWEN3_EXPERTS
-    ),
-    "gpt-oss-20b": RecordedShape(201_088, 2880, 2880, 24, 64, 8, 64, "gpt_oss", _GPT_OSS_EXPERTS),
-}
-
-MODELS = tuple(SHAPES)
-"""Names that :func:`model_trace` knows."""
-
-
-def llama_of_size(size: str) -> tuple[str, RecordedShape]:
-    """Name and shape of a Llama with about so many parameters, such as ``"7b"`` or ``"500m"``.
-
-    The vocabulary is 32,000, heads are 128 wide, the MLP is 8/3 as wide as the model.
-    :func:`model_trace` takes the name. ``UmemError`` if `size` is not such a number.
-    """
-    match = re.fullmatch(r"\s*(\d{1,6}(?:\.\d{1,6})?)\s*([bBmM])\s*", size)
-    wanted = float(match[1]) * {"b": 1e9, "m": 1e6}[match[2].lower()] if match else 0.0
-    if match is None or not 1e7 <= wanted <= 2e12:
-        raise UmemError(f"--params: {size!r} is no size of a model: give 10m to 2000b, such as 7b")
-
-    def shape(hidden: int, layers: int) -> RecordedShape:
-        heads = hidden // 128
-        inner = -(-hidden * 8 // 3 // 256) * 256
-        return RecordedShape(32_000, hidden, inner, layers, heads, heads, 128)
-
-    # Of Llama 2: 128 times as wide as deep. Then as many layers as come nearest.
-    widths = range(128, 65_536, 128)
-    hidden = next(
-        it for it in widths if shape(it, max(2, it // 128)).parameters >= wanted or it == widths[-1]
-    )
-    ends = shape(hidden, 0).parameters
-    layer = shape(hidden, 1).parameters - ends
-    made = shape(hidden, max(1, round((wanted - ends) / layer)))
-    return f"{_SIZED}{match[1]}{match[2].lower()}", made
 
 
 def model_trace(
@@ -140,7 +59,7 @@ def model_trace(
     """Record one step of fine-tuning a known model with :func:`record_step`.
 
     The model is that of `transformers`, with bfloat16 weights by default. ``lora`` trains PEFT
-    adapters of rank 16 on the four attention projections, in float32 as PEFT makes them, with fused
+    adapters of rank 16 on the projections of attention, in float32 as PEFT makes them, with fused
     AdamW. ``sft`` trains every weight, by default with bfloat16 gradients and an AdamW whose two
     moments and copy of the weights are float32: 16 bytes per parameter in all. Gradients are freed
     after each step (``set_to_none=True``).
@@ -153,7 +72,7 @@ def model_trace(
     Parameters
     ----------
     model, mode
-        One of :data:`MODELS`, or a name from :func:`llama_of_size`; and one of :data:`MODES`.
+        A name from :mod:`umem.capture.offline.known_models`, and one of :data:`MODES`.
     batch, seq
         Sequences per micro-batch and tokens in each.
     accumulate
@@ -184,7 +103,7 @@ def model_trace(
     >>> trace.metadata["parameters"]
     3164416
     """
-    shape = _find_shape(model)
+    config = _find_config(model)
     _check_choice("mode", mode, MODES)
     _check_choice("precision", precision, PRECISIONS)
     for name, value, most in (
@@ -201,7 +120,7 @@ def model_trace(
     # Not at the top: listing the models must not need torch.
     import torch
 
-    if shape.experts:
+    if _EXPERTS & config.keys():
         if precision == "fp32-autocast":
             raise TraceError(
                 f"{model} has experts, whose grouped products take bfloat16 and no autocast: "
@@ -217,7 +136,7 @@ def model_trace(
 
     def make_step() -> Step:
         dtype = torch.float32 if precision == "fp32-autocast" else torch.bfloat16
-        network = _build(transformers, shape, dtype, seq)
+        network = _build(transformers, config, dtype, seq)
         counts["parameters"] = sum(part.numel() for part in network.parameters())
         network = _adapt(network, peft, checkpoint)
         trained = [part for part in network.parameters() if part.requires_grad]
@@ -227,7 +146,9 @@ def model_trace(
             optimizer = MasterAdamW(trained, lr=1e-5)
         else:
             optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-        micro_batches = [torch.randint(shape.vocabulary, (batch, seq)) for _ in range(accumulate)]
+        micro_batches = [
+            torch.randint(config["vocab_size"], (batch, seq)) for _ in range(accumulate)
+        ]
 
         def step() -> None:
             for tokens in micro_batches:
@@ -259,12 +180,12 @@ def model_trace(
     return replace(trace, metadata=metadata)
 
 
-def _find_shape(model: str) -> RecordedShape:
-    if model not in SHAPES and isinstance(model, str) and model.startswith(_SIZED):
-        with suppress(UmemError):  # whose message is about an option
-            return llama_of_size(model.removeprefix(_SIZED))[1]
-    _check_choice("model", model, MODELS)
-    return SHAPES[model]
+def _find_config(model: str) -> Mapping[str, Any]:
+    try:
+        return model_config(find_model(model) or model)
+    except (KeyError, AttributeError):
+        _check_choice("model", model, model_names())
+        raise
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -293,26 +214,15 @@ def _require_version(model: str, library: Any) -> None:
         )
 
 
-def _build(transformers: Any, shape: RecordedShape, dtype: Any, seq: int) -> Any:
+def _build(transformers: Any, given: Mapping[str, Any], dtype: Any, seq: int) -> Any:
     config = transformers.AutoConfig.for_model(
-        shape.family,
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
-        head_dim=shape.head,
-        max_position_embeddings=max(seq, 4096),
-        tie_word_embeddings=False,
-        use_cache=False,
-        **shape.experts,
+        **{**given, "max_position_embeddings": max(seq, 4096), "use_cache": False}
     )
     # transformers drops a mask of ones, so that the kernel runs as causal, but to see that it reads
     # the mask, and it keeps one without data. An implementation without a function for masks gets
     # none.
     transformers.AttentionInterface.register(_FUSED_ATTENTION, _fused_attention)
-    options = {"experts_implementation": "grouped_mm"} if shape.experts else {}
+    options = {"experts_implementation": "grouped_mm"} if _EXPERTS & given.keys() else {}
     network = transformers.AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=_FUSED_ATTENTION, **options
     )
@@ -336,9 +246,12 @@ def _fused_attention(
     `query` is [batch, heads, tokens, width], as is the result with heads and tokens swapped; `key`
     and `value` may have fewer heads. `s_aux`, attention sinks, is [heads].
     """
-    from torch.nn.functional import scaled_dot_product_attention
+    from torch.nn.functional import pad, scaled_dot_product_attention
 
-    shape, tokens = query.shape, query.shape[2]
+    shape, tokens, width = query.shape, query.shape[2], value.shape[3]
+    if width < shape[3]:
+        # torch's fused operator has one width: values get zeros, as for FlashAttention.
+        value = pad(value, (0, shape[3] - width))
     window = min(sliding_window or tokens, tokens)
     if window < tokens:
         # torch has no fused operator with a window. Blocks stand in its place, as if they were
@@ -355,7 +268,7 @@ def _fused_attention(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    attended = attended.reshape(shape).transpose(1, 2)
+    attended = attended.reshape(shape)[..., :width].transpose(1, 2)
     if s_aux is not None:
         # Kernels without sinks are followed by this product, with a factor that also depends on the
         # sum of the scores (`flex_attention` of transformers).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from umem.core.errors import TraceError
 from umem.io.cache import cached_file, keep_newest, private_folder
 from umem.trace import TRACE_FORMAT, Trace, load_trace, save_trace
 
-__all__ = ["cache_trace", "cached_trace"]
+__all__ = ["cache_trace", "cached_trace", "sources_digest"]
 
 _MOST_TRACES = 64
 """Those of the largest models take under a megabyte each."""
@@ -62,7 +62,7 @@ def _name(arguments: Arguments) -> str:
         "format": TRACE_FORMAT,
         "arguments": dict(arguments),
         "umem": __version__,
-        "sources": _sources(),
+        "sources": sources_digest(_RECORDING),
         **{name: _version(name) for name in ("torch", "transformers", "peft")},
     }
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest() + ".npz"
@@ -76,9 +76,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _sources() -> str:
+def sources_digest(rooms: Sequence[str]) -> str:
+    """Hash of umem's own sources in some of its rooms, which change while the version stays."""
     digest = hashlib.sha256()
-    for folder in _RECORDING:
-        for path in sorted(_PACKAGE.joinpath(folder).rglob("*.py")):
-            digest.update(path.read_bytes())
+    for folder in rooms:
+        for path in sorted(_PACKAGE.joinpath(folder).rglob("*.*")):
+            if path.suffix in (".py", ".json"):  # known models are one file of JSON
+                digest.update(path.read_bytes())
     return digest.hexdigest()

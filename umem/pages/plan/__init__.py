@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 from umem.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from umem.pages.plan.planners import (
-        PLANNERS,
-        explained_plan,
-        page_out,
-        plan,
-    )
+    from umem.pages.plan.planners import explained_plan, page_out, plan
     from umem.pages.plan.problem import explain
     from umem.pages.plan.selection import WHY, Reason
 
@@ -26,10 +21,13 @@ __all__ = [
     "plan",
 ]
 
+PLANNERS = ("fault", "lookahead", "planned")
+"""Names of planners."""
+
 __getattr__ = lazy_names(  # planners load numba, which takes long
     __name__,
     {
-        "planners": "PLANNERS explained_plan page_out plan",
+        "planners": "explained_plan page_out plan",
         "problem": "explain",
         "selection": "WHY Reason",
     },

@@ -17,6 +17,7 @@ from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.io.problems import did_you_mean
+from umem.pages.plan import PLANNERS
 from umem.pages.plan.baselines import fault, lookahead, paging
 from umem.pages.plan.problem import (
     Manner,
@@ -32,16 +33,12 @@ from umem.policy import ResolvedPolicy, check_resolved
 from umem.trace import Trace, find_gaps, live_bytes, ranges, require_durations
 
 __all__ = [
-    "PLANNERS",
     "explained_plan",
     "ideal_clock",
     "page_out",
     "plan",
     "pose_problem",
 ]
-
-PLANNERS = ("fault", "lookahead", "planned")
-"""Demand paging; a window ahead; umem's own; a window ahead with Belady's eviction."""
 
 _GOOD_ENOUGH = 1.002
 """Multiple of the lower bound at which the search ends."""

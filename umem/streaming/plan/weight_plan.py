@@ -234,11 +234,12 @@ def _share(
     choices: Sequence[tuple[_Choice, ...]], slot_bytes: int, wanted_bytes: int
 ) -> tuple[list[frozenset[int]], int]:
     """Divide bytes among units as evenly as their parts allow, with no unit above a slot."""
-    # Units of the same sizes have the same choices, and a plan has few sizes.
-    fitting = {some: [it for it in some if it[0] <= slot_bytes] for some in set(choices)}
-    largest = {some: max((it[1] for it in fits), default=0) for some, fits in fitting.items()}
+    # Units of the same sizes have the same choices, in one object: to hash all of it takes long.
+    every = {id(some): some for some in choices}
+    fitting = {key: [it for it in some if it[0] <= slot_bytes] for key, some in every.items()}
+    largest = {key: max((it[1] for it in fits), default=0) for key, fits in fitting.items()}
     # Units that cannot give a full share give what they have; the others share the rest.
-    most = [largest[some] for some in choices]
+    most = [largest[id(some)] for some in choices]
     share, open_units, rest = 0, len(most), wanted_bytes
     for size_bytes in sorted(most):
         share = -(-rest // open_units)
@@ -249,7 +250,7 @@ def _share(
     chosen: list[frozenset[int]] = []
     due = given = 0
     for unit_choices, most_bytes in zip(choices, most, strict=True):
-        some = fitting[unit_choices]
+        some = fitting[id(unit_choices)]
         due += min(share, most_bytes)
         # The smallest that keeps up, so that what a unit gives too much, the next ones give less.
         parts: frozenset[int] = frozenset()
