@@ -187,7 +187,7 @@ def test_a_streamed_plan_says_what_happens_to_activations(run: Run) -> None:
     """Under a policy that streams state there are blocks, and no hints."""
     pytest.importorskip("transformers")
     model = ("--model", "llama-tiny", "--batch", 8, "--seq", 512, "--precision", "bf16")
-    words = (*model, "--policy", "sft", "--budget", "420MiB", "--hardware", "h100-pcie")
+    words = (*model, "--policy", "sft", "--budget", "420MiB", "--hardware", "h100-sxm")
     status, text, errors = run(*words, "--explain", "*")
     assert (status, errors) == (0, "")
     assert "blocks resident" in text

@@ -284,9 +284,9 @@ def test_a_step_is_near_that_of_a_trace() -> None:
         ("gpt-oss-20b", "h100-sxm", 2.37),
         ("llama-2-13b", "gh200-96", 1.71),
         ("gpt-oss-20b", "gh200-96", 0.88),
-        ("gemma-3-4b", "h100-pcie", 0.81),
-        ("deepseek-v2-lite", "h100-pcie", 1.36),
-        ("phi-3-mini", "h100-pcie", 0.63),
+        ("gemma-3-4b", "h100-sxm", 0.81),
+        ("deepseek-v2-lite", "h100-sxm", 1.36),
+        ("phi-3-mini", "h100-sxm", 0.63),
     ],
 )
 def test_steps_are_near_those_of_traces(model: str, gpu: str, step_s: float) -> None:
@@ -360,14 +360,14 @@ def test_adapters_are_those_that_peft_makes(
     trained_parameters = sum(it.numel() for it in network.parameters() if it.requires_grad)
     shape = replace(load_shape(model), layers=load_shape(model).layers[:2])
     workload = Workload(shape, "lora", 1, 64, "bf16", True, rank=rank, targets=targets)
-    found = class_bytes(workload, load_hardware("h100-pcie"))
+    found = class_bytes(workload, load_hardware("h100-sxm"))
     assert found["gradients"] == 4 * trained_parameters
     assert found["optimizer_state"] == 8 * trained_parameters
 
 
 def test_quantised_weights_take_their_bits_and_scales() -> None:
     """bitsandbytes quantises the matrices of layers, in blocks of 64."""
-    hardware = load_hardware("h100-pcie")
+    hardware = load_hardware("h100-sxm")
     matrices = LLAMA_7B - 2 * 32_000 * 4096 - 65 * 4096
     workload = Workload(load_shape("llama-2-7b"), "lora", 1, 64, "bf16", True, rank=1)
     whole = class_bytes(workload, hardware)["weights"]
@@ -377,7 +377,7 @@ def test_quantised_weights_take_their_bits_and_scales() -> None:
 
 
 def test_8_bit_state_has_a_byte_and_a_scale_for_each_256_and_stays() -> None:
-    shape, hardware = load_shape("llama-2-7b"), load_hardware("h100-pcie")
+    shape, hardware = load_shape("llama-2-7b"), load_hardware("h100-sxm")
     workload = Workload(shape, "sft", 1, 64, "bf16", True, "adamw8bit")
     found = class_bytes(workload, hardware)["optimizer_state"]
     assert found == pytest.approx(LLAMA_7B * 2 * (1 + 4 / 256), rel=1e-4)
@@ -406,7 +406,7 @@ ACCUMULATED = Workload(load_shape("llama-2-7b"), "sft", 4, 2048, "fp32-autocast"
 
 
 def test_gpus_divide_weights_gradients_and_state() -> None:
-    hardware = load_hardware("h100-pcie")
+    hardware = load_hardware("h100-sxm")
     one, four = (class_bytes(replace(ACCUMULATED, gpus=gpus), hardware) for gpus in (1, 4))
     for name in ("weights", "gradients", "optimizer_state"):
         assert four[name] == pytest.approx(one[name] / 4, rel=1e-4)
@@ -616,7 +616,7 @@ def test_options_have_the_names_of_training_scripts_too(run: Run) -> None:
 def test_quantisation_of_the_file_counts_or_is_named(run: Run, tmp_path: Path) -> None:
     bits = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     file = config_file(tmp_path, quantization_config=bits)
-    words = (str(file), "--gpu", "h100-80")
+    words = (str(file), "--gpu", "h100-sxm")
     text = run("fit", *words, "--mode", "lora")[1]
     assert "nf4" in text
     assert "Not counted" not in text
@@ -627,7 +627,7 @@ def test_quantisation_of_the_file_counts_or_is_named(run: Run, tmp_path: Path) -
 
 
 def test_a_plan_without_checkpoints_says_what_is_computed_twice(run: Run) -> None:
-    words = ("fit", "llama-2-7b", "--precision", "fp32-autocast", "--batch", 4, "--gpu", "h100-80")
+    words = ("fit", "llama-2-7b", "--precision", "fp32-autocast", "--batch", 4, "--gpu", "h100-sxm")
     text = run(*words)[1]
     assert "computed twice" in text
     assert all(len(line) <= 80 for line in text.splitlines())
