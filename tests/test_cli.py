@@ -71,6 +71,18 @@ def test_a_commands_help_is_its_own(run: Run, name: str) -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+@pytest.mark.parametrize("columns", ["0", "-1", "²", "1" + "0" * 30, ""])
+def test_columns_that_no_terminal_has(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", columns)
+    status, text, errors = run("policy", "list")
+    assert (status, errors) == (0, "")
+    assert "managed" in text
+    assert max(map(len, text.splitlines())) <= 500
+
+
 def test_version(run: Run) -> None:
     assert run("--version") == (0, f"umem {umem.__version__}\n", "")
 

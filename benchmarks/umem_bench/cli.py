@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from umem.core.units import parse_bytes
+from umem.core.units import parse_limit
 from umem_bench import allocators, bounds, planning, published
 from umem_bench.commands import COMMANDS
 from umem_bench.generate import run as generations
@@ -417,7 +417,7 @@ def _named(value: str, known: Sequence[_Name]) -> tuple[_Name, ...]:
 def _bytes(value: str) -> int | None:
     """A size such as "60GiB"; None for an empty text."""
     try:
-        return parse_bytes(value) if value else None
+        return parse_limit(value) if value else None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -14,7 +14,7 @@ from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.errors import UmemError
 from umem.core.garbage import no_garbage_collection
-from umem.core.units import format_bytes, parse_bytes
+from umem.core.units import format_bytes, parse_limit
 from umem.fit import (
     MOMENTS,
     TRAINING_PRECISIONS,
@@ -113,11 +113,7 @@ def fit(
     if target is not None:
         if gpu is None:
             raise UmemError("--output: a policy is for one machine: give --gpu")
-        if target.suffix not in (".yaml", ".yml"):
-            raise UmemError(
-                f"--output: {target} is no name of a policy: give one that ends in .yaml"
-            )
-        output.check_can_write("--output", target)
+        output.check_can_write("--output", target, suffixes=[".yaml", ".yml"])
     host_bytes = _host_bytes(host_ram)
     names = hardware_names() if gpu is None else (_SHORT_NAMES.get(gpu, gpu),)
     answers = []
@@ -183,7 +179,7 @@ def _host_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        return parse_bytes(text)
+        return parse_limit(text)
     except ValueError as error:
         raise UmemError(f"--host-ram: {error}") from None
 
