@@ -121,7 +121,7 @@ def fit(
     with output.progress() as say, output.interruptible(), no_garbage_collection():
         for number, name in enumerate(names, 1):
             say(f"Planning for {name}, {number} of {len(names)}")
-            machine = load_hardware(name)
+            machine = options.load_named("--gpu", load_hardware, name)
             answers.append(_answer(question, machine, budget, host_bytes))
     is_written = target is not None and answers[0].umem.time_s is not None
     if target is not None and is_written:

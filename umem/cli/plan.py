@@ -58,7 +58,7 @@ def plan(
     if explain is not None and planner != "planned":
         raise UmemError("--explain: only the planner planned has reasons for each decision")
     (workload,) = options.find_workloads(options.TRAINING_MODES, given)
-    machine = load_hardware(hardware)
+    machine = options.load_named("--hardware", load_hardware, hardware)
     resolved = options.find_policy(policy, machine, budget)
 
     with output.progress() as say:

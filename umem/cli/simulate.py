@@ -82,7 +82,7 @@ def simulate(
     """
     planners = options.known_names("--planner", planner, PLANNERS)
     workloads = options.find_workloads(_MODES, replace(given, mode=mode))
-    machine = load_hardware(hardware)
+    machine = options.load_named("--hardware", load_hardware, hardware)
     # Before the first trace, which may take long.
     resolved = options.find_policy(policy, machine, budget)
     options.check_plot(plot)

@@ -53,7 +53,7 @@ def trace(
     )
     if shown is not None and target is not None:
         raise UmemError("--show writes nothing: leave --output out")
-    machine = load_hardware(hardware)
+    machine = options.load_named("--hardware", load_hardware, hardware)
     if target is not None:
         output.check_can_write("--output", target, suffixes=[".npz"])
 

@@ -103,7 +103,7 @@ def tune_training(
     is best in tokens per second, device memory and host memory. Ctrl-C ends the search and shows
     what it has found; a second one ends the command.
     """
-    machine = load_hardware(hardware)
+    machine = options.load_named("--hardware", load_hardware, hardware)
     budgets = tuple(dict.fromkeys(options.budget_bytes(it, machine) for it in _names(budget)))
     sizes = _numbers("--batch", batch), _numbers("--accumulate", accumulate)
     workloads = _workloads(given, *sizes, checkpoint)
@@ -112,7 +112,7 @@ def tune_training(
     bases = tuple(dict.fromkeys(map(_base, _names(names))))
     for name in bases:
         if name != PLAIN:
-            load_policy(name)  # whose errors name the file that was given
+            options.load_named("--policy", load_policy, name)  # its file as it was given
     tried = candidates(workloads, machine, bases, budgets)
     if target is not None:
         output.check_can_write("--output", target, folder=True)
