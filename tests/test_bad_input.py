@@ -255,11 +255,6 @@ def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_ends_a_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umem.cli.policy.load_policy", interrupted)
-    assert run("policy", "show", "sft") == (INTERRUPTED_STATUS, "", "umem: interrupted\n")
-
-
 @pytest.mark.parametrize("place", ["show_findings", "umem_command", "subprocess.run"])
 def test_ctrl_c_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Also in a command that it calls, and in the example that it starts on a GPU."""

@@ -95,7 +95,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.setattr(managed_runs, "_runs", deque())  # those of other tests
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))  # without what the program imports
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    for name in ("package", "package.look"):  # another test's
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv("UMEM_POLICY", "")  # so that it is restored
     monkeypatch.delenv("UMEM_POLICY")
     return partial(umem_command(monkeypatch, capsys), "run")

@@ -58,12 +58,17 @@ def lazy_app(commands: Mapping[str, str], load: Callable[[str], Any]) -> typer.T
                 self.add_command(load(args[0]), args[0])
             return super().resolve_command(ctx, args)
 
+        def make_context(self, *its: Any, **named: Any) -> Any:
+            try:
+                return super().make_context(*its, **named)
+            except KeyboardInterrupt:
+                _end_interrupted()
+
         def invoke(self, ctx: Any) -> Any:
             try:
                 return super().invoke(ctx)
             except KeyboardInterrupt:
-                typer.echo("umem: interrupted", err=True)
-                raise typer.Exit(INTERRUPTED_STATUS) from None
+                _end_interrupted()
 
     # Plain text: importing rich for boxes around it would double the time of `umem --help`.
     made = typer.Typer(
@@ -76,6 +81,11 @@ def lazy_app(commands: Mapping[str, str], load: Callable[[str], Any]) -> typer.T
     for name, words in commands.items():
         made.command(name, help=words)(lambda: None)
     return made
+
+
+def _end_interrupted() -> NoReturn:
+    typer.echo("umem: interrupted", err=True)
+    raise typer.Exit(INTERRUPTED_STATUS) from None
 
 
 app = lazy_app(COMMANDS, load_command)
