@@ -146,7 +146,8 @@ def launch(
 def _execute(program: str, kind: Kind) -> None:
     """Execute a program in a new ``__main__``, which stays, as threads and exit handlers expect."""
     main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
+    names = vars(main)
+    names["__builtins__"] = builtins
     sys.modules["__main__"] = main
     if kind == "module":
         _run_as_main(program)
@@ -158,7 +159,7 @@ def _execute(program: str, kind: Kind) -> None:
         code = _compiled(program.encode("utf-8", "surrogateescape"), "<string>")
     elif program == "-":
         main.__loader__, main.__file__ = BuiltinImporter, "<stdin>"
-        main.__dict__["__cached__"] = None
+        names["__cached__"] = None
         code = _compiled(sys.stdin.buffer.read(), "<stdin>")
     elif pkgutil.get_importer(path) is not None:  # a folder or an archive
         sys.path[: 0 if sys.flags.safe_path else 1] = [path]
@@ -170,9 +171,9 @@ def _execute(program: str, kind: Kind) -> None:
         compiled = pkgutil.read_code(io.BytesIO(source))
         loader = SourceFileLoader if compiled is None else SourcelessFileLoader
         main.__loader__, main.__file__ = loader("__main__", path), path
-        main.__dict__["__cached__"] = None
+        names["__cached__"] = None
         code = compiled or _compiled(source, path)
-    exec(code, main.__dict__)
+    exec(code, names)
 
 
 _run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
