@@ -63,7 +63,8 @@ def fit(tmp_path: Path, every: int, callback: Any, accumulate: int = 1) -> Logge
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(torch.rand(64, 64), 4))
+    rows: Any = torch.rand(64, 64)
+    trainer.fit(module, torch.utils.data.DataLoader(rows, 4))
     module.training_of_umem.close()
     return logger
 

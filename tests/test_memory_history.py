@@ -141,7 +141,7 @@ def test_a_file_opens_in_torchs_tools(allocator: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_what_was_asked_for(allocator: Any) -> None:
-    history = torch.cuda.memory._record_memory_history
+    history: Any = torch.cuda.memory._record_memory_history
     history("state")
     kept, _ = record(allocator)
     assert torch.cuda.memory._snapshot()["device_traces"] == [[], [], []]
@@ -167,7 +167,7 @@ def test_what_is_kept_is_what_was_asked_for(allocator: Any) -> None:
 def frames_of(address: int) -> list[Any]:
     blocks = [block for it in torch.cuda.memory_snapshot() for block in it["blocks"]]
     (frames,) = [it["frames"] for it in blocks if it["address"] == address]
-    return frames  # type: ignore[no-any-return]
+    return list(frames)
 
 
 def test_threads_and_the_collector_free_while_a_snapshot_is_made(allocator: Any) -> None:

@@ -11,7 +11,7 @@ from umem.integrations.figures import LoggedFigures
 __all__ = ["LightningCallback"]
 
 if TYPE_CHECKING:
-    _Callback: Any = object
+    _Callback = object
 else:
     # Of the program's package: the classes of the two are different ones.
     _NAMES = ("lightning.pytorch", "pytorch_lightning")

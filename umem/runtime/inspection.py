@@ -100,7 +100,7 @@ def memory_by_class(device: int | None = None) -> dict[TensorClass, ClassMemory]
 class MemorySummary(str):
     """Text with a table, which a notebook shows as HTML."""
 
-    __slots__ = ("_parts",)
+    _parts: tuple[str, Sequence[Sequence[str]], str]
 
     def __new__(cls, title: str, rows: Sequence[Sequence[str]] = (), end: str = "") -> Self:
         """Lay out a title, rows from the heading to the sums, and an end."""

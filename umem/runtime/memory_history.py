@@ -156,7 +156,7 @@ class MemoryHistory:
         stream: int,
     ) -> None:
         """Keep an event: the allocator calls this, in the thread of the allocation or free."""
-        wanted = (None,) if is_born else (None, "state", "alloc")
+        without_stack = (None,) if is_born else (None, "state", "alloc")
         event = _Event(
             is_born,
             address,
@@ -166,7 +166,7 @@ class MemoryHistory:
             device,
             kind,
             stream,
-            () if self._context in wanted else _stack(),
+            () if self._context in without_stack else _stack(),
             time.time_ns() // 1000,
         )
         if is_born:
