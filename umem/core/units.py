@@ -21,8 +21,8 @@ __all__ = [
 MAX_BYTES = 2**63 - 1
 """Largest size accepted: the native library counts bytes in signed 64-bit numbers."""
 
-LEAST_WITHOUT_UNIT = 2**20
-"""Bytes of a budget or a limit that may be given without a unit."""
+LEAST_WITHOUT_UNIT = 100_000
+"""A budget or a limit that may be given without a unit: fewer are no bytes, but GiB or MiB."""
 
 NUMBER_PATTERN = r"[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?"
 """Regular expression of the number in a size or a percentage, in the syntax of JSON schemas too."""
@@ -99,7 +99,8 @@ def parse_limit(value: int | str) -> int:
     size_bytes = parse_bytes(value)
     digits = str(value).strip()
     if 0 < size_bytes < LEAST_WITHOUT_UNIT and digits[-1].isdigit():
-        raise ValueError(f"{digits} has no unit: give one, such as '{digits}GiB' or '{digits}B'")
+        unit = "GiB" if size_bytes < 2048 else "MiB"
+        raise ValueError(f"{digits} has no unit: give one, such as '{digits}{unit}' or '{digits}B'")
     return size_bytes
 
 
