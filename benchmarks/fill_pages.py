@@ -12,17 +12,29 @@ in torch. Results that are text are shown as they are::
 
     <!-- text benchmarks/results/FILE.txt -->
     <!-- end of text -->
+
+With `--check`, pages are not written: the status is 1 if one would change, or has a figure without
+a source. A figure is a number with a unit, outside of reports and code. Its source stands after it
+in its paragraph: rows of a table of a report, whose medians count, or a constant::
+
+    umem takes 1,444 ms <!-- from h100-scale-7b.jsonl: llama-2-7b-fp32: umem, floor -->
+    85 % of it <!-- from umem/hardware/host_memory.py: PINNED_SHARE -->
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
+_FOLDER = Path(__file__).resolve().parent
 _REPORT = re.compile(
     r"(<!-- ((?:umem bench report [^>]*?|python tests/(?:systems/matrix|sound/sound)\.py --report"
     r" [^>]*?|python -m umem\.patches)) -->\n)"
@@ -30,16 +42,47 @@ _REPORT = re.compile(
     re.DOTALL,
 )
 _TEXT = re.compile(r"(<!-- text (\S+) -->\n).*?(<!-- end of text -->)", re.DOTALL)
-_ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+_ENVIRONMENT = os.environ | {"PYTHONPATH": str(_FOLDER)}
+
+_UNITS = {
+    "s": ("time", 1.0),
+    "ms": ("time", 1e-3),
+    "%": ("share", 1.0),
+    "GB": ("bytes", 1e9),
+    "MiB": ("bytes", 2.0**20),
+    "GiB": ("bytes", 2.0**30),
+    "tokens/s": ("rate", 1.0),
+}
+"""Unit -> what it measures, and its factor."""
+
+_NUMBER = r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)"
+_UNIT = rf"({'|'.join(_UNITS)})(?![\w/])"
+_FIGURE = re.compile(rf"{_NUMBER} ?{_UNIT}")
+_SOURCE = re.compile(r"<!-- from (\S+): (.*?) -->")
+_IGNORED = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 
 
 def _printed(found: re.Match[str]) -> str:
     program, *words = shlex.split(found[2])
-    command = [str(Path(sys.executable).with_name(program)), *words]
-    printed = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, env=_ENVIRONMENT
-    ).stdout
-    return f"{found[1]}{printed.strip()}\n{found[3]}"
+    if words[:2] == ["bench", "report"]:
+        text = _report(tuple(words[2:]))
+    else:
+        command = [str(Path(sys.executable).with_name(program)), *words]
+        text = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, env=_ENVIRONMENT
+        ).stdout.strip()
+    return f"{found[1]}{text}\n{found[3]}"
+
+
+@cache
+def _report(words: tuple[str, ...]) -> str:
+    """What ``umem bench report`` prints; in this process, which imports torch once."""
+    sys.path.insert(0, str(_FOLDER))
+    from umem_bench.cli import app
+
+    with redirect_stdout(io.StringIO()) as printed:
+        app(["report", *words], standalone_mode=False)
+    return printed.getvalue().strip()
 
 
 def _shown(found: re.Match[str]) -> str:
@@ -47,7 +90,81 @@ def _shown(found: re.Match[str]) -> str:
     return f"{found[1]}```text\n{text.strip()}\n```\n{found[3]}"
 
 
-for name in sys.argv[1:]:
-    page = Path(name)
-    filled = _REPORT.sub(_printed, page.read_text(encoding="utf-8"))
-    page.write_text(_TEXT.sub(_shown, filled), encoding="utf-8")
+def _filled(text: str) -> str:
+    return _TEXT.sub(_shown, _REPORT.sub(_printed, text))
+
+
+def problems(text: str) -> Iterator[tuple[int, str]]:
+    """Figures of a page that have no source, or that their source has not: line and words."""
+    for hidden in (_REPORT, _TEXT, _IGNORED):
+        text = hidden.sub(lambda found: "\n" * found[0].count("\n"), text)
+    for paragraph in re.finditer(r"(?:.+\n?)+", text):
+        begin = paragraph.start()
+        for source in _SOURCE.finditer(text, begin, paragraph.end()):
+            known = _figures_of(source[1], source[2])
+            for line, number, unit in _figures(text, begin, source.start()):
+                if not any(_is_same(number, unit, *it) for it in known):
+                    yield line, f"{number} {unit} is not in {source[1]}: {source[2]}"
+            begin = source.end()
+        for line, number, unit in _figures(text, begin, paragraph.end()):
+            yield line, f"{number} {unit} has no source: add <!-- from FILE: TABLE: ROW -->"
+
+
+def _figures(text: str, begin: int, end: int) -> Iterator[tuple[int, str, str]]:
+    for found in _FIGURE.finditer(text, begin, end):
+        yield text.count("\n", 0, found.start()) + 1, found[1], found[2]
+
+
+def _is_same(number: str, unit: str, known: float, known_unit: str) -> bool:
+    """Whether a figure is a known one, rounded to the figure's digits."""
+    (measures, factor), (known_measures, known_factor) = _UNITS[unit], _UNITS[known_unit]
+    digits = len(number.partition(".")[2])
+    apart = abs(known * known_factor / factor - float(number.replace(",", "")))
+    return measures == known_measures and apart <= 0.5001 * 10.0**-digits
+
+
+@cache
+def _figures_of(file: str, place: str) -> list[tuple[float, str]]:
+    """What the rows of a table say, and the heading of their report; or a constant."""
+    if file.endswith(".py"):
+        source = (_FOLDER.parent / file).read_text(encoding="utf-8")
+        values = re.findall(rf"^{place} = ([\d.]+)$", source, re.MULTILINE)
+        return [(100 * float(value), "%") for value in values]
+    table, _, names = place.partition(": ")
+    report = _report((str(_FOLDER / "results" / file), "--markdown"))
+    heading, *tables = re.split(r"^\*\*", report, flags=re.MULTILINE)
+    (chosen,) = [it for it in tables if it.startswith(table)]
+    lines = [[it.strip() for it in line.split("|")[1:-1]] for line in chosen.splitlines()]
+    columns, _, *rows = filter(None, lines)
+    found = [(float(number.replace(",", "")), unit) for number, unit in _FIGURE.findall(heading)]
+    for name in names.split(", "):
+        (row,) = [it for it in rows if it[0] == name]
+        for column, cell in zip(columns, row, strict=True):
+            unit = column.rpartition(", ")[2] if ", " in column else column
+            cell = re.sub(r"\[.*?\]", "", cell)  # the lowest and the highest
+            for number, own_unit in re.findall(rf"{_NUMBER}(?: ?{_UNIT})?", cell):
+                if (own_unit or unit) in _UNITS:
+                    found.append((float(number.replace(",", "")), own_unit or unit))
+    return found
+
+
+def main(words: list[str]) -> int:
+    """Fill or check pages; return the status."""
+    is_check = words[:1] == ["--check"]
+    wrong = []
+    for name in words[is_check:]:
+        page = Path(name)
+        text = page.read_text(encoding="utf-8")
+        filled = _filled(text)
+        if not is_check:
+            page.write_text(filled, encoding="utf-8")
+            continue
+        if filled != text:
+            wrong.append(f"{name}: a table is not that of its results: python {sys.argv[0]} {name}")
+        wrong += [f"{name}:{line}: {words}" for line, words in problems(text)]
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -60,7 +60,8 @@ def main() -> int:
     for words in PREDICTIONS:
         console.rule(f"umem {' '.join(words[:4])} ...")
         console.print(f"$ umem {' '.join(words)}", markup=False, soft_wrap=True)
-        umem_command(words, standalone_mode=False)
+        if status := umem_command(words, standalone_mode=False):
+            return int(status)
     show_replay(console)
     return 0
 
@@ -134,7 +135,9 @@ def run_example(arguments: Sequence[str]) -> int:
     """
     require_packages()
     path = Path(__file__).with_name("finetune_llama.py")
-    return subprocess.run([sys.executable, str(path), *arguments], check=False).returncode
+    command = [sys.executable, str(path), *arguments]
+    # In a group of its own: Ctrl-C is for the demo, which then ends this process.
+    return subprocess.run(command, check=False, process_group=0).returncode
 
 
 def record_example(arguments: Sequence[str], *, steps: int = 2) -> AllocationStream:

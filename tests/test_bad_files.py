@@ -146,6 +146,8 @@ POLICIES = [
     ("defaults: {min_bytes: 1:30}\n", 1, 12, "defaults.min_bytes", "'1:30' is not a size"),
     ("defaults: {min_bytes: 1.5}\n", 1, 12, "defaults.min_bytes", "1.5 is not a size"),
     ("device_budget: 120%\n", 1, 1, "device_budget", "at most 100"),
+    ("device_budget: 20\n", 1, 1, "device_budget", "20 has no unit: give one, such as '20GiB'"),
+    ("limits: {managed_bytes: 16}\n", 1, 10, "limits.managed_bytes", "such as '16GiB'"),
     ("device_budget: 0\n", 1, 1, "device_budget", "for no budget, give null"),
     ("device_budget: true\n", 1, 1, "device_budget", "is not a size"),
     ("limits: {managed_bytes: 0}\n", 1, 10, "limits.managed_bytes", "give null"),

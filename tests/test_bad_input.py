@@ -251,12 +251,27 @@ main()
     assert (done.stdout, done.stderr) == ("", "umem: interrupted\n")
 
 
-def test_ctrl_c_ends_a_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
-    monkeypatch.setattr("umem.cli.policy.load_policy", interrupted)
-    assert run("policy", "show", "sft") == (INTERRUPTED_STATUS, "", "umem: interrupted\n")
+
+@pytest.mark.parametrize("place", ["show_findings", "umem_command", "subprocess.run"])
+def test_ctrl_c_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Also in a command that it calls, and in the example that it starts on a GPU."""
+    import demo
+
+    monkeypatch.setattr(demo, "collect", lambda: None)
+    monkeypatch.setattr(demo, "diagnose", lambda _: None)
+    monkeypatch.setattr(demo, "show_findings", lambda *_: None)
+    monkeypatch.setattr(demo, "show_replay", lambda _: print("went on"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: place == "subprocess.run")
+    if place == "umem_command":
+        monkeypatch.setattr("umem.cli.fit.load_hardware", interrupted)
+    else:
+        monkeypatch.setattr(f"demo.{place}", interrupted)
+    status, text, errors = run("demo")
+    assert (status, errors) == (INTERRUPTED_STATUS, "umem: interrupted\n")
+    assert "went on" not in text
 
 
 @pytest.fixture

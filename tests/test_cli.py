@@ -8,7 +8,10 @@ import sys
 import threading
 
 import pytest
+import umem_bench.cli
 from command_line import Run, umem_command
+from typer.main import get_command
+from umem_bench.commands import COMMANDS as BENCHMARKS
 
 import umem
 from umem.cli import COMMANDS, load_command, output
@@ -30,20 +33,32 @@ def test_help_has_a_line_for_every_command(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_help_imports_no_library_that_takes_long() -> None:
+@pytest.mark.parametrize(
+    ("words", "others"), [("--help", {"rich", "pydantic"}), ("bench --help", {"umem_bench.cli"})]
+)
+def test_help_imports_no_library_that_takes_long(words: str, others: set[str]) -> None:
     code = """
 import json, sys
 from umem.cli import main
 try:
     main()
 finally:
-    print(json.dumps([name for name in sys.modules if "." not in name]), file=sys.stderr)
+    print(json.dumps(list(sys.modules)), file=sys.stderr)
 """
-    command = [sys.executable, "-c", code, "--help"]
+    command = [sys.executable, "-c", code, *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = set(json.loads(done.stderr))
     assert "umem" in imported
-    assert not imported & {"torch", "numpy", "numba", "pydantic", "yaml", "rich", "matplotlib"}
+    assert not imported & {"torch", "numpy", "numba", "yaml", "matplotlib", *others}
+
+
+def test_benchmarks_have_a_line_each(run: Run) -> None:
+    assert list(BENCHMARKS) == list(get_command(umem_bench.cli.app).commands)  # type: ignore[attr-defined]
+    status, text, errors = run("bench", "--help")
+    assert (status, errors) == (0, "")
+    lines = [line.strip() for line in text.splitlines()]
+    for name, summary in BENCHMARKS.items():
+        assert f"{name:<9}  {summary}" in lines
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench"])
@@ -54,6 +69,18 @@ def test_a_commands_help_is_its_own(run: Run, name: str) -> None:
     for parameter in load_command(name).params:
         assert parameter.param_type_name == "argument" or parameter.opts[0] in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("columns", ["0", "-1", "²", "1" + "0" * 30, ""])
+def test_columns_that_no_terminal_has(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", columns)
+    status, text, errors = run("policy", "list")
+    assert (status, errors) == (0, "")
+    assert "managed" in text
+    assert max(map(len, text.splitlines())) <= 500
 
 
 def test_version(run: Run) -> None:

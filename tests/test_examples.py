@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -166,18 +167,28 @@ def test_wrong_offloading_arguments(
     assert message in capsys.readouterr().err
 
 
+def is_print(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == "print"
+
+
 @pytest.mark.slow
 def test_the_notebook_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
+    plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.chdir(REPOSITORY / "examples")
     cells = json.loads(Path("tour.ipynb").read_text(encoding="utf-8"))["cells"]
     names: dict[str, Any] = {}
     for cell in cells:
         if cell["cell_type"] == "code":
             assert cell["outputs"] == []  # figures of another version would stay in it
-            exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), names)
+            source = "".join(cell["source"])
+            exec(compile(source, "tour.ipynb", "exec"), names)
+            # A notebook prints the value of the last expression, unless a semicolon ends it.
+            last = ast.parse(source).body[-1]
+            assert not isinstance(last, ast.Expr) or source.endswith(";") or is_print(last.value)
+    assert plt.get_fignums()  # which a notebook shows
+    plt.close("all")
     steps = list(names["steps"].values())
     assert steps == sorted(steps)
     assert capsys.readouterr().out.count("passes' speed") == 7

@@ -1,4 +1,4 @@
-"""The pictures of the pages show committed results, on light and dark pages."""
+"""The pictures of the pages show what is planned, on light and dark pages."""
 
 from __future__ import annotations
 
@@ -10,26 +10,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from umem_bench.pictures import RESULTS, planned_step, speed_figure, with_both_schemes
-from umem_bench.results import median, read_results
-
-WHITE = {("fill", "#ffffff")}
-"""Words in a bar, on either page."""
+from umem_bench.pictures import planned_step, with_both_schemes
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-
-
-def test_the_speeds_are_those_of_the_results() -> None:
-    run = read_results(RESULTS / "h100-scale-7b.jsonl")
-    umem, floor = (
-        median(next(it.steps_s for it in run.scales if it.variant == name))
-        for name in ("umem", "floor")
-    )
-    assert umem
-    assert floor
-    words = [text.get_text() for text in speed_figure().axes[0].texts]
-    assert f"{4 * 2048 / umem:,.0f} tokens/s, {100 * floor / umem:.0f} % of the floor" in words
-    assert "out of memory" in words
 
 
 @pytest.mark.slow
@@ -48,7 +31,7 @@ def test_every_colour_of_a_committed_picture_has_one_for_dark_pages(path: Path) 
     svg = path.read_text(encoding="utf-8")
     rules = re.search(r"<style>@media\(prefers-color-scheme:dark\)\{(.*?)\}</style>", svg)
     assert rules
-    drawn = set(re.findall(r'(fill|stroke): (#[0-9a-f]{6})(?=[;"][^]])', svg)) - WHITE
+    drawn = set(re.findall(r'(fill|stroke): (#[0-9a-f]{6})(?=[;"][^]])', svg))
     assert len(drawn) > 3
     assert {f'[style*="{what}: {colour}"]' for what, colour in drawn} == set(
         re.findall(r"\[.*?\]", rules[1])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import signal
 import subprocess
 import sys
+import threading
+import zipfile
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,14 +32,22 @@ UMEM = str(Path(sys.executable).with_name("umem"))
 LOOK = """
 import json, os, sys
 if __name__ == "__main__":
+    main = vars(sys.modules["__main__"])
     print(json.dumps({
         "argv": sys.argv,
         "path": sys.path[0],
-        "file": __file__,
-        "spec": __spec__ and __spec__.name,
-        "main": sys.modules["__main__"].__dict__ is globals(),
-        "policy": os.environ["UMEM_POLICY"],
+        "file": globals().get("__file__"),
+        "code": sys._getframe().f_code.co_filename,
+        "spec": __spec__ and (__spec__.name, __spec__.origin),
+        "package": __package__,
+        "cached": globals().get("__cached__"),
+        "loader": getattr(__loader__, "__name__", type(__loader__).__name__),
+        "builtins": type(__builtins__).__name__,
+        "names": sorted(set(globals()) - {"__annotations__"}),
+        "main": main is globals(),
+        "policy": os.environ.get("UMEM_POLICY"),
     }))
+    sys.exit(3)
 """
 
 # A worker of each kind must import the script again to find Squares and square.
@@ -83,23 +95,96 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.setattr(managed_runs, "_runs", deque())  # those of other tests
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    for name in ("package", "package.look"):  # another test's
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv("UMEM_POLICY", "")  # so that it is restored
     monkeypatch.delenv("UMEM_POLICY")
     return partial(umem_command(monkeypatch, capsys), "run")
 
 
-def test_module_runs_as_under_python_m(run: Run, tmp_path: Path) -> None:
-    main = write(tmp_path / "package" / "__main__.py", LOOK)
-    status, output, errors = run("-m", "package", "--lr", "1e-4")
-    assert (status, errors) == (0, "")
-    assert json.loads(output) == {
-        "argv": [str(main), "--lr", "1e-4"],
-        "path": str(tmp_path),
-        "file": str(main),
-        "spec": "package.__main__",
-        "main": True,
-        "policy": "sft",
-    }
+Seen = tuple[int, dict[str, object]]
+"""A program's status, and what LOOK printed."""
+
+
+def under_python(*words: str) -> Seen:
+    command = [sys.executable, *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, input=LOOK, close_fds=False
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("look.py", "--lr", "1e-4"),
+        ("./code/../look.py",),
+        ("link.py",),
+        ("{folder}/look.py", "-"),
+        ("look.pyc",),
+        ("package",),
+        ("archive.zip", "x"),
+        ("-m", "package", "--lr", "1e-4"),
+        ("-m", "package.look"),
+        ("-c", LOOK, "x", "-c"),
+        ("-", "x"),
+        ("/dev/stdin",),
+        ("named-pipe",),
+        ("/dev/fd/{pipe}", "x"),
+    ],
+    ids=lambda words: " ".join(words)[:16].replace("\n", " "),
+)
+def test_a_program_sees_what_it_sees_under_python(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    look = write(tmp_path / "look.py", LOOK)
+    (tmp_path / "code").mkdir()
+    write(tmp_path / "code" / "real.py", LOOK)
+    (tmp_path / "link.py").symlink_to("code/real.py")
+    py_compile.compile(str(look), "look.pyc")
+    for name in ("__init__", "__main__", "look"):
+        write(tmp_path / "package" / f"{name}.py", "" if name == "__init__" else LOOK)
+    with zipfile.ZipFile("archive.zip", "w") as archive:
+        archive.write(look, "__main__.py")
+    os.mkfifo("named-pipe")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+    def started(how: Callable[..., Seen]) -> Seen:
+        reading, writing = os.pipe()
+        os.set_inheritable(reading, True)
+        os.write(writing, LOOK.encode())
+        os.close(writing)
+        writer = threading.Thread(target=lambda: Path("named-pipe").write_text(LOOK))
+        if "named-pipe" in words:
+            writer.start()
+        values = {"folder": str(tmp_path), "pipe": reading}
+        these = [it if it is LOOK else it.format(**values) for it in words]
+        try:
+            return how(*these)
+        finally:
+            os.close(reading)
+            if "named-pipe" in words:
+                writer.join()
+
+    def under_umem(*words: str) -> Seen:
+        given = os.memfd_create("stdin")
+        os.write(given, LOOK.encode())
+        os.lseek(given, 0, os.SEEK_SET)
+        kept = os.dup(0)
+        os.dup2(given, 0)
+        with open(given) as standard_input:
+            monkeypatch.setattr(sys, "stdin", standard_input)
+            try:
+                status, output, errors = run(*words)
+            finally:
+                os.dup2(kept, 0)
+                os.close(kept)
+        assert errors == ""
+        return status, json.loads(output)
+
+    status, seen = started(under_python)
+    assert started(under_umem) == (status, seen | {"policy": "sft"})
 
 
 def test_what_was_managed_is_said_at_the_end(
@@ -119,7 +204,7 @@ def test_what_was_managed_is_said_at_the_end(
 def test_double_dash_ends_umems_options(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "-odd.py", LOOK)
     status, output, errors = run("--", "-odd.py", "x")
-    assert (status, errors) == (0, "")
+    assert (status, errors) == (3, "")
     assert json.loads(output)["argv"] == ["-odd.py", "x"]
 
 
@@ -198,7 +283,7 @@ def test_program_that_is_not_there(
     path = list(sys.path)
 
     with pytest.raises(UmemError, match=message):
-        launch(program, module=module)
+        launch(program, kind="module" if module else "file")
 
     assert sys.path == path
 
@@ -228,15 +313,11 @@ def test_script_sees_its_own_command_line(tmp_path: Path) -> None:
     write(tmp_path / "code" / "look.py", LOOK)
     words = ["a", "--policy", "its own", "-m", "--", "--help"]
     done = umem_run(tmp_path, "--fallback", "--policy", "lora", "code/look.py", *words)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
-        "argv": ["code/look.py", *words],
-        "path": str(tmp_path / "code"),
-        "file": "code/look.py",
-        "spec": None,
-        "main": True,
-        "policy": "lora",
-    }
+    assert done.returncode == 3, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["argv"] == ["code/look.py", *words]
+    assert seen["path"] == str(tmp_path / "code")
+    assert seen["policy"] == "lora"
     (line,) = done.stderr.splitlines()
     assert line.startswith("umem: not in use, torch's own allocator stays: ")
 
@@ -248,10 +329,10 @@ def test_child_process_inherits_the_policy(tmp_path: Path) -> None:
     child = [UMEM, "run", "--fallback", "look.py"]
     write(
         tmp_path / "parent.py",
-        f"import subprocess; subprocess.run({child!r}, cwd='elsewhere', check=True)",
+        f"import subprocess; raise SystemExit(subprocess.call({child!r}, cwd='elsewhere'))",
     )
     done = umem_run(tmp_path, "--fallback", "parent.py", UMEM_POLICY="./mine.yaml")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 3, done.stderr
     assert json.loads(done.stdout)["policy"] == str(tmp_path / "mine.yaml")
 
 

@@ -127,6 +127,12 @@ def test_errors_name_file_function_and_remedy(tmp_path: Path, text: str, message
     assert "train" in str(caught.value)
 
 
+def test_an_error_names_the_function_that_was_given(tmp_path: Path) -> None:
+    file = write(tmp_path, "def build(): raise ValueError('lost')")
+    with pytest.raises(TraceError, match=r"in build: build raised ValueError: lost"):
+        script_trace(f"{file}:build")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

@@ -133,7 +133,7 @@ def test_a_file_to_build_on_is_found_from_anywhere(run: Run, tmp_path: Path) -> 
     mine.write_text(
         "extends: sft\ndefaults: {min_bytes: 4096}\nclasses: {optimizer_state: {fraction: 0.5}}\n"
     )
-    folder = tmp_path / "else" / "where"
+    folder = tmp_path / "elsewhere"
     status, text, _ = run(
         *TINY, "--no-checkpoint", "--policy", mine, "--budget", "1GiB", "--json", "-o", folder
     )

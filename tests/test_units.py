@@ -9,7 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from umem.core.units import MAX_BYTES, format_bytes, parse_budget, parse_bytes, parse_percent
+from umem.core.units import (
+    MAX_BYTES,
+    format_bytes,
+    parse_budget,
+    parse_bytes,
+    parse_limit,
+    parse_percent,
+)
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -121,6 +128,23 @@ def test_parse_percent(text: str, share: Fraction) -> None:
 def test_parse_percent_refuses(text: Any) -> None:
     with pytest.raises(ValueError, match="above 0 and at most 100"):
         parse_percent(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit"), [(20, "GiB"), ("20", "GiB"), (" 1_000 ", "GiB"), (81_920, "MiB")]
+)
+def test_a_small_limit_has_a_unit(value: int | str, unit: str) -> None:
+    digits = str(value).strip()
+    with pytest.raises(ValueError, match=f"{digits} has no unit: .*'{digits}{unit}'"):
+        parse_limit(value)
+    assert parse_limit(f"{digits}B") == int(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "size_bytes"), [(0, 0), ("0", 0), ("20GiB", 20 << 30), ("100000", 100_000)]
+)
+def test_a_limit_is_a_size(value: int | str, size_bytes: int) -> None:
+    assert parse_limit(value) == size_bytes
 
 
 def test_parse_budget_takes_a_share_of_the_device_or_a_size() -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from umem.core.schedule import Schedule
     from umem.hardware import Hardware, load_hardware
     from umem.hardware.capabilities import Capabilities
+    from umem.integrations.figures import LoggedFigures
     from umem.integrations.trainer import UmemCallback
     from umem.managing import manage
     from umem.offloading import offload
@@ -68,6 +69,7 @@ __all__ = [
     "HardwareError",
     "Hold",
     "LiveTensor",
+    "LoggedFigures",
     "Manager",
     "MeasuredReport",
     "MigrationReport",
@@ -122,6 +124,7 @@ _MODULES = {
     "umem.pages": "Manager",
     "umem.streaming": "join",
     "umem.hardware": "Hardware load_hardware",
+    "umem.integrations.figures": "LoggedFigures",
     "umem.integrations.trainer": "UmemCallback",
     "umem.runtime.held_memory": "Hold hold",
     "umem.runtime.inspection": "ClassMemory LiveTensor memory_by_class memory_summary "

@@ -76,6 +76,7 @@ class Need(StrEnum):
     MANAGE = "umem.manage"
     TRACE = "umem trace"
     PROFILE = "umem.profile"
+    HISTORY = "torch.cuda.memory._record_memory_history"
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,16 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
             "cuda_reset_accumulated_stats": "torch._C:_cuda_resetAccumulatedMemoryStats",
             "cuda_memory_fraction": "torch._C:_cuda_getMemoryFraction",
         },
+        is_cuda=True,
+    ),
+    **_names(
+        "replaced: torch's own raises for a pluggable allocator",
+        "torch.cuda.memory._record_memory_history raises",
+        {
+            "cuda_memory_history": "torch._C:_cuda_record_memory_history",
+            "cuda_memory_history_legacy": "torch._C:_cuda_record_memory_history_legacy",
+        },
+        need=Need.HISTORY,
         is_cuda=True,
     ),
     **_names(

@@ -51,6 +51,28 @@ class ClassOverride {
   bool is_entered_ = false;
 };
 
+// Calls a Python function for each block. It may be called by any thread, within an exception too.
+class PythonListener final : public BlockListener {
+ public:
+  explicit PythonListener(nb::object function) : function_(std::move(function)) {}
+
+  void block_changes(const LiveBlock& block, StreamId stream, bool is_born) noexcept override {
+    if (!nb::is_alive()) return;
+    const nb::gil_scoped_acquire gil;
+    const nb::error_scope error_of_caller;
+    try {
+      function_(is_born, block.address, block.bytes, block.requested_bytes,
+                static_cast<int>(block.tensor_class), block.device,
+                kKindNames[static_cast<std::size_t>(block.kind)], stream);
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("umem's record of memory");
+    }
+  }
+
+ private:
+  nb::object function_;
+};
+
 constexpr std::array<const char*, 3> kStateNames = {"inactive", "active_allocated",
                                                     "active_awaiting_free"};
 
@@ -330,7 +352,7 @@ NB_MODULE(_native, module) {
       .def(
           "free",
           [](Allocator& self, std::uintptr_t address, int device) {
-            if (address != 0 && !self.device(device).free(address))
+            if (address != 0 && !self.free(address, device, 0))
               throw nb::value_error("free: no live block starts at this address on this device");
           },
           "address"_a, "device"_a = 0, nb::call_guard<nb::gil_scoped_release>())
@@ -477,6 +499,12 @@ NB_MODULE(_native, module) {
             self.set_release_listener(listener);
           },
           "engine"_a.none())
+      .def(
+          "set_block_listener",
+          [](Allocator& self, nb::object listener) {
+            self.set_block_listener(listener.is_none() ? nullptr : new PythonListener(listener));
+          },
+          "listener"_a.none())
       .def("managed_bytes", &Allocator::managed_bytes)
       .def("uncached_ns", &Allocator::uncached_ns)
       .def("pinned_room_bytes", &Allocator::pinned_room_bytes)

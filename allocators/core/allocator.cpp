@@ -22,12 +22,28 @@ void* Allocator::allocate(std::size_t bytes, int device_number, StreamId stream)
   try {
     DeviceAllocator& chosen = device(device_number);
     if (!used_[static_cast<std::size_t>(device_number)].load()) introduce(device_number);
-    return allocate_on(chosen, bytes, stream);
+    void* address = allocate_on(chosen, bytes, stream);
+    tell(chosen, reinterpret_cast<std::uintptr_t>(address), stream, true);
+    return address;
   } catch (const OutOfMemory&) {
     // See Note [Classes] in class_context.hpp.
     if (classes_.phase() != TensorClass::weights) classes_.set_phase(TensorClass::activations);
     throw;
   }
+}
+
+bool Allocator::free(std::uintptr_t address, int device_number, StreamId stream) {
+  DeviceAllocator& holder = device(device_number);
+  tell(holder, address, stream, false);  // afterwards the address may be another block's
+  return holder.free(address);
+}
+
+void Allocator::tell(DeviceAllocator& device, std::uintptr_t address, StreamId stream,
+                     bool is_born) {
+  BlockListener* listener = block_listener_.load();
+  if (listener == nullptr) return;
+  if (const auto block = device.live_block(address))
+    listener->block_changes(*block, stream, is_born);
 }
 
 void* Allocator::allocate_on(DeviceAllocator& device, std::size_t bytes, StreamId stream) {

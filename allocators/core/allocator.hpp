@@ -27,6 +27,14 @@
 
 namespace umem {
 
+// Is told of each block once it is handed out, and before it is freed, without locks held.
+class BlockListener {
+ public:
+  virtual ~BlockListener() = default;
+
+  virtual void block_changes(const LiveBlock& block, StreamId stream, bool is_born) noexcept = 0;
+};
+
 class Allocator {
  public:
   Allocator(const Config& config, std::unique_ptr<SegmentSource> source,
@@ -39,6 +47,8 @@ class Allocator {
   int device_count() const { return static_cast<int>(devices_.size()); }
 
   void* allocate(std::size_t bytes, int device_number, StreamId stream);
+  // False if no live block of the device starts at the address.
+  bool free(std::uintptr_t address, int device_number, StreamId stream);
   // These find the block on whichever device holds it; false when none does.
   bool record_stream(std::uintptr_t address, StreamId stream);
   bool retag(std::uintptr_t address, TensorClass tensor_class);
@@ -51,6 +61,9 @@ class Allocator {
   ClassContext& classes() { return classes_; }
   // nullptr for none. The allocator keeps the listener alive.
   void set_release_listener(const std::shared_ptr<ReleaseListener>& listener);
+
+  // nullptr for none. A listener is never deleted: other threads may be inside it.
+  void set_block_listener(BlockListener* listener) { block_listener_.store(listener); }
 
   // Nanoseconds in which requests waited that the caches had no memory for.
   std::int64_t uncached_ns() const;
@@ -70,12 +83,14 @@ class Allocator {
  private:
   void* allocate_on(DeviceAllocator& device, std::size_t bytes, StreamId stream);
   void introduce(int device_number);
+  void tell(DeviceAllocator& device, std::uintptr_t address, StreamId stream, bool is_born);
 
   std::unique_ptr<SegmentSource> source_;
   std::unique_ptr<Driver> driver_;
   SharedLimits limits_;
   const std::vector<std::size_t> managed_bytes_of_device_;
   ClassContext classes_;
+  std::atomic<BlockListener*> block_listener_ = nullptr;
   std::mutex used_mutex_;
   std::vector<std::atomic<bool>> used_;  // devices with an allocation so far
   std::vector<std::unique_ptr<DeviceAllocator>> devices_;  // destroyed first: they use the above

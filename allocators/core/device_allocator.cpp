@@ -468,6 +468,12 @@ void DeviceAllocator::append_live_blocks(std::vector<LiveBlock>& to) const {
       if (block->state == BlockState::live) to.push_back(live(*block));
 }
 
+std::optional<LiveBlock> DeviceAllocator::live_block(std::uintptr_t address) {
+  const std::lock_guard lock(locks_.books);
+  const Block* block = segments_.live_block(address);
+  return block == nullptr ? std::nullopt : std::optional(live(*block));
+}
+
 LiveBlock DeviceAllocator::live(const Block& block) const {
   return {block.address,      block.requested_bytes, block.bytes,
           block.tensor_class, device_,               block.segment->heap->kind};

@@ -145,6 +145,8 @@ class DeviceAllocator {
   std::array<KindStats, kKinds> kind_stats() const;
   std::vector<SegmentSnapshot> segments() const;
   void append_live_blocks(std::vector<LiveBlock>& to) const;
+  // The live block that starts at an address.
+  std::optional<LiveBlock> live_block(std::uintptr_t address);
 
   // Both locks, for fork: the child must not inherit one that another thread held.
   void lock() { locks_.lock(); }

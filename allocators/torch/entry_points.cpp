@@ -49,9 +49,10 @@ __attribute__((visibility("default"))) void* umem_malloc(ssize_t bytes, int devi
 }
 
 __attribute__((visibility("default"))) void umem_free(void* address, ssize_t bytes, int device,
-                                                      cudaStream_t) {
+                                                      cudaStream_t stream) {
   if (address == nullptr) return;
-  if (!umem::installed()->device(device).free(reinterpret_cast<std::uintptr_t>(address)))
+  if (!umem::installed()->free(reinterpret_cast<std::uintptr_t>(address), device,
+                               umem::stream_id(stream)))
     std::fprintf(stderr, "umem: free of %zd bytes at %p on GPU %d, which holds no such tensor\n",
                  bytes, address, device);
 }

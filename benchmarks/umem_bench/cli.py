@@ -11,8 +11,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from umem.core.units import parse_bytes
+from umem.core.units import parse_limit
 from umem_bench import allocators, bounds, planning, published
+from umem_bench.commands import COMMANDS
 from umem_bench.generate import run as generations
 from umem_bench.generate import tables as generate_tables
 from umem_bench.generate.measure import SHORT_TOKENS
@@ -56,11 +57,7 @@ _SHOWN_BY: dict[str, Any] = {
 _Name = TypeVar("_Name", bound=str)
 _RunsOfOptions = Callable[..., Callable[..., Run]]
 
-app = typer.Typer(
-    help="Measure umem: allocator, trainings and text generation within a budget, planners.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 _Policy = Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Figures are medians of so many rounds.")]
@@ -85,10 +82,8 @@ _Check = Annotated[
 ]
 
 
-def _add_allocator_command(
-    name: str, benchmarks: Sequence[str], words: str, default_rounds: int = 5
-) -> None:
-    @app.command(name, help=words)
+def _add_allocator_command(name: str, benchmarks: Sequence[str], default_rounds: int = 5) -> None:
+    @app.command(name, help=COMMANDS[name])
     def command(
         policy: _Policy = "sft",
         only: Annotated[
@@ -125,20 +120,11 @@ def _add_allocator_command(
             raise typer.Exit(1)
 
 
-_add_allocator_command(
-    "alloc",
-    ["alloc"],
-    "An allocation and its free through torch, by size and threads. Needs a GPU.",
-)
-_add_allocator_command(
-    "step",
-    ["step"],
-    "A training step, LoRA and SFT, of a Llama that fits. Needs a GPU.",
-    default_rounds=20,
-)
+_add_allocator_command("alloc", ["alloc"])
+_add_allocator_command("step", ["step"], default_rounds=20)
 
 
-@app.command(help="The native core over host memory: absolute figures, no GPU needed.")
+@app.command(help=COMMANDS["core"])
 def core(
     policy: _Policy = "sft",
     rounds: _Rounds = 5,
@@ -152,12 +138,10 @@ def core(
     _finish(Run(header("allocators", settings), tuple(found)), output, check)
 
 
-_add_allocator_command(
-    "all", ["core", "alloc", "step"], "All three. Needs a GPU, and about two minutes."
-)
+_add_allocator_command("all", ["core", "alloc", "step"])
 
 
-@app.command()
+@app.command(help=COMMANDS["training"])
 def training(
     workloads: Annotated[
         str,
@@ -189,7 +173,6 @@ def training(
     continued: _Continued = None,
     check: _Check = False,
 ) -> None:
-    """Train a Llama with less device memory than it needs, umem beside others. Needs a GPU."""
     output = output or continued
     own: dict[str, Any] = {}
     if methods:
@@ -264,7 +247,7 @@ def _rows_command(
         own_options = signature(own_command, eval_str=True).parameters.values()
         # typer reads a command's options from its signature.
         command.__signature__ = Signature([first, *own_options, *shared])  # type: ignore[attr-defined]
-        app.command(own_command.__name__, help=own_command.__doc__)(command)
+        app.command(own_command.__name__, help=COMMANDS[own_command.__name__])(command)
         return own_command
 
     return add
@@ -289,7 +272,6 @@ def scale(
     ] = False,
     steps: Annotated[int, typer.Option(min=2, help="Timed steps of each row.")] = 8,
 ) -> Callable[..., Run]:
-    """Fine-tune Llamas of 7B to 34B on one card, umem beside others. Needs a GPU of 80 GB."""
     change = {} if batch is None else {"batch": batch}
     settings = ScaleSettings(
         cases={name: it.model_copy(update=change) for name, it in scales.CASES.items()},
@@ -311,7 +293,6 @@ def generate(
     ] = 32,
     rounds: _Rounds = 3,
 ) -> Callable[..., Run]:
-    """Generate text with weights beyond a budget, umem beside others. Needs a GPU of 80 GB."""
     settings = GenerateSettings(
         cases=generations.CASES,
         budgets_bytes=generations.BUDGETS_BYTES,
@@ -331,14 +312,13 @@ def load(
     ] = None,
     rounds: _Rounds = 3,
 ) -> Callable[..., Run]:
-    """From the start of a process to the first token of a 7B, from files. Needs a GPU of 16 GB."""
     settings = LoadSettings(
         cases=loads.CASES, budgets_bytes=loads.BUDGETS_BYTES, rounds=rounds, cold=cold
     )
     return partial(loads.run_load, settings, folder=folder)
 
 
-@app.command("planning")
+@app.command("planning", help=COMMANDS["planning"])
 def plans(
     models: Annotated[str, typer.Option(help="Models to plan.")] = ",".join(planning.MODELS),
     modes: Annotated[str, typer.Option(help="lora, sft, or both.")] = "sft",
@@ -347,7 +327,6 @@ def plans(
     output: _Output = None,
     check: _Check = False,
 ) -> None:
-    """Time to record, plan and simulate a step, on models up to 70B: no GPU needed."""
     from umem.capture.offline import MODES, model_names
 
     rounds = min(rounds, _QUICK_ROUNDS) if quick else rounds
@@ -362,17 +341,16 @@ def plans(
     _finish(run, output, check)
 
 
-@app.command("published")
+@app.command("published", help=COMMANDS["published"])
 def published_traces(
     folder: Annotated[Path, typer.Argument(help="Traces that came with published times.")],
     output: _Output = None,
 ) -> None:
-    """Published traces: what umem's planners make of them, beside the published times. No GPU."""
     found = published.compare(folder, _say)
     _finish(Run(header("published", published.SETTINGS), tuple(found)), output, check=False)
 
 
-@app.command("bounds")
+@app.command("bounds", help=COMMANDS["bounds"])
 def against_bounds(
     folder: Annotated[Path, typer.Argument(help="Traces that came with published times.")],
     models: Annotated[str, typer.Option(help="Llama models, too; none for none.")] = ",".join(
@@ -381,13 +359,12 @@ def against_bounds(
     output: _Output = None,
     check: _Check = False,
 ) -> None:
-    """Planned steps of published traces and Llama models over lower bounds. No GPU."""
     names = () if models == "none" else tuple(models.split(","))
     found = bounds.run_bounds(folder, names, _say)
     _finish(Run(header("bounds", bounds.SETTINGS), tuple(found)), output, check)
 
 
-@app.command()
+@app.command(help=COMMANDS["report"])
 def report(
     file: Annotated[Path, typer.Argument(help="Results, as --output wrote them.")],
     as_markdown: Annotated[
@@ -399,7 +376,6 @@ def report(
     ] = "",
     check: _Check = False,
 ) -> None:
-    """Print the tables of a results file."""
     run = read_results(file)
     _finish(run, None, check, as_markdown=as_markdown, only=tables)
 
@@ -441,7 +417,7 @@ def _named(value: str, known: Sequence[_Name]) -> tuple[_Name, ...]:
 def _bytes(value: str) -> int | None:
     """A size such as "60GiB"; None for an empty text."""
     try:
-        return parse_bytes(value) if value else None
+        return parse_limit(value) if value else None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -1,8 +1,8 @@
 """Draws the pictures of the pages: `python -m umem_bench.pictures docs/pictures`.
 
-``speed-7b.svg`` shows committed measurements. ``residency-7b.svg`` and ``timeline-7b.svg`` show the
-plan that ``umem simulate`` makes of the same training, a prediction. Each file has the colours of a
-light and of a dark page, and takes those that the reader's system asks for.
+``residency-7b.svg`` and ``timeline-7b.svg`` show the plan that ``umem simulate`` makes of a
+training. Each file has the colours of a light and of a dark page, and takes those that the reader's
+system asks for.
 """
 
 from __future__ import annotations
@@ -25,13 +25,8 @@ from umem.hardware import load_hardware
 from umem.policy import load_policy, resolve
 from umem.predict.stream_prediction import StreamPrediction, predict_stream
 from umem.streaming.plan import LaneReport, LaneTasks, simulate_lanes, simulate_plan, step_timing
-from umem_bench.results import Run, ScaleCase, read_results
-from umem_bench.scale.tables import of_variant, tokens_per_s
 
 __all__ = ["main"]
-
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-CASE: ScaleCase = "llama-2-7b-fp32"
 
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart, and
 # brighter ones for a dark page. Rules go by the light colour, so no two names have the same.
@@ -80,56 +75,6 @@ _STYLE: dict[str, Any] = {
     "ytick.labelcolor": _C["ink"],
 }
 _WIDTH_INCHES = 8.0  # at 100 pixels an inch
-
-
-# ---- measured ----
-
-
-def speed_figure() -> Figure:
-    """Tokens a second by variant, beside the floor: passes without an optimizer."""
-    run = read_results(RESULTS / "h100-scale-7b.jsonl")
-    offload = read_results(RESULTS / "h100-scale-torchao.jsonl")
-    floor = _speed(run, "floor")
-    rows = [
-        ("stock PyTorch", 0.0, "other", "out of memory"),
-        ("torchao, CPU offload", _speed(offload, "torchao"), "other", ""),
-        ("umem", _speed(run, "umem"), "weights", ""),
-    ]
-    figure = Figure(figsize=(_WIDTH_INCHES, 2.5), layout="constrained")
-    axes = figure.subplots()
-    for number, (_, speed, colour, words) in enumerate(rows):
-        axes.barh(number, speed, 0.62, color=_C[colour])
-        label = words or f"{speed:,.0f} tokens/s, {100 * speed / floor:.0f} % of the floor"
-        inside = speed > floor / 2
-        axes.text(
-            speed - 60 if inside else speed + 60,
-            number,
-            label,
-            ha="right" if inside else "left",
-            va="center",
-            color="white" if inside else _C["ink"],
-            weight="bold" if inside else "normal",
-        )
-    axes.axvline(floor, color=_C["ink"], linestyle="--", linewidth=1.2)
-    axes.text(floor - 60, -0.72, f"floor: no optimizer step, {floor:,.0f}", ha="right", va="center")
-    axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
-    axes.set_ylim(len(rows) - 0.5, -1.0)
-    axes.set_xlim(0, floor * 1.02)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_xlabel("tokens a second, measured; torchao in another run on a card of the same kind")
-    _title(figure, "Full fine-tuning of Llama-2-7B in float32, over 100 GB, on one 80 GB H100")
-    return figure
-
-
-def _speed(run: Run, variant: str) -> float:
-    result = of_variant(run, CASE, variant)
-    assert result is not None, f"the results have no row of {variant}"
-    return tokens_per_s(run, result)
-
-
-# ---- predicted ----
 
 
 @dataclass(frozen=True)
@@ -321,7 +266,6 @@ def main(folder: Path) -> None:
     with rc_context(_STYLE):  # type: ignore[arg-type]
         step = planned_step()
         figures: dict[str, Callable[[], Figure]] = {
-            "speed-7b": speed_figure,
             "timeline-7b": lambda: timeline_figure(step),
             "residency-7b": lambda: residency_figure(step),
         }

@@ -434,3 +434,41 @@ class TestOutOfMemory:
         assert class_of(momentum) is umem.TensorClass.OPTIMIZER_STATE
         assert class_of(layer.weight) is umem.TensorClass.WEIGHTS
         assert backward() < first
+
+
+class TestHistory:
+    """As `tests/test_memory_history.py`, of torch's operators, autograd's threads too."""
+
+    @pytest.fixture(autouse=True)
+    def recording(self) -> Iterator[None]:
+        torch.cuda.memory._record_memory_history(max_entries=10_000)
+        yield
+        torch.cuda.memory._record_memory_history(None)
+
+    def test_a_step_opens_in_torchs_tools(self, tmp_path: Path) -> None:
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(64, 512, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        file = tmp_path / "snapshot.pickle"
+        torch.cuda.memory._dump_snapshot(str(file))
+        snapshot = pickle.loads(file.read_bytes())
+        assert torch.cuda._memory_viz.trace(snapshot)
+        assert torch.cuda._memory_viz.trace_plot(snapshot)
+        allocated = [
+            it for trace in snapshot["device_traces"] for it in trace if it["action"] == "alloc"
+        ]
+        assert {it["category"] for it in allocated} >= {"weights", "gradients", "activations"}
+        assert any(frame["filename"] == __file__ for it in allocated for frame in it["frames"])
+        freed = sum(
+            it["action"] == "free_completed" for trace in snapshot["device_traces"] for it in trace
+        )
+        assert 0 < freed <= len(allocated)
+
+    def test_live_blocks_have_frames(self) -> None:
+        tensor = empty(3 * MIB)
+        blocks = [it for segment in torch.cuda.memory_snapshot() for it in segment["blocks"]]
+        (frames,) = [it["frames"] for it in blocks if it["address"] == tensor.data_ptr()]
+        assert [it["name"] for it in frames[1:3]] == ["empty", "test_live_blocks_have_frames"]

@@ -64,9 +64,6 @@ def test_convolution_works_where_the_program_sets_the_search() -> None:
     [
         pytest.param(torch.cuda.MemPool, "createOrIncrefPool", id="MemPool"),
         pytest.param(
-            lambda: torch.cuda.memory._record_memory_history(), "recordHistory", id="history"
-        ),
-        pytest.param(
             lambda: ForkingPickler.dumps(torch.ones(4, device="cuda")), "IpcHandle|Ipc", id="IPC"
         ),
     ],

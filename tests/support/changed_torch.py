@@ -64,6 +64,8 @@ USES: dict[str, Callable[[], object]] = {
     "cuda_memory_stats": lambda: C._cuda_memoryStats(0),
     "cuda_memory_snapshot": lambda: C._cuda_memorySnapshot(None),
     "cuda_reset_peak_stats": lambda: C._cuda_resetPeakMemoryStats(0),
+    "cuda_memory_history": lambda: torch.cuda.memory._record_memory_history(None),
+    "cuda_memory_history_legacy": lambda: C._cuda_record_memory_history_legacy(False),
     "cuda_reset_accumulated_stats": lambda: C._cuda_resetAccumulatedMemoryStats(0),
     "cuda_memory_fraction": lambda: C._cuda_getMemoryFraction(0),
     "accelerator_is_initialized": lambda: is_torchs_own(C._accelerator_isAllocatorInitialized),

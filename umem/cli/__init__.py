@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from umem.core.errors import UmemError
 from umem.core.install import install_command
 from umem.io.problems import visible
 
-__all__ = ["COMMANDS", "INTERRUPTED_STATUS", "app", "load_command", "main", "run_app"]
+__all__ = ["COMMANDS", "INTERRUPTED_STATUS", "app", "lazy_app", "load_command", "main", "run_app"]
 
 INTERRUPTED_STATUS = 130
 """Exit status after Ctrl-C, as a shell reports it: 128 + SIGINT."""
@@ -45,31 +46,49 @@ def load_command(name: str) -> Any:
     return get_command(import_module(f"umem.cli.{name}").app)
 
 
-class _LazyCommands(TyperGroup):
-    """Imports a command's module when the command is called."""
+def lazy_app(commands: Mapping[str, str], load: Callable[[str], Any]) -> typer.Typer:
+    """Make an application of commands that are loaded when they are called.
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in COMMANDS:
-            self.add_command(load_command(args[0]), args[0])
-        return super().resolve_command(ctx, args)
+    `commands` has the name and the line of ``--help`` of each; `load` makes the command of a name.
+    """
 
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            typer.echo("umem: interrupted", err=True)
-            raise typer.Exit(INTERRUPTED_STATUS) from None
+    class Commands(TyperGroup):
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args and args[0] in commands:
+                self.add_command(load(args[0]), args[0])
+            return super().resolve_command(ctx, args)
+
+        def make_context(self, *its: Any, **named: Any) -> Any:
+            try:
+                return super().make_context(*its, **named)
+            except KeyboardInterrupt:
+                _end_interrupted()
+
+        def invoke(self, ctx: Any) -> Any:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                _end_interrupted()
+
+    # Plain text: importing rich for boxes around it would double the time of `umem --help`.
+    made = typer.Typer(
+        cls=Commands,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for name, words in commands.items():
+        made.command(name, help=words)(lambda: None)
+    return made
 
 
-# Plain text: importing rich for boxes around it would double the time of `umem --help`.
-app = typer.Typer(
-    name="umem",
-    cls=_LazyCommands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+def _end_interrupted() -> NoReturn:
+    typer.echo("umem: interrupted", err=True)
+    raise typer.Exit(INTERRUPTED_STATUS) from None
+
+
+app = lazy_app(COMMANDS, load_command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -92,10 +111,6 @@ def _options(
     # that umem runs sees its standard output as Python made it.
     if context.invoked_subcommand != "run" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-for _name, _help in COMMANDS.items():
-    app.command(_name, help=_help)(lambda: None)
 
 
 def main() -> None:
@@ -125,7 +140,15 @@ def run_app(application: typer.Typer, name: str) -> None:
         _fail(_refusal(error))
 
 
+_SPELLINGS = {"--output": "-o", "--precision": "--dtype", "--checkpoint": "--checkpointing"}
+"""An option -> its other spelling, which an error names where it was given."""
+
+
 def _fail(message: str) -> NoReturn:
+    option, colon, words = message.partition(":")
+    given = {word.partition("=")[0] for word in sys.argv}
+    if option not in given and _SPELLINGS.get(option) in given:
+        message = f"{_SPELLINGS[option]}{colon}{words}"
     lines = map(visible, message.splitlines())
     typer.echo("umem: " + "\n".join(lines), err=True)
     sys.exit(2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import typer
@@ -28,7 +28,6 @@ def bench(context: typer.Context) -> None:
 
     They are the package `umem_bench` in the folder `benchmarks` of a checkout.
     """
-    environment = dict(os.environ)
     if importlib.util.find_spec("umem_bench") is None:
         folder = Path(umem.__file__).resolve().parents[1] / "benchmarks"
         if not (folder / "umem_bench").is_dir():
@@ -36,7 +35,8 @@ def bench(context: typer.Context) -> None:
                 "the benchmarks are not part of the wheel: run this command in a checkout of "
                 "umem's repository, or install its folder `benchmarks` with pip"
             )
-        paths = [str(folder), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    command = [sys.executable, "-m", "umem_bench", *context.args]
-    raise typer.Exit(subprocess.run(command, env=environment, check=False).returncode)
+        sys.path.insert(0, str(folder))
+        # For the processes that it starts.
+        paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    import_module("umem_bench.commands").app(context.args, prog_name="umem bench")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import typer
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +24,9 @@ _STATUS_STYLES = {
 }
 _VERDICT_STYLES = {Verdict.YES: "green", Verdict.PARTLY: "yellow", Verdict.NO: "red"}
 
+_COMMAND = re.compile(r"(UMEM_CUDA=\d+ )?pip install ")
+_WORD = re.compile(r"(?:'[^']*'|[^'\s])+|'")
+"""Words of a shell, whose quotes may have blanks."""
 
 app = output.make_app()
 
@@ -73,30 +76,40 @@ class _Row(NamedTuple):
 
 
 def _print_rows(console: Console, title: str, rows: Sequence[_Row]) -> None:
-    """Print the rows of a section, with each remedy below its row.
-
-    A remedy has a line of its own, however long, so that a command can be copied. Names of modules
-    and paths are not broken either: a row that holds a long one has other columns, or is too wide.
-    """
+    """Print the rows of a section, with each remedy below its row, within the console's width."""
     console.print(Text(title, style="italic"))
     mark_width = max(len(row.mark) for row in rows)
     name_width = min(max(len(row.name) for row in rows), (console.width - mark_width) * 2 // 7)
+    indent = " " * (mark_width + 3)
     for row in rows:
         table = Table(box=None, show_header=False)
         table.add_column(width=mark_width)
         longest = max(map(len, row.name.split()))
-        table.add_column(width=max(name_width, longest))
-        table.add_column(min_width=max(map(len, f"{row.value} {row.why}".split()), default=0))
+        table.add_column(width=max(name_width, longest), overflow="fold")
+        table.add_column(overflow="fold")
         # As text: names and values hold brackets, which rich would read as markup.
         value = Text(row.value)
         if row.why:
             value.append(f"\n{row.why}", style="italic")
         table.add_row(Text(row.mark.upper(), style=row.style), Text(row.name), value)
-        least = Measurement.get(console, console.options, table).minimum
-        if least > console.width:
-            table.width = least
-        console.print(table, crop=False)
-        if row.remedy:
-            indent = " " * (mark_width + 3)
-            console.print(Text(f"{indent}-> {row.remedy}", style="bold"), soft_wrap=True)
+        console.print(table)
+        for number, line in enumerate(_remedy_lines(row.remedy, console.width - len(indent) - 3)):
+            words = f"{indent}{'  ' if number else '->'} {line}"
+            console.print(Text(words, style="bold"), soft_wrap=True)
     console.print()
+
+
+def _remedy_lines(remedy: str, width: int) -> list[str]:
+    """Break a remedy between words; a command so that its lines can be copied as one."""
+    command = _COMMAND.search(remedy)
+    begins = len(remedy) if command is None else command.start()
+    lines: list[str] = []
+    for text, end in ((remedy[:begins], ""), (remedy[begins:], " \\")):
+        line = ""
+        for word in _WORD.findall(text):
+            if line and len(f"{line} {word}{end}") > width:
+                lines.append(line + end)
+                line = ""
+            line = f"{line} {word}".lstrip()
+        lines += filter(None, [line])
+    return lines

@@ -16,7 +16,7 @@ from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.errors import UmemError
 from umem.core.garbage import no_garbage_collection
-from umem.core.units import format_bytes, parse_bytes
+from umem.core.units import format_bytes, parse_limit
 from umem.fit import (
     ALL_LINEAR,
     MOMENTS,
@@ -158,11 +158,7 @@ def fit(
     if target is not None:
         if gpu is None:
             raise UmemError("--output: a policy is for one machine: give --gpu")
-        if target.suffix not in (".yaml", ".yml"):
-            raise UmemError(
-                f"--output: {target} is no name of a policy: give one that ends in .yaml"
-            )
-        output.check_can_write("--output", target)
+        output.check_can_write("--output", target, suffixes=[".yaml", ".yml"])
     host_bytes = _host_bytes(host_ram)
     names = hardware_names() if gpu is None else (gpu,)
     answers = []
@@ -170,7 +166,7 @@ def fit(
     with output.progress() as say, output.interruptible(), no_garbage_collection():
         for number, name in enumerate(names, 1):
             say(f"Planning for {name}, {number} of {len(names)}")
-            machine = load_hardware(name)
+            machine = options.load_named("--gpu", load_hardware, name)
             answers.append(_answer(question, machine, budget, host_bytes))
     is_written = target is not None and answers[0].umem.time_s is not None
     if target is not None and is_written:
@@ -268,7 +264,7 @@ def _host_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        return parse_bytes(text)
+        return parse_limit(text)
     except ValueError as error:
         raise UmemError(f"--host-ram: {error}") from None
 

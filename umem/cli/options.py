@@ -9,12 +9,12 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from umem.cli.output import Progress, check_can_write, interruptible
-from umem.core.errors import UmemError
+from umem.core.errors import HardwareError, PolicyError, UmemError
 from umem.core.units import format_bytes, parse_budget
 from umem.io.problems import did_you_mean
 from umem.policy import ResolvedPolicy, load_policy, resolve
@@ -51,10 +51,13 @@ __all__ = [
     "find_workloads",
     "known_name",
     "known_names",
+    "load_named",
     "rates_line",
     "recording_progress",
     "takes_workload",
 ]
+
+_T = TypeVar("_T")
 
 DEFAULT_POLICY = "managed"
 """Predictions and plans are of pages that migrate; the other presets manage none."""
@@ -276,7 +279,7 @@ def find_machine(name: str) -> Hardware:
     """Load the machine of a prediction; ``UmemError`` if its rates are unknown."""
     from umem.hardware.load import MEASURE, load_hardware
 
-    machine = load_hardware(name)
+    machine = load_named("--hardware", load_hardware, name)
     if machine.rates == "unknown":
         raise UmemError(
             f"{machine.name} has no profile, so that nothing can be predicted for it: `{MEASURE}` "
@@ -290,12 +293,23 @@ def rates_line(hardware: str, rates: str) -> str:
     return f"Rates of {hardware}: {rates}."
 
 
+def load_named(option: str, load: Callable[[str], _T], name: str) -> _T:
+    """Load what an option names. The error of an unknown name begins with the option."""
+    try:
+        return load(name)
+    except (HardwareError, PolicyError) as error:
+        place, _, words = str(error).partition(": ")
+        if place in ("hardware profile", "policy"):
+            raise type(error)(f"{option}: {words}") from None
+        raise
+
+
 def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPolicy:
     """Load a policy for a machine; `budget` replaces its device budget.
 
     Raises ``PolicyError`` if the policy cannot be used, and ``UmemError`` if the budget cannot.
     """
-    policy = resolve(load_policy(name), hardware)
+    policy = resolve(load_named("--policy", load_policy, name), hardware)
     if budget is None:
         return policy
     return replace(

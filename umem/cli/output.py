@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,9 @@ Progress = Callable[[str], None]
 _LONGEST_WORD = 24
 """Cells of words that a table does not break, however narrow the terminal."""
 
+_WIDEST = 500
+"""Columns of the widest terminal that tables are laid out for."""
+
 _PATIENCE_S = 2.0
 """Shorter work is over before a message about it can be read."""
 
@@ -74,7 +78,7 @@ def make_app(**settings: Any) -> typer.Typer:
 @contextmanager
 def progress() -> Iterator[Progress]:
     """Show messages on standard error, if it is a terminal, once the work takes long."""
-    console = Console(stderr=True)
+    console = _console(stderr=True)
     if not console.is_terminal:
         with notify_by(_ignore):
             yield _ignore
@@ -131,14 +135,22 @@ def on_interrupt(handler: Callable[..., None]) -> Iterator[None]:
 
 def end_at_once(*_: object) -> None:
     """End the process as interrupted, without Python's exception: a handler of signals."""
-    Console(stderr=True).show_cursor()
+    _console(stderr=True).show_cursor()
     os.write(2, b"umem: interrupted\n")
     os._exit(INTERRUPTED_STATUS)
 
 
 def make_console() -> Console:
     """Make the console of standard output."""
-    return Console(highlight=False)
+    return _console()
+
+
+def _console(*, stderr: bool = False) -> Console:
+    # rich believes any COLUMNS and LINES, such as 0 or a number of lines that memory does not hold.
+    size = shutil.get_terminal_size()
+    given = {"COLUMNS", "LINES"} & os.environ.keys()
+    width, height = (min(size.columns, _WIDEST), size.lines) if given else (None, None)
+    return Console(highlight=False, stderr=stderr, width=width, height=height)
 
 
 def plain(words: str) -> str:
@@ -284,19 +296,23 @@ def save_figures(figures: Mapping[Path, Figure], say: Progress) -> list[Path]:
     return list(figures)
 
 
-def check_can_write(option: str, path: Path, *, folder: bool = False) -> None:
+def check_can_write(
+    option: str, path: Path, *, suffixes: Sequence[str] = (), folder: bool = False
+) -> None:
     """Check that a file, or a folder, can be made, before the work that fills it.
 
-    If it cannot, the ``UmemError`` names the option.
+    If it cannot, or its name has none of the suffixes, the ``UmemError`` names the option.
     """
     if path.is_dir() and not folder:
         raise UmemError(f"{option}: {path} is a folder: give the name of a file")
     if path.exists() and not path.is_file() and not folder:
         raise UmemError(f"{option}: {path} is a device or a pipe: give the name of a file")
-    nearest = path if folder else path.parent
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        raise UmemError(f"{option}: {nearest} is a file and no folder: choose another place")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UmemError(f"{option}: the folder {nearest} is not writable: choose another place")
+    if suffixes and path.suffix not in suffixes:
+        raise UmemError(f"{option}: {path} does not end in {suffixes[0]}: give a name that does")
+    parent = path if folder and path.exists() else path.parent
+    if not parent.exists():
+        raise UmemError(f"{option}: there is no folder {parent}: make it, or choose another place")
+    if not parent.is_dir():
+        raise UmemError(f"{option}: {parent} is a file and no folder: choose another place")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UmemError(f"{option}: the folder {parent} is not writable: choose another place")

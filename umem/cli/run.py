@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
+import io
 import os
+import pkgutil
 import runpy
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, NoReturn, TextIO
+from types import CodeType, ModuleType, TracebackType
+from typing import Annotated, Any, Literal, NoReturn, TextIO
 
 import typer
 
@@ -22,6 +26,9 @@ from umem.core.errors import UmemError
 from umem.core.log import is_first_rank, show_log
 
 __all__ = ["app", "launch"]
+
+Kind = Literal["file", "module", "code"]
+"""How a program is named: as for ``python``, ``python -m`` or ``python -c``."""
 
 POLICY_VARIABLE = "UMEM_POLICY"
 """The environment variable that names the policy; `launch` sets it for child processes."""
@@ -37,7 +44,9 @@ _CONTEXT = {"allow_interspersed_args": False}
 
 @app.command(context_settings=_CONTEXT, no_args_is_help=True)
 def run(
-    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
+    program: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python script; - reads it from a pipe.")
+    ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="ARGS", help="The script's own arguments and options."),
@@ -50,6 +59,9 @@ def run(
     ] = "sft",
     module: Annotated[
         bool, typer.Option("-m", help="SCRIPT is the name of a module, as in `python -m`.")
+    ] = False,
+    code: Annotated[
+        bool, typer.Option("-c", help="SCRIPT is the program itself, as in `python -c`.")
     ] = False,
     fallback: Annotated[
         bool,
@@ -65,36 +77,45 @@ def run(
     A launcher of several processes needs the swap in each of them:
     `torchrun --nproc-per-node 2 --no-python umem run --policy sft train.py`.
     """
-    launch(program, arguments or (), module=module, policy=policy, fallback=fallback)
+    if module and code:
+        raise UmemError("-m and -c: give one of them")
+    kind: Kind = "module" if module else "code" if code else "file"
+    launch(program, arguments or (), kind=kind, policy=policy, fallback=fallback)
 
 
 def launch(
     program: str,
     arguments: Sequence[str] = (),
     *,
-    module: bool = False,
+    kind: Kind = "file",
     policy: str = "sft",
     fallback: bool = False,
 ) -> NoReturn:
     """Swap the allocator, run `program` as ``__main__`` in this process, and exit as it does.
 
-    The program sees ``sys.argv``, ``sys.path[0]``, ``__file__`` and ``__spec__`` as under ``python
-    program``, so that `multiprocessing` can start workers that import it again; those workers keep
-    torch's own allocator. ``UMEM_POLICY`` is set for child processes that run ``umem run``
-    themselves. An exception is reported by ``sys.excepthook``, from the program's first frame on,
-    and ends in status 1; Ctrl-C likewise, in status 130.
+    The program sees ``sys.argv``, ``sys.path[0]`` and the attributes of ``__main__`` as under
+    ``python program``, so that `multiprocessing` can start workers that import it again; those
+    workers keep torch's own allocator. ``UMEM_POLICY`` is set for child processes that run ``umem
+    run`` themselves. An exception is reported by ``sys.excepthook``, from the program's first
+    frame on, and ends in status 1; Ctrl-C likewise, in status 130.
 
     Plans are logged on standard error, as ``UMEM_LOG`` says, and the last lines there say what was
     managed, if anything was. Of several ranks, the first one of the host does both.
 
-    `program` is the path of a script, or of a folder or archive with a ``__main__.py``; with
-    `module` it is a module's name, as for ``python -m``. `policy` and `fallback` are those of
+    `program` is the path of a script, which may be a pipe, or of a folder or archive with a
+    ``__main__.py``, and ``-`` is standard input. By `kind` it is a module's name, as for ``python
+    -m``, or the program itself, as for ``python -c``. `policy` and `fallback` are those of
     `umem.enable`.
 
     Raises ``UmemError`` before the program has started: there is no such script or module, and
     nothing has been swapped; or `umem.enable` refused. Otherwise ``SystemExit`` with its status.
     """
-    folder = _module_folder(program) if module else _script_folder(program)
+    if kind == "module":
+        folder = _module_folder(program)
+    elif kind == "code" or program == "-":
+        folder = ""
+    else:
+        folder = _script_folder(program)
     if is_first_rank():
         show_log("info")
     with _own_warnings_in_one_line():
@@ -103,14 +124,11 @@ def launch(
     if not sys.flags.safe_path:
         # Until now, the folder of the `umem` command.
         sys.path[0] = folder
-    sys.argv = [program, *arguments]
+    sys.argv = [{"module": "-m", "code": "-c"}.get(kind, program), *arguments]
     # Typer's hook would show the program's errors in its style.
     sys.excepthook = sys.__excepthook__
     try:
-        if module:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(program, run_name="__main__")
+        _execute(program, kind)
     except SystemExit:
         raise
     except BaseException as error:
@@ -123,6 +141,47 @@ def launch(
             for line in end_lines():
                 print(f"umem: {line}", file=sys.stderr)
     raise SystemExit(0)
+
+
+def _execute(program: str, kind: Kind) -> None:
+    """Execute a program in a new ``__main__``, which stays, as threads and exit handlers expect."""
+    main = ModuleType("__main__")
+    names = vars(main)
+    names["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    if kind == "module":
+        _run_as_main(program)
+        return
+    # Like Python, without normalising: ./train.py is /folder/./train.py.
+    path = os.path.join(os.getcwd(), program)
+    if kind == "code":
+        main.__loader__ = BuiltinImporter
+        code = _compiled(program.encode("utf-8", "surrogateescape"), "<string>")
+    elif program == "-":
+        main.__loader__, main.__file__ = BuiltinImporter, "<stdin>"
+        names["__cached__"] = None
+        code = _compiled(sys.stdin.buffer.read(), "<stdin>")
+    elif pkgutil.get_importer(path) is not None:  # a folder or an archive
+        sys.path[: 0 if sys.flags.safe_path else 1] = [path]
+        _run_as_main("__main__", alter_argv=False)
+        return
+    else:
+        # Read once: a pipe has its bytes no second time.
+        source = Path(path).read_bytes()
+        compiled = pkgutil.read_code(io.BytesIO(source))
+        loader = SourceFileLoader if compiled is None else SourcelessFileLoader
+        main.__loader__, main.__file__ = loader("__main__", path), path
+        names["__cached__"] = None
+        code = compiled or _compiled(source, path)
+    exec(code, names)
+
+
+_run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+"""What ``python -m`` calls, and what ``python folder`` does."""
+
+
+def _compiled(source: bytes, name: str) -> CodeType:
+    return compile(source, name, "exec", dont_inherit=True)
 
 
 @contextmanager
@@ -156,11 +215,14 @@ def _script_folder(program: str) -> str:
             f"there is no script {program!r} in {Path.cwd()}: give the path of a Python file, "
             "or -m before the name of a module"
         )
-    if path.is_dir() and not (path / "__main__.py").is_file():
+    if path.is_dir() and not any((path / f"__main__.{it}").is_file() for it in ("py", "pyc")):
         raise UmemError(f"{program!r} is a folder without a __main__.py: give a Python file")
-    if path.is_file() and not os.access(path, os.R_OK):
+    if not os.access(path, os.R_OK):
         raise UmemError(f"{program!r} cannot be read: check its permissions")
-    return str(path.resolve().parent)
+    try:
+        return os.path.dirname(os.path.realpath(program, strict=True))
+    except OSError:  # a pipe of the shell, whose link leads to no file
+        return os.path.dirname(os.path.join(os.path.dirname(program), os.readlink(program)))
 
 
 def _module_folder(program: str) -> str:

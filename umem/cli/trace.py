@@ -55,7 +55,7 @@ def trace(
         raise UmemError("--show writes nothing: leave --output out")
     machine = options.find_machine(hardware)
     if target is not None:
-        output.check_can_write("--output", target)
+        output.check_can_write("--output", target, suffixes=[".npz"])
 
     with output.progress() as say:
         source = replace(given, trace=shown)

@@ -111,7 +111,7 @@ def tune_training(
     bases = tuple(dict.fromkeys(map(_base, _names(names))))
     for name in bases:
         if name != PLAIN:
-            load_policy(name)  # whose errors name the file that was given
+            options.load_named("--policy", load_policy, name)  # its file as it was given
     tried = candidates(workloads, machine, bases, budgets)
     if target is not None:
         output.check_can_write("--output", target, folder=True)

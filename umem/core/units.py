@@ -6,18 +6,23 @@ import re
 from fractions import Fraction
 
 __all__ = [
+    "LEAST_WITHOUT_UNIT",
     "MAX_BYTES",
     "MAX_TEXT",
     "NUMBER_PATTERN",
     "format_bytes",
     "parse_budget",
     "parse_bytes",
+    "parse_limit",
     "parse_percent",
     "time_unit",
 ]
 
 MAX_BYTES = 2**63 - 1
 """Largest size accepted: the native library counts bytes in signed 64-bit numbers."""
+
+LEAST_WITHOUT_UNIT = 100_000
+"""A budget or a limit that may be given without a unit: fewer are no bytes, but GiB or MiB."""
 
 NUMBER_PATTERN = r"[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?"
 """Regular expression of the number in a size or a percentage, in the syntax of JSON schemas too."""
@@ -86,6 +91,19 @@ def parse_bytes(value: int | str) -> int:
     return _in_range(int(size_bytes), _shown(value))
 
 
+def parse_limit(value: int | str) -> int:
+    """Read the size of a budget or a limit as :func:`parse_bytes`, but refuse 20 for 20 GiB.
+
+    ``ValueError`` also for a number below :data:`LEAST_WITHOUT_UNIT` that has no unit.
+    """
+    size_bytes = parse_bytes(value)
+    digits = str(value).strip()
+    if 0 < size_bytes < LEAST_WITHOUT_UNIT and digits[-1].isdigit():
+        unit = "GiB" if size_bytes < 2048 else "MiB"
+        raise ValueError(f"{digits} has no unit: give one, such as '{digits}{unit}' or '{digits}B'")
+    return size_bytes
+
+
 def format_bytes(size_bytes: int) -> str:
     """Write a size in binary units with at most two decimals, such as ``"-1.5 GiB"``.
 
@@ -117,13 +135,15 @@ def parse_percent(text: str) -> Fraction:
 
 
 def parse_budget(value: int | str, total_bytes: int) -> int:
-    """Read a size as :func:`parse_bytes`, or a percentage of `total_bytes`, rounded down.
+    """Read a size as :func:`parse_limit`, or a percentage of `total_bytes`, rounded down.
+
+    A number has been read before, and may be any.
 
     ``ValueError`` if `value` is neither.
     """
     if isinstance(value, str) and "%" in value:
         return int(parse_percent(value) * total_bytes)
-    return parse_bytes(value)
+    return parse_limit(value) if isinstance(value, str) else parse_bytes(value)
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:

@@ -138,7 +138,7 @@ class _Room(NamedTuple):
         for where, size_bytes, there in zip(("device", "host"), needed, self, strict=True):
             if size_bytes > there:
                 size = format_bytes(size_bytes)
-                return f"{size} of {where} memory needed, {format_bytes(there)} there"
+                return f"{size} of {where} memory needed, {format_bytes(max(0, there))} there"
         return ""
 
     def way(

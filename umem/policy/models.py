@@ -18,7 +18,13 @@ from pydantic import (
 )
 
 from umem.core.classes import TensorClass
-from umem.core.units import NUMBER_PATTERN, parse_bytes, parse_percent
+from umem.core.units import (
+    LEAST_WITHOUT_UNIT,
+    NUMBER_PATTERN,
+    parse_bytes,
+    parse_limit,
+    parse_percent,
+)
 from umem.io.problems import Conflicts, raise_conflicts, shown
 from umem.io.yaml_files import stated_keys
 
@@ -57,23 +63,23 @@ PolicyPlanner = Literal["planned", "lookahead", "fault", "none"]
 def parse_managed_limit(value: int | str) -> int:
     """Read a cap on managed memory in bytes.
 
-    ``ValueError`` if it is no size as in :func:`umem.core.units.parse_bytes`, or 0.
+    ``ValueError`` if it is no size as in :func:`umem.core.units.parse_limit`, or 0.
     """
-    size_bytes = parse_bytes(value)
+    size_bytes = parse_limit(value)
     if size_bytes == 0:
         raise ValueError("0 bytes would forbid every managed allocation: for no limit, give null")
     return size_bytes
 
 
 def parse_device_budget(value: int | str) -> int | str:
-    """Check a budget without knowing the device: bytes, or a percentage, which stays text.
+    """Check a budget without knowing the device: a size, or a percentage, which stays text.
 
     ``ValueError`` if it is neither, or 0.
     """
     if isinstance(value, str) and "%" in value:
         parse_percent(value)
         return value.strip()
-    size_bytes = parse_bytes(value)
+    size_bytes = parse_limit(value)
     if size_bytes == 0:
         raise ValueError(
             "a budget of 0 bytes keeps nothing on the device: for no budget, give null; to keep a "
@@ -92,9 +98,13 @@ def _size_schema(minimum: int, *others: dict[str, Any]) -> WithJsonSchema:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), _size_schema(0)]
-ManagedLimit = Annotated[int, BeforeValidator(parse_managed_limit), _size_schema(1)]
+ManagedLimit = Annotated[
+    int, BeforeValidator(parse_managed_limit), _size_schema(LEAST_WITHOUT_UNIT)
+]
 DeviceBudget = Annotated[
-    int | str, BeforeValidator(parse_device_budget), _size_schema(1, _text_schema("%"))
+    int | str,
+    BeforeValidator(parse_device_budget),
+    _size_schema(LEAST_WITHOUT_UNIT, _text_schema("%")),
 ]
 
 

@@ -141,6 +141,12 @@ class Allocator:
         """Most bytes of live blocks since the last call, whatever `reset_peak_stats` does."""
     def set_release_listener(self, engine: HintEngine | None) -> None:
         """Forget, in this engine, what is given back to RMM, before it is."""
+    def set_block_listener(self, listener: Callable[..., None] | None) -> None:
+        """Call a function for each block that is handed out, and for each one before it is freed.
+
+        It gets whether the block is born, its address, bytes, requested bytes, class, device, kind
+        and the stream.
+        """
     def pinned_room_bytes(self) -> int:
         """What the cap on page-locked memory leaves; 0 without one."""
     def set_pinned_room(self, bytes: int) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
+from itertools import chain, repeat
 from types import NoneType
+from typing import Self
 
 import torch
 
@@ -94,15 +97,48 @@ def memory_by_class(device: int | None = None) -> dict[TensorClass, ClassMemory]
     }
 
 
-def memory_summary(device: int | None = None) -> str:
-    """A GPU's memory by tensor class, as a table to print.
+class MemorySummary(str):
+    """Text with a table, which a notebook shows as HTML."""
+
+    _parts: tuple[str, Sequence[Sequence[str]], str]
+
+    def __new__(cls, title: str, rows: Sequence[Sequence[str]] = (), end: str = "") -> Self:
+        """Lay out a title, rows from the heading to the sums, and an end."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        ]
+        if lines:
+            rule = "-" * len(lines[0])
+            lines = [rule, lines[0], rule, *lines[1:-1], rule, lines[-1], rule, end]
+        made = super().__new__(cls, "\n".join([title, *lines]))
+        made._parts = title, rows, end
+        return made
+
+    def _repr_html_(self) -> str:
+        title, rows, end = self._parts
+        lines = [
+            "".join(
+                f'<{tag} style="text-align: {"right" if column else "left"}">{escape(cell)}</{tag}>'
+                for column, cell in enumerate(row)
+            )
+            for tag, row in zip(chain(["th"], repeat("td")), rows, strict=False)
+        ]
+        table = "".join(f"<tr>{line}</tr>" for line in lines)
+        words = escape(end).replace("\n", "<br>")
+        return f"<p>{escape(title)}</p><table>{table}</table><p>{words}</p>"
+
+
+def memory_summary(device: int | None = None) -> MemorySummary:
+    """A GPU's memory by tensor class, as a table to print, which a notebook shows as HTML.
 
     After a fallback to torch's allocator, a sentence that says so. ``EnableError`` if umem is not
     enabled.
     """
     reason = fallback_reason()
     if reason is not None:
-        return f"umem is not in use, torch's own allocator stays: {reason}"
+        return MemorySummary(f"umem is not in use, torch's own allocator stays: {reason}")
     state, number = runtime(), device_number(device)
     stats, kinds = state.allocator.stats(number), state.allocator.kind_stats(number)
     allocated, blocks = stats["allocated_bytes"]["all"], stats["allocation"]["all"]
@@ -115,11 +151,6 @@ def memory_summary(device: int | None = None) -> str:
         (name, f"{tensors:,}", format_bytes(now), format_bytes(peak), f"{allocations:,}")
         for name, (tensors, now, peak, allocations) in (by_class | {"all": total}).items()
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    header, *lines, last = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
-    rule = "-" * len(header)
     reserved = stats["reserved_bytes"]["all"]
     end = f"reserved {format_bytes(reserved['current'])}, peak {format_bytes(reserved['peak'])}"
     by_kind = []
@@ -132,8 +163,7 @@ def memory_summary(device: int | None = None) -> str:
         end += f": {', '.join(by_kind)}"
     if state.allocator.is_paused(number):
         end += "\npaused: what was in expandable segments is on the host until umem.resume()"
-    title = f"GPU {number}, policy {state.policy.name}"
-    return "\n".join([title, rule, header, rule, *lines, rule, last, rule, end])
+    return MemorySummary(f"GPU {number}, policy {state.policy.name}", rows, end)
 
 
 @contextmanager

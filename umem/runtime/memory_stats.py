@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from umem.patches import replace
+from umem.runtime.memory_history import MemoryHistory
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -20,6 +21,7 @@ __all__ = ["install_memory_stats"]
 
 def install_memory_stats(allocator: Allocator) -> None:
     """Answer torch's memory statistics from an allocator, which is torch's own already."""
+    history = MemoryHistory(allocator)
 
     def snapshot(pool: tuple[Any, ...] | None = None) -> dict[str, Any]:
         # (0, 0) asks for every pool, as torch's own does; newer versions add a third item.
@@ -30,15 +32,22 @@ def install_memory_stats(allocator: Allocator) -> None:
             for segment in allocator.segments(device)
             if wanted in ((0, 0), segment["segment_pool_id"])
         ]
+        history.add_frames(segments)
+        if pool is None:  # of torch.cuda.memory._snapshot
+            for segment in segments:
+                if segment["memory_kind"] == "pinned":
+                    segment["device"] = allocator.device_count()
         return {
             "segments": segments,
-            "device_traces": [[] for _ in range(allocator.device_count())],
+            "device_traces": history.traces(segments) if pool is None else [],
             "allocator_settings": {"backend": "umem"},
             "external_annotations": [],
         }
 
     replace("cuda_memory_stats", allocator.stats)
     replace("cuda_memory_snapshot", snapshot)
+    replace("cuda_memory_history", history.record)
+    replace("cuda_memory_history_legacy", history.record_legacy)
     replace("cuda_reset_peak_stats", allocator.reset_peak_stats)
     replace("cuda_reset_accumulated_stats", allocator.reset_accumulated_stats)
     replace("cuda_memory_fraction", allocator.memory_fraction)

@@ -120,14 +120,16 @@ def record_step(
             yield
         report(stage, 1.0)
 
+    maker = getattr(make_step, "__name__", "")
+    maker = maker if maker.isidentifier() else "make_step"
     scopes, fake = ModuleScopeTracker(), _FakeMode()
     recorder = Recorder(fake, scopes, on_operator)
     with scopes, _one_device(), fake, recorder:
-        with stage("build", "make_step"):
+        with stage("build", maker):
             step = make_step()
         if not callable(step):
             raise TraceError(
-                f"{name}: make_step returned {type(step).__name__}, which cannot be called: "
+                f"{name}: {maker} returned {type(step).__name__}, which cannot be called: "
                 "return a function of no arguments that runs one training step"
             )
         with stage("warm up", "the step"):
@@ -230,7 +232,7 @@ _LIBRARIES = (
 def explained(name: str, running: str) -> Iterator[None]:
     """Turn an exception of the user's program into a TraceError with its line and the remedy.
 
-    `running` is the part of the program that runs: ``make_step``, ``the step``, ``importing it``.
+    `running` is the part of the program that runs: a function, ``the step``, ``importing it``.
     """
     try:
         yield

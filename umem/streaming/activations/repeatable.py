@@ -156,7 +156,7 @@ class WatchedCall:
         changed = {
             name: pair for name, pair in self._buffers.items() if not _have_equal_bits(*pair)
         }
-        self._before = BufferValues({it: before for it, before in changed.values()})
+        self._before = BufferValues(dict(changed.values()))
         if self._before.size_bytes > _MOST_BUFFER_BYTES:
             return None
         random_after = _torch_states(self._arguments())

@@ -652,7 +652,7 @@ def _too_small(problem: StreamProblem) -> PlanError:
         f"memory ({needed} bytes): {format_bytes(other_bytes)} for all else, with the activations "
         f"of {len(problem.memory.can_leave)} units and the gradients of {problem.copied_gradients} "
         f"copied out, and {format_bytes(state_bytes)} for "
-        f"{problem.fewest_slots} staging buffers and the state of larger units. The budget is "
-        f"{format_bytes(problem.budget_bytes)}: raise device_budget by "
+        f"{problem.fewest_slots} staging buffers and the state of larger units. It may take "
+        f"{format_bytes(max(0, problem.budget_bytes))}: raise device_budget by "
         f"{format_bytes(needed - problem.budget_bytes)}, or train with smaller batches"
     )
