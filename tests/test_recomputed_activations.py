@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from repeated_blocks import (
+    CHANGING_BUFFERS,
     NAMES,
     OTHERS,
     REPEATABLE,
     ROWS,
     WIDTH,
+    Attending,
     Dropping,
     Layer,
     Net,
@@ -204,3 +206,69 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
         layer.fails = False
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         step(model, number)
+
+
+@pytest.mark.parametrize("kind", [Layer, Dropping, Attending, *CHANGING_BUFFERS])
+def test_arguments_leave_and_come_back(kind: type[Layer]) -> None:
+    class Skipping(Net):
+        """The first result is used again by the head, as in a U-Net."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.stem(x)
+            y: torch.Tensor = self.head(super().forward(x).sum() + first)
+            return y
+
+    stock = run(Skipping(kind), lambda _: None)
+    model = Skipping(kind)
+    activations = managed(model)
+    begin = plan(activations)
+
+    def begin_with_copies(number: int) -> None:
+        begin(number)
+        if number == 1:
+            again = dict.fromkeys(NAMES)
+            activations.set_plan(dict.fromkeys(NAMES[:2]), 1, is_measuring=False, recomputed=again)
+
+    assert run(model, begin_with_copies) == stock
+    # The argument of both blocks, in three steps.
+    assert activations.statistics.tensors_out >= 2 * 3
+
+
+def test_an_argument_that_has_left_is_held_by_nothing() -> None:
+    class Noting(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for layer in self.layers:
+                arguments.append(weakref.ref(x.untyped_storage()))
+                x = 0.9 * layer(x)
+            y: torch.Tensor = self.head(x)
+            return y
+
+    arguments: list[weakref.ref[torch.UntypedStorage]] = []
+    model = Noting(Layer)
+    activations = managed(model)
+    plan(activations)(0)
+    step(model, 0)
+    again = dict.fromkeys(NAMES)
+    activations.set_plan(dict.fromkeys(NAMES[:2]), 1, is_measuring=False, recomputed=again)
+    arguments.clear()
+    loss = model(torch.ones(ROWS, WIDTH)).sum()
+    assert [it() is None for it in arguments[:3]] == [True, True, False]
+    loss.backward()
+
+
+def test_what_several_passes_save_before_a_backward_pass_adds_up() -> None:
+    model = Net(Layer)
+    activations = managed(model)
+    plan(activations)(0)
+    step(model, 0)
+    x = torch.ones(ROWS, WIDTH)
+    found = []
+    for passes in (1, 3, 1):
+        activations.set_plan({}, 1, is_measuring=True)
+        activations.begin_step()
+        torch.stack([model(x).sum() for _ in range(passes)]).sum().backward()
+        model.zero_grad()
+        found.append(activations.saved_bytes)
+    assert found[1] == {name: 3 * size_bytes for name, size_bytes in found[0].items()}
+    assert found[2] == found[0]
