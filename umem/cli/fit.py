@@ -41,6 +41,9 @@ __all__ = ["app"]
 
 _MODES = ("sft", "lora", "inference")
 
+_AS_FAST = 0.97
+"""Part of stock's step: a shorter one is worth umem where all fits."""
+
 _CLASSES = {"optimizer_state": "optimizer state", "cache": "cache of keys and values"}
 
 _WAYS = {"umem": "umem", "stock": "stock", "offload": "CPU offload"}
@@ -425,8 +428,11 @@ def _advice(question: Workload, answer: Fit, budget: str | None, target: Path | 
     limit = f"UMEM_DEVICE_BUDGET={budget} " if budget and target is None else ""
     policy = question.mode if target is None else shlex.quote(str(target))
     words = f"run: {plain(limit)}umem run --policy {plain(policy)} {script}"
-    if answer.ways[1].time_s is not None:
+    stock_s, umem_s = answer.ways[1].time_s, answer.umem.time_s
+    if stock_s is not None and umem_s is not None and umem_s > _AS_FAST * stock_s:
         words += "\nall of it fits the device: plain torch is enough"
+    elif stock_s is not None:
+        words += "\nall of it fits the device: umem leaves checkpoints out where there is room"
     return words
 
 

@@ -324,7 +324,8 @@ def _plan(
         return planned(tuple(units))
 
     freed_bytes = step.freed_bytes if recomputes else {}
-    return plan_with_recomputation(step.units, freed_bytes, hardware, plan)
+    more_bytes = step.checkpointed_bytes if recomputes else {}
+    return plan_with_recomputation(step.units, freed_bytes, hardware, plan, more_bytes)
 
 
 def _planned(

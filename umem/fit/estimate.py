@@ -211,10 +211,11 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
     units, weights = [], {}
     # A layer that runs twice keeps its input.
     input_bytes = workload.tokens * workload.shape.hidden * (4 if workload.autocasts else 2)
+    kept = _parts(replace(workload, checkpoint=False), seconds) if workload.checkpoint else parts
     freed_bytes = {
         part.name: part.working.saved - input_bytes
-        for part in parts[1 : 1 + len(workload.shape.layers)]
-        if part.working.saved > input_bytes and not workload.checkpoint
+        for part in kept[1 : 1 + len(workload.shape.layers)]
+        if part.working.saved > input_bytes
     }
     for part, forward_bytes, backward_bytes in zip(
         parts, peaks_forward, peaks_backward, strict=True
@@ -252,7 +253,8 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
         step_peak_bytes=step_peak_bytes,
         batches=workload.accumulate,
         model_flops=workload.accumulate * sum(part.flops for part in parts),
-        freed_bytes=freed_bytes,
+        freed_bytes={} if workload.checkpoint else freed_bytes,
+        checkpointed_bytes=freed_bytes if workload.checkpoint else {},
     )
 
 

@@ -262,12 +262,15 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
     }
 
 
+Choice = Literal["kept", "copied", "computed twice", "kept, checkpoint left out"]
+
+
 @dataclass(frozen=True)
 class UnitChoice:
     """What a plan does with the activations that a unit saves."""
 
     unit: str
-    choice: Literal["kept", "copied", "computed twice"]
+    choice: Choice
     saved_bytes: int
     copy_s: float
     """Of copies out and back at the link's speed, alone."""
@@ -280,12 +283,15 @@ def unit_choices(prediction: StreamPrediction, hardware: Hardware) -> tuple[Unit
     training, found = prediction.training, []
     copy_s = 1 / hardware.copy_to_host_bytes_per_s + 1 / hardware.copy_to_device_bytes_per_s
     for number, unit in enumerate(prediction.step.units):
-        choice: Literal["kept", "copied", "computed twice"] = "kept"
+        choice: Choice = "kept"
+        size_bytes = unit.saved_bytes
         if unit.name in training.recomputed:
             choice = "computed twice"
         elif number in training.stream.copied:
             choice = "copied"
-        size_bytes = unit.saved_bytes
+        elif unit.name in training.left_out:
+            choice = "kept, checkpoint left out"
+            size_bytes += prediction.step.checkpointed_bytes[unit.name]
         found.append(UnitChoice(unit.name, choice, size_bytes, copy_s * size_bytes, unit.forward_s))
     return tuple(found)
 
