@@ -15,11 +15,11 @@ ROOM = 3.0
 """Of the peak with checkpoints: without them all fits."""
 
 
-def compare(mode: str, share: float, start: Start) -> dict[str, Any]:
+def compare(mode: str, share: float, start: Start, **variables: str) -> dict[str, Any]:
     """Compare a run within a share of stock's peak with stock; returns what its tuner did."""
     stock: dict[str, Any] = start("recomputing.py", mode, **SIDE_BY_SIDE).facts()
     budget_bytes = int(share * stock["peak_bytes"])
-    job = start("recomputing.py", mode, **SIDE_BY_SIDE, **under("sft", budget_bytes))
+    job = start("recomputing.py", mode, **SIDE_BY_SIDE, **under("sft", budget_bytes), **variables)
     found: dict[str, Any] = job.facts()
     print(mode, stock["step_ms"], found["step_ms"], found["tuning"])
     for name in ("losses", "weights", "random"):
@@ -30,10 +30,8 @@ def compare(mode: str, share: float, start: Start) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_all_bits_equal_the_stock_run(mode: str, start: Start) -> None:
-    tuning = compare(mode, SHARE, start)
-    # In float32, copies may hide behind slow products.
-    assert tuning["recomputed"] + tuning["copied"] > 0
-    assert tuning["recomputed"] > 0 or mode == "float32"
+    # Beside other work, copies may hide behind slow passes.
+    assert compare(mode, SHARE, start, SLOW_LINK="1")["recomputed"] > 0
 
 
 def test_checkpoints_are_left_out_where_there_is_room(start: Start) -> None:

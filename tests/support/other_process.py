@@ -15,9 +15,10 @@ def run_python(*words: str, **environment: str) -> str:
 
     The test fails with the process's errors if that fails.
     """
+    paths = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
     done = subprocess.run(
         [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
         capture_output=True,
         text=True,
         timeout=240,

@@ -302,7 +302,11 @@ class StreamTuner:
             measured_s,
             plan.predicted.step_s,
         )
-        was_slowed = measured_s <= _SURELY_SHORTER * figures.computed_s
+        # Without checkpoints of the program, passes take less than was measured.
+        least_s = min(figures.computed_s, plan.predicted.compute_s)
+        was_slowed = measured_s <= _SURELY_SHORTER * least_s
+        # Where nothing moves, no other plan is better.
+        was_slowed &= any(plan.predicted.to_host_bytes.values())
         was_slowed &= self._planning.may_plan and self._corrections < _MOST_CORRECTIONS
         self._corrections += was_slowed
         return was_slowed
