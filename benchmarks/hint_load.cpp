@@ -48,8 +48,7 @@ class Load {
       any = false;
       for (const Lane lane : {kToDevice, kToHost}) {
         if (busy_[lane.number]) {
-          auto next = scheduler.settle(lane, {"", 0}, 0);
-          while (next) next = scheduler.settle(lane, {"", 0}, 0);
+          scheduler.settle(lane, {"", 0}, 0);
           busy_[lane.number] = false;
           any = true;
         }
@@ -75,7 +74,7 @@ void apart(Load& load) {
 // The long range waits for its event and ends where the blocks begin.
 void beside_a_long_range(Load& load) {
   const EventId event = load.record(1);
-  load.ask(HintOp::discard, {kBase - kLongBytes, kLongBytes}, event);
+  load.ask(HintOp::evict, {kBase - kLongBytes, kLongBytes}, event);
   apart(load);
   load.issue_all();
   load.scheduler.fire(event, false, 0);

@@ -169,7 +169,7 @@ HINTS = HintReport(
     (
         use("prefetch", TensorClass.OPTIMIZER_STATE),
         use("evict", TensorClass.WEIGHTS, late_s=0.0, late=0, moved_bytes=GIB),
-        use("discard", TensorClass.OTHER, moved_bytes=0, late_s=0.0, driver_s=0.0),
+        use("advise", TensorClass.OTHER, moved_bytes=0, late_s=0.0, driver_s=0.0),
     ),
     refused=3,
     failures=1,

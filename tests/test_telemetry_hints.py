@@ -120,12 +120,11 @@ def use(op: str, moved_bytes: int, **changes: Any) -> HintUse:
 
 
 def test_hints_as_traffic() -> None:
-    uses = tuple(use(op, 8) for op in ("evict", "prefetch", "discard", "copy_out", "advise"))
+    uses = tuple(use(op, 8) for op in ("evict", "prefetch", "advise"))
     moved = hint_traffic(HintReport(uses, 0, 0, 0))
     assert [(it.direction, it.cause, it.bytes, it.seconds, it.count) for it in moved] == [
         ("to_device", "hint", 8, 0.5, 1),
         ("to_host", "hint", 8, 0.5, 1),
-        ("to_host", "copy", 8, 0.5, 1),
     ]
 
 

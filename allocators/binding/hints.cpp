@@ -34,7 +34,7 @@ double seconds(std::int64_t ns) { return static_cast<double>(ns) / 1e9; }
 
 // `advise` is a separate method.
 HintOp op_of(int number) {
-  if (number < 0 || number > static_cast<int>(HintOp::copy_out))
+  if (number < 0 || number >= static_cast<int>(HintOp::advise))
     throw nb::value_error(("operation: " + std::to_string(number)).c_str());
   return static_cast<HintOp>(number);
 }
@@ -124,8 +124,6 @@ Without without_of(const std::vector<std::string>& names) {
       without.prefetch = true;
     else if (name == "advice")
       without.advice = true;
-    else if (name == "discard")
-      without.discard = true;
     else
       throw nb::value_error(("without: no such call: " + name).c_str());
   }
@@ -192,16 +190,15 @@ void bind_hints(nb::module_& module) {
       .def(
           "submit",
           [](HintEngine& self, int op, std::uintptr_t address, std::size_t size_bytes, int device,
-             EventId event, int tensor_class, std::uintptr_t host_address) {
+             EventId event, int tensor_class) {
             return self.submit({.op = op_of(op),
                                 .range = {address, size_bytes},
                                 .device = device,
                                 .event = event,
-                                .tensor_class = class_of(tensor_class),
-                                .host_address = host_address});
+                                .tensor_class = class_of(tensor_class)});
           },
           "op"_a, "address"_a, "size_bytes"_a, "device"_a = 0, "event"_a = 0,
-          "tensor_class"_a = static_cast<int>(TensorClass::other), "host_address"_a = 0)
+          "tensor_class"_a = static_cast<int>(TensorClass::other))
       .def(
           "advise",
           [](HintEngine& self, std::uintptr_t address, std::size_t size_bytes,

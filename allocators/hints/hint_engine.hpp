@@ -50,8 +50,8 @@ class HintEngine {
   // Reports memory that arrives on or leaves the device without a hint.
   void set_resident(int device, Range range, bool resident);
 
-  // Drops queued parts of the ranges, copies from and to them included, and waits for driver calls
-  // on them. After `true` the memory may be unmapped or reused; `false` after a timeout.
+  // Drops queued parts of the range, and waits for driver calls on it. After `true` the memory may
+  // be unmapped or reused; `false` after a timeout.
   bool forget(Range range, std::int64_t timeout_ns);
   // Forgets ranges that an allocator releases. Outlives the engine, and does nothing in a forked
   // child.

@@ -7,23 +7,13 @@ namespace {
 bool replaces(const HintRequest& newer, HintOp older, bool same_place) {
   switch (newer.op) {
     case HintOp::prefetch:
-      return older == HintOp::evict || older == HintOp::discard ||
-             (older == HintOp::prefetch && !same_place);
+      return older == HintOp::evict || (older == HintOp::prefetch && !same_place);
     case HintOp::evict:
       return older == HintOp::prefetch;
-    case HintOp::discard:
-      return older == HintOp::prefetch || older == HintOp::evict;
-    case HintOp::copy_in:
-    case HintOp::copy_out:
-      return !keeps_order(older);
     case HintOp::advise:
       return older == HintOp::advise && same_place;
   }
   return false;
-}
-
-bool makes_room(HintOp op) {
-  return direction_of(op) == Direction::to_host && op != HintOp::advise;
 }
 
 }  // namespace
@@ -52,12 +42,9 @@ void HintScheduler::add(Ticket ticket, const HintRequest& request, std::int64_t 
   ++of.requests[static_cast<std::size_t>(Outcome::open)];
   of.asked_bytes += request.range.bytes;
   stats_.peak_open_requests = std::max(stats_.peak_open_requests, open_.size());
-  if (keeps_order(request.op)) {
-    ordered_.add(request.range, ticket);
-    hosts_.add(host_part(request, request.range), ticket);
-  }
+  if (request.op == HintOp::advise) advice_.add(request.range, ticket);
   Device& device = devices_[request.device];
-  if (makes_room(request.op)) device.leaving.insert(ticket);
+  if (request.op == HintOp::evict) device.leaving.insert(ticket);
 
   const EventId event = request.event;
   if (event != 0 && (!events_.knows(event) || events_.failed(event))) {
@@ -76,10 +63,11 @@ void HintScheduler::fire(EventId event, bool failed, std::int64_t now_ns) {
   for (const Ticket ticket : events_.fire(event, failed)) {
     const auto found = open_.find(ticket);
     if (found == open_.end()) continue;
-    if (failed)
-      cut_of(ticket, found->second.request.range, Outcome::dropped, now_ns);
-    else
+    if (!failed) {
       make_ready(found->second, now_ns);
+      continue;
+    }
+    for (const Piece& piece : queue_.of(ticket)) cut(piece, piece.range, Outcome::dropped, now_ns);
   }
 }
 
@@ -103,12 +91,6 @@ void HintScheduler::cut(const Piece& piece, Range range, Outcome outcome, std::i
   resolve(piece.ticket, queue_.cut(piece, range), outcome, now_ns);
 }
 
-// Cuts the pieces of one request only.
-void HintScheduler::cut_of(Ticket ticket, Range range, Outcome outcome, std::int64_t now_ns) {
-  for (const Piece& piece : queue_.of(ticket))
-    if (overlap(piece.range, range)) cut(piece, range, outcome, now_ns);
-}
-
 void HintScheduler::resolve(Ticket ticket, std::size_t bytes, Outcome outcome,
                             std::int64_t now_ns) {
   HintRecord& record = open_.at(ticket);
@@ -123,17 +105,11 @@ void HintScheduler::finish(HintRecord& record, std::int64_t now_ns) {
   record.done_ns = now_ns;
   if (record.ready_ns == 0 && request.event != 0 && events_.knows(request.event))
     events_.stop_waiting(request.event, record.ticket);
-  if (keeps_order(request.op)) {
-    ordered_.remove(request.range, record.ticket);
-    hosts_.remove(host_part(request, request.range), record.ticket);
+  if (request.op == HintOp::advise) {
+    advice_.remove(request.range, record.ticket);
     queue_.unpark({.ticket = record.ticket});
   }
   devices_.at(request.device).leaving.erase(record.ticket);
-  if (request.op == HintOp::copy_out && record.outcome == Outcome::done)
-    kept_.drop(request.range);
-  else if (request.op == HintOp::copy_out && record.outcome != Outcome::forgotten)
-    // A partial copy was not freed. A released range has no contents to keep.
-    kept_.add(request.range, request.host_address);
 
   HintCounts& of = counts(record);
   --of.requests[static_cast<std::size_t>(Outcome::open)];
@@ -157,7 +133,6 @@ void HintScheduler::keep_record(const HintRecord& record) {
     return;
   }
   slot = record;
-  // Whoever sees the outcome sees what the request's calls wrote.
   ended_[ticket % ended_.size()].store(
       ticket * kOutcomes + static_cast<std::uint64_t>(record.outcome), std::memory_order_release);
 }
@@ -198,22 +173,14 @@ void HintScheduler::count_punctuality(const HintRecord& record) {
 void HintScheduler::forget(Range range, std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping(range))
     cut(piece, range, Outcome::forgotten, now_ns);
-  for (const Ticket ticket : hosts_.overlapping(range)) {
-    const HintRequest& request = open_.at(ticket).request;
-    const Range host = common(host_part(request, request.range), range);
-    cut_of(ticket, {request.range.address + (host.address - request.host_address), host.bytes},
-           Outcome::forgotten, now_ns);
-  }
   leave_all_devices(range);
   for (std::optional<Chunk>& chunk : in_flight_)
     if (chunk && overlap(chunk->range, range)) chunk->forgotten.push_back(range);
-  kept_.drop(range);
-  kept_.drop_host(range);
 }
 
 bool HintScheduler::in_flight(Range range) const {
   return std::any_of(in_flight_.begin(), in_flight_.end(), [&](const std::optional<Chunk>& chunk) {
-    return chunk && (overlap(chunk->range, range) || overlap(chunk->host, range));
+    return chunk && overlap(chunk->range, range);
   });
 }
 

@@ -13,7 +13,6 @@
 #include "hints/event_table.hpp"
 #include "hints/hint_driver.hpp"
 #include "hints/hint_queue.hpp"
-#include "hints/kept_contents.hpp"
 #include "hints/resident_set.hpp"
 #include "hints/statistics.hpp"
 
@@ -29,10 +28,8 @@ struct Chunk {
   HintOp op = HintOp::prefetch;
   int device = 0;
   Range range{};
-  Range host{};  // copies: the part of the host block
   Advice advice{};
   std::vector<Part> parts{};
-  Ticket releases = 0;             // the copy_out whose device pages this discard frees
   std::size_t reserved_bytes = 0;  // of the device's free budget
   std::int64_t link_ns = 0;        // its share of the link time so far
   std::vector<Range> forgotten{};  // freed while the call was running
@@ -60,12 +57,12 @@ class HintScheduler {
   std::optional<Chunk> take(Lane lane, std::int64_t now_ns);
   // Whether another lane may have work.
   bool has_work_beside(Lane lane) const;
-  // The lane's chunk has finished. Returns the chunk that must follow at once, if any.
-  std::optional<Chunk> settle(Lane lane, CallResult result, std::int64_t now_ns);
+  // The lane's chunk has finished.
+  void settle(Lane lane, CallResult result, std::int64_t now_ns);
   // The lane's worker has ended: its current chunk has failed.
   void give_up(Lane lane, std::int64_t now_ns);
 
-  // Drops queued parts of the range, also as the host block of a copy, but not running calls.
+  // Drops queued parts of the range, but not running calls.
   void forget(Range range, std::int64_t now_ns);
   bool in_flight(Range range) const;
   void drop_all(std::int64_t now_ns);
@@ -100,7 +97,6 @@ class HintScheduler {
   void make_ready(HintRecord& record, std::int64_t now_ns);
   void supersede_older(const HintRecord& newer, std::int64_t now_ns);
   void cut(const Piece& piece, Range range, Outcome outcome, std::int64_t now_ns);
-  void cut_of(Ticket ticket, Range range, Outcome outcome, std::int64_t now_ns);
   void resolve(Ticket ticket, std::size_t bytes, Outcome outcome, std::int64_t now_ns);
   void finish(HintRecord& record, std::int64_t now_ns);
   void keep_record(const HintRecord& record);
@@ -110,7 +106,6 @@ class HintScheduler {
 
   std::optional<Blocker> blocker_of(const Piece& piece) const;
   void share_link(Direction direction, std::int64_t now_ns);
-  bool copy_in_is_settled(const HintRecord& record, std::int64_t now_ns);
   std::size_t needed_room(const Device& device, Range range) const;
   bool must_wait_for_room(const HintRecord& record, Range range, std::size_t beside_bytes) const;
   bool overtakes(const Chunk& chunk, Ticket ticket, Overtaken& others) const;
@@ -122,11 +117,10 @@ class HintScheduler {
   HintQueue queue_;
   EventTable events_;
   std::unordered_map<Ticket, HintRecord> open_;
-  TicketsByRange ordered_, hosts_;    // open requests that later ones must not overtake, hosts too
-  std::vector<HintRecord> history_;   // ended requests, a ring by ticket
+  TicketsByRange advice_;              // open, and not to be overtaken by later requests
+  std::vector<HintRecord> history_;    // ended requests, a ring by ticket
   std::map<Ticket, HintRecord> late_;  // ended after a newer request took their slot in the ring
   std::vector<std::atomic<std::uint64_t>> ended_;  // the same ring: ticket * kOutcomes + outcome
-  KeptContents kept_;
   std::map<int, Device> devices_;
   std::vector<std::optional<Chunk>> in_flight_;  // by lane
   std::array<std::size_t, kDirections> in_flight_bytes_{};

@@ -29,7 +29,6 @@ std::optional<Chunk> HintScheduler::take(Lane lane, std::int64_t now_ns) {
       queue_.park(piece, *blocker);
       continue;
     }
-    if (request.op == HintOp::copy_in && copy_in_is_settled(record, now_ns)) continue;
     const Range range = first_chunk(request, piece.range);
     if (in_flight_bytes_[direction] != 0 &&
         in_flight_bytes_[direction] + range.bytes > settings_.in_flight_bytes)
@@ -43,10 +42,9 @@ std::optional<Chunk> HintScheduler::take(Lane lane, std::int64_t now_ns) {
     Chunk chunk{.op = request.op,
                 .device = request.device,
                 .range = {range.address, 0},
-                .host = host_part(request, range),
                 .advice = request.advice};
     take_part(chunk, piece, range, now_ns);
-    if (!keeps_order(request.op)) {
+    if (request.op != HintOp::advise) {
       const std::size_t free_bytes = settings_.in_flight_bytes - in_flight_bytes_[direction];
       grow(chunk, std::min(settings_.chunk_bytes, free_bytes), now_ns);
     }
@@ -64,22 +62,15 @@ bool HintScheduler::has_work_beside(Lane lane) const {
          (lane.direction == Direction::to_device && queue_.any_ready(Direction::to_host));
 }
 
-// A call on the same bytes that is running, or an older ordered request that has not ended.
+// A call on the same bytes that is running, or older advice that has not been given.
 std::optional<Blocker> HintScheduler::blocker_of(const Piece& piece) const {
-  const HintRequest& request = open_.at(piece.ticket).request;
-  const Range range = piece.range, host = host_part(request, range);
   for (std::size_t lane = 0; lane < in_flight_.size(); ++lane)
     if (const std::optional<Chunk>& chunk = in_flight_[lane];
-        chunk && (overlap(chunk->range, range) || overlap(chunk->host, range) ||
-                  overlap(chunk->range, host) || overlap(chunk->host, host)))
+        chunk && overlap(chunk->range, piece.range))
       return Blocker{.lane = static_cast<int>(lane)};
   // The newest one: when it ends, few others are left. Mostly it has the same range.
-  Ticket newest = ordered_.newest_of(request.range, piece.ticket);
-  if (newest == 0)
-    newest = std::max({ordered_.newest_overlapping(range, piece.ticket),
-                       ordered_.newest_overlapping(host, piece.ticket),
-                       hosts_.newest_overlapping(range, piece.ticket),
-                       hosts_.newest_overlapping(host, piece.ticket)});
+  Ticket newest = advice_.newest_of(open_.at(piece.ticket).request.range, piece.ticket);
+  if (newest == 0) newest = advice_.newest_overlapping(piece.range, piece.ticket);
   return newest == 0 ? std::nullopt : std::optional(Blocker{.ticket = newest});
 }
 
@@ -92,16 +83,6 @@ void HintScheduler::share_link(Direction direction, std::int64_t now_ns) {
     if (chunk && direction_of(chunk->op) == direction) sharing.push_back(&*chunk);
   for (Chunk* chunk : sharing)
     chunk->link_ns += (now_ns - since_ns) / static_cast<std::int64_t>(sharing.size());
-}
-
-// A copy_out that never ended left the contents on the device: copying back would destroy them.
-bool HintScheduler::copy_in_is_settled(const HintRecord& record, std::int64_t now_ns) {
-  const HintRequest& request = record.request;
-  if (record.open_bytes != request.range.bytes || !kept_.overlaps(request.range)) return false;
-  const bool same = kept_.holds(request.range, request.host_address);
-  if (!same) count_failure({"copy_in", -1}, "part of the range still holds its contents");
-  cut_of(record.ticket, request.range, same ? Outcome::done : Outcome::failed, now_ns);
-  return true;
 }
 
 // The bytes that one call may move of a part of a request. Advice moves nothing.
@@ -204,7 +185,7 @@ void HintScheduler::take_part(Chunk& chunk, const Piece& piece, Range range, std
     resolve(piece.ticket, gone_bytes - range.bytes, Outcome::dropped, now_ns);
 }
 
-std::optional<Chunk> HintScheduler::settle(Lane lane, CallResult result, std::int64_t now_ns) {
+void HintScheduler::settle(Lane lane, CallResult result, std::int64_t now_ns) {
   share_link(lane.direction, now_ns);
   std::optional<Chunk>& slot = in_flight_[static_cast<std::size_t>(lane.number)];
   const Chunk chunk = std::move(*slot);
@@ -216,45 +197,17 @@ std::optional<Chunk> HintScheduler::settle(Lane lane, CallResult result, std::in
   const bool good = result.error == 0;
   const bool came = direction_of(chunk.op) == Direction::to_device;
   // A page has one location: it has left its source.
-  if (good && (came || chunk.op == HintOp::evict || chunk.op == HintOp::discard))
-    leave_all_devices(chunk.range);
+  if (good && chunk.op != HintOp::advise) leave_all_devices(chunk.range);
   if (good && came) device.resident.insert(chunk.range);
   for (const Range range : chunk.forgotten) device.resident.erase(range);
 
-  if (chunk.releases != 0) {  // the values are on the host, even if the discard failed
-    finish(open_.at(chunk.releases), now_ns);
-    return std::nullopt;
-  }
   ++counts(open_.at(chunk.parts.front().ticket)).calls;
   for (const Chunk::Part& part : chunk.parts) {
-    HintRecord& record = open_.at(part.ticket);
-    counts(record).driver_ns += static_cast<std::int64_t>(
+    counts(open_.at(part.ticket)).driver_ns += static_cast<std::int64_t>(
         static_cast<double>(chunk.link_ns) * static_cast<double>(part.bytes) /
         static_cast<double>(chunk.range.bytes));
-    if (chunk.op != HintOp::copy_out) {
-      resolve(part.ticket, part.bytes, good ? Outcome::done : Outcome::failed, now_ns);
-      continue;
-    }
-    // A partial copy is useless: copy no more, and free nothing.
-    if (!good) cut_of(part.ticket, record.request.range, Outcome::failed, now_ns);
-    const Outcome copied = !good                      ? Outcome::failed
-                           : chunk.forgotten.empty() ? Outcome::done
-                                                     : Outcome::forgotten;
-    if (std::max(copied, record.outcome) != Outcome::done || record.open_bytes != part.bytes) {
-      resolve(part.ticket, part.bytes, copied, now_ns);
-      continue;
-    }
-    record.open_bytes = 0;
-    record.moved_bytes += part.bytes;
-    record.outcome = Outcome::done;
-    slot = Chunk{.op = HintOp::discard,
-                 .device = chunk.device,
-                 .range = record.request.range,
-                 .releases = part.ticket};
-    in_flight_bytes_[index_of(lane.direction)] += slot->range.bytes;
-    return slot;
+    resolve(part.ticket, part.bytes, good ? Outcome::done : Outcome::failed, now_ns);
   }
-  return std::nullopt;
 }
 
 void HintScheduler::give_up(Lane lane, std::int64_t now_ns) {

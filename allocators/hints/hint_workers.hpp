@@ -55,7 +55,7 @@ class HintWorkers final : public ReleaseListener, public std::enable_shared_from
   void work(WorkerState& worker);
   void open_wanted(WorkerState& worker, std::unique_lock<std::mutex>& lock);
   bool poll_events(const WorkerState& worker, std::unique_lock<std::mutex>& lock);
-  void issue(WorkerState& worker, Chunk chunk, std::unique_lock<std::mutex>& lock);
+  void issue(WorkerState& worker, const Chunk& chunk, std::unique_lock<std::mutex>& lock);
   void leave(Lane lane);
   CallResult open(WorkerState& worker, int device);
   CallResult perform(WorkerState& worker, const Chunk& chunk);

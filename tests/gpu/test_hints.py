@@ -16,8 +16,6 @@ from umem import cuda as ucuda
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.cuda import Location, Range
-from umem.hardware.capabilities import detect
-from umem.offloading import CudaMover
 from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
 from umem.runtime.native_library import native
 
@@ -159,75 +157,6 @@ class TestMoves:
         expect_done(engine, engine.advise(range_.address, range_.size_bytes, placement="any"))
         assert ucuda.preferred_location(range_) is None
         assert DEVICE not in ucuda.accessed_by(range_)
-
-    def test_discard(self, engine: HintEngine, managed: MakeManaged) -> None:
-        """Contents may go; what is written after forget stays."""
-        if not detect(0).discard:
-            pytest.skip("discard needs a driver of CUDA 13")
-        range_ = managed(64 * MIB)
-        fill(range_)
-        ticket = ask(engine, HintOp.DISCARD, range_)
-        assert engine.forget(range_.address, range_.size_bytes)
-        assert engine.wait(ticket, timeout_s=0) in (HintOutcome.DONE, HintOutcome.FORGOTTEN)
-        expected = fill(range_)
-        expect_done(engine, ask(engine, HintOp.EVICT, range_))
-        assert holds(range_, expected)
-
-    @pytest.mark.parametrize("size_bytes", [1, 15, 16, 4097, 8 * MIB + 5, 300 * MIB + 123])
-    def test_copies(self, engine: HintEngine, managed: MakeManaged, size_bytes: int) -> None:
-        range_, block = managed(size_bytes), managed(size_bytes)
-        expect_done(
-            engine,
-            engine.advise(
-                block.address, block.size_bytes, placement="host", accessed_by_device=True
-            ),
-        )
-        expect_done(engine, ask(engine, HintOp.EVICT, block))
-        expected = fill(range_)
-        expect_done(engine, ask(engine, HintOp.COPY_OUT, range_, host_address=block.address))
-        assert holds(block, expected)
-        as_tensor(range_).zero_()
-        torch.cuda.synchronize()
-        expect_done(engine, ask(engine, HintOp.COPY_IN, range_, host_address=block.address))
-        assert holds(range_, expected)
-
-    @pytest.mark.parametrize("size_bytes", [16, 8 * MIB, 41 * MIB + 5])
-    def test_copies_to_pinned_memory(
-        self, engine: HintEngine, managed: MakeManaged, size_bytes: int
-    ) -> None:
-        """They go in parts by way of plain device memory, over and over the same."""
-        mover = CudaMover(torch.device("cuda", 0))
-        range_, block = managed(size_bytes), mover.allocate_host(size_bytes)
-        try:
-            expected = fill(range_)
-            address = block.data_ptr()
-            expect_done(engine, ask(engine, HintOp.COPY_OUT, range_, host_address=address))
-            assert torch.equal(block, expected)
-            as_tensor(range_).zero_()
-            torch.cuda.synchronize()
-            expect_done(engine, ask(engine, HintOp.COPY_IN, range_, host_address=address))
-            assert holds(range_, expected)
-        finally:
-            mover.free_host(block)
-
-    def test_a_copy_that_is_not_aligned(self, engine: HintEngine, managed: MakeManaged) -> None:
-        """The kernel copies 16 bytes at a time; other addresses go through the driver's copy."""
-        range_, block = managed(MIB), managed(MIB)
-        expected = fill(range_)
-        part = Range(range_.address + 3, 100_001)
-        ticket = ask(engine, HintOp.COPY_OUT, part, host_address=block.address + 8)
-        expect_done(engine, ticket)
-        copied = as_tensor(Range(block.address + 8, 100_001)).cpu()
-        assert torch.equal(copied, expected[3 : 3 + 100_001])
-
-    def test_the_copy_kernel_loads(
-        self, managed: MakeManaged, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        range_ = managed(2 * MIB)
-        with HintEngine.on_cuda() as own:
-            for op in (HintOp.PREFETCH, HintOp.EVICT):  # each direction's worker opens the device
-                expect_done(own, ask(own, op, range_))
-        assert "load" not in capfd.readouterr().err
 
 
 class TestWaiting:

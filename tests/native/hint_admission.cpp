@@ -148,12 +148,11 @@ TEST(a_full_device_holds_up_no_other) {
   machine.engine.set_budget(0, 2 * MiB);
   machine.engine.set_budget(1, 64 * MiB);
   machine.engine.set_resident(0, blocks(0, 1), true);
-  machine.driver.hold("discard");
-  const Ticket out = machine.ask(HintOp::discard, blocks(0, 1), 0, 0);
+  const Ticket out = machine.hold(HintOp::evict, blocks(0, 1));
   const Ticket to_0 = machine.ask(HintOp::prefetch, blocks(10, 1), 0, 0);
   machine.expect_done(machine.ask(HintOp::prefetch, blocks(20, 1), 0, 1));
   machine.expect_open(to_0);
-  machine.driver.let_go("discard");
+  machine.driver.let_go("evict");
   machine.expect_done(out, to_0);
 }
 

@@ -17,7 +17,7 @@ std::vector<HintRequest> apart(std::size_t count) {
 TEST(one_event_and_consecutive_tickets) {
   HintMachine machine;
   HintBatch batch(0, {entry(HintOp::prefetch, blocks(0, 1)), entry(HintOp::evict, blocks(4, 1)),
-                      entry(HintOp::discard, blocks(8, 1))});
+                      entry(HintOp::prefetch, blocks(8, 1))});
   CHECK_EQUAL(batch.size(), 3U);
   CHECK(batch.tickets().last < batch.tickets().first);
   machine.driver.launch(0, 7);
@@ -100,7 +100,6 @@ TEST(after_the_end_all_are_refused) {
 
 TEST(what_cannot_be_meant_is_refused) {
   CHECK_THROWS(std::invalid_argument, HintBatch(-1, apart(1)));
-  CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::copy_in, blocks(0, 1))}));
   CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::advise, blocks(0, 1))}));
   CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::evict, {at(0), 0})}));
   CHECK_THROWS(std::invalid_argument, HintBatch(0, {entry(HintOp::evict, {at(0), SIZE_MAX})}));

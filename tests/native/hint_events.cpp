@@ -86,7 +86,7 @@ TEST(no_event_means_no_hint) {
   machine.driver.fail("record", 5);
   const EventId event = machine.engine.record(0, kStream);
   CHECK_EQUAL(event, kNoEvent);
-  machine.expect(machine.ask(HintOp::discard, blocks(0, 1), event), Outcome::dropped);
+  machine.expect(machine.evict(blocks(0, 1), event), Outcome::dropped);
   machine.expect(machine.prefetch(blocks(0, 1), 999), Outcome::dropped);  // never recorded
   CHECK(machine.driver.calls().empty());
 }

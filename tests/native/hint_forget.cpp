@@ -103,19 +103,5 @@ TEST(what_is_forgotten_in_vain_is_not_resident) {
   CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 4 * MiB);
 }
 
-// The discard that follows a copy out would hit whoever has the memory by then.
-TEST(what_is_forgotten_in_vain_is_not_discarded) {
-  HintMachine machine(kOneLane);
-  machine.driver.hold("copy");
-  const Ticket ticket = machine.engine.submit({.op = HintOp::copy_out,
-                                               .range = blocks(0, 4),
-                                               .host_address = std::uintptr_t{1} << 44});
-  machine.driver.wait_until_held("copy");
-  CHECK(!machine.engine.forget(blocks(0, 4), 0));
-  machine.driver.let_go("copy");
-  machine.expect(ticket, Outcome::forgotten);
-  CHECK_EQUAL(machine.driver.count("discard"), 0U);
-}
-
 }  // namespace
 }  // namespace umem

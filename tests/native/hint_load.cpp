@@ -21,7 +21,7 @@ constexpr std::size_t kBlockBytes = kLargeStepBytes;
 constexpr std::size_t kStreams = 64;
 constexpr std::size_t kThreads = 4;
 constexpr std::size_t kStreamsOfThread = kStreams / kThreads;
-constexpr std::uintptr_t kBase = std::uintptr_t{1} << 40, kHost = std::uintptr_t{1} << 44;
+constexpr std::uintptr_t kBase = std::uintptr_t{1} << 40;
 
 // Moves nothing and logs nothing. Events are those of streams that work until they are told to
 // finish; two lanes never work on the same bytes.
@@ -37,7 +37,6 @@ class CountingDriver final : public HintDriver {
   void recycle(EventId) noexcept override {}
   int open(Lane, int) noexcept override { return 0; }
   int separate(Lane, int) noexcept override { return 0; }
-  int load(Lane, int) noexcept override { return 0; }
   void close(Lane) noexcept override {}
   int query(Lane, int, EventId event, bool& finished) noexcept override {
     finished = streams_[event & 0xff].done.load() >= ((event >> 8) & 0xff'ffff);
@@ -45,11 +44,6 @@ class CountingDriver final : public HintDriver {
   }
   int prefetch(Lane lane, int, Range range) noexcept override { return begin(lane, range); }
   int evict(Lane lane, int, Range range) noexcept override { return begin(lane, range); }
-  int discard(Lane lane, int, Range range) noexcept override { return begin(lane, range); }
-  int copy(Lane lane, int, std::uintptr_t to, std::uintptr_t from,
-           std::size_t bytes) noexcept override {
-    return begin(lane, {lane.direction == Direction::to_device ? to : from, bytes});
-  }
   int advise(Lane lane, int, Range range, Advice) noexcept override { return begin(lane, range); }
   int synchronize(Lane lane, int) noexcept override {
     const std::lock_guard lock(mutex_);
@@ -77,7 +71,7 @@ class CountingDriver final : public HintDriver {
   std::map<int, Range> busy_;  // by lane
 };
 
-// One training thread: batches behind the work of its streams, and copies and advice one by one.
+// One training thread: batches behind the work of its streams, and single requests.
 class Thread {
  public:
   Thread(std::size_t number, std::uint64_t seed, HintEngine& engine, CountingDriver& driver)
@@ -103,7 +97,7 @@ class Thread {
   void submit_batch(StreamId stream) {
     std::vector<HintRequest> requests(16);
     for (HintRequest& request : requests)
-      request = {.op = static_cast<HintOp>(below(3)), .range = block()};
+      request = {.op = static_cast<HintOp>(below(2)), .range = block()};
     HintBatch batch(0, requests);
     const TicketSpan span = engine_.submit_batch(batch, stream);
     count(span.last + 1 - span.first, requests.size());
@@ -111,14 +105,8 @@ class Thread {
 
   void submit_each(StreamId stream) {
     const EventId event = engine_.record(0, stream);
-    for (const HintOp op : {HintOp::copy_out, HintOp::copy_in, HintOp::advise}) {
-      const Range range = block();
-      count(engine_.submit({.op = op,
-                            .range = range,
-                            .event = event,
-                            .host_address = range.address - kBase + kHost}) != 0,
-            1);
-    }
+    for (const HintOp op : {HintOp::evict, HintOp::prefetch, HintOp::advise})
+      count(engine_.submit({.op = op, .range = block(), .event = event}) != 0, 1);
     engine_.release(event);
   }
 
@@ -153,7 +141,7 @@ void run(std::size_t hints, std::uint64_t seed) {
   for (Thread& user : users) threads.emplace_back([&] { user.run(hints / kThreads); });
   for (std::thread& thread : threads) thread.join();
   for (StreamId stream = 0; stream < kStreams; ++stream) driver.finish(stream);
-  // Behind all others in its lane, and older ones of the other lanes are copied first.
+  // Behind all others in its lane.
   const Range all{kBase, kBlocks * kBlockBytes};
   Ticket last = 0;
   while (last == 0) last = engine.submit({.op = HintOp::advise, .range = all});

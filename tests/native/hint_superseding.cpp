@@ -95,12 +95,10 @@ TEST(which_replaces_which) {
   using enum HintOp;
   for (const auto& [older, newer, replaced] : {
            Pair{prefetch, prefetch, false}, Pair{prefetch, evict, true},
-           Pair{prefetch, discard, true},   Pair{prefetch, advise, false},
-           Pair{evict, prefetch, true},     Pair{evict, evict, false},
-           Pair{evict, discard, true},      Pair{evict, advise, false},
-           Pair{discard, prefetch, true},   Pair{discard, evict, false},
-           Pair{discard, discard, false},   Pair{advise, advise, true},
-           Pair{advise, prefetch, false},   Pair{advise, discard, false},
+           Pair{prefetch, advise, false},   Pair{evict, prefetch, true},
+           Pair{evict, evict, false},       Pair{evict, advise, false},
+           Pair{advise, advise, true},      Pair{advise, prefetch, false},
+           Pair{advise, evict, false},
        }) {
     HintMachine machine(kOneLane);
     occupy(machine, prefetch);

@@ -116,21 +116,6 @@ TEST(what_has_ended_is_known_without_a_lock) {
   CHECK(machine.engine.ended(done + 10) == Outcome::done);
 }
 
-// A copy's reader looks at the memory as soon as the outcome says so.
-TEST(what_has_ended_can_be_read) {
-  HintEngine engine({}, std::make_unique<HostHintDriver>(1, 0.0));
-  std::array<char, 64> from{}, to{};
-  for (int i = 1; i < 200; ++i) {
-    from[0] = static_cast<char>(i);
-    const Ticket ticket =
-        engine.submit({.op = HintOp::copy_out,
-                       .range = {reinterpret_cast<std::uintptr_t>(from.data()), from.size()},
-                       .host_address = reinterpret_cast<std::uintptr_t>(to.data())});
-    while (engine.ended(ticket) != Outcome::done) std::this_thread::yield();
-    CHECK_EQUAL(to[0], static_cast<char>(i));
-  }
-}
-
 // An old request that ends late costs no newer one its record, and has one of its own.
 TEST(late_ends_are_on_record_too) {
   HintMachine machine({.capacity = 4, .prefetch_workers = 1});

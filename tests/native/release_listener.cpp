@@ -95,23 +95,6 @@ TEST(all_are_forgotten_at_once) {
   CHECK_EQUAL(both.source->given_back.load(), 8);
 }
 
-// A copy may be writing to it.
-TEST(a_host_block_is_waited_for) {
-  Config config;
-  for (ClassSetting& setting : config.classes) setting.kind = MemoryKind::pinned;
-  Both both(config);
-  const Range block = both.allocate(32 * MiB);
-  both.hints.driver.hold("copy");
-  const Ticket ticket = both.hints.engine.submit(
-      {.op = HintOp::copy_out, .range = blocks(0, 16), .host_address = block.address});
-  both.hints.driver.wait_until_held("copy");
-  both.allocator.device(0).free(block.address);
-  Releasing releasing(both.allocator);
-  both.hints.driver.let_go("copy");
-  releasing.join();
-  both.hints.expect(ticket, Outcome::done);
-}
-
 TEST(every_way_back_is_heard) {
   HintMachine hints;
   hints.driver.launch(0, 3);

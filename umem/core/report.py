@@ -208,7 +208,7 @@ class HintUse:
     """Hints of one operation on one class in one step, as the hint engine counts them."""
 
     op: str
-    """``prefetch``, ``evict``, ``discard``, ``copy_in``, ``copy_out`` or ``advise``."""
+    """``prefetch``, ``evict`` or ``advise``."""
     tensor_class: TensorClass
     asked: int
     """Requests that were made in the step."""

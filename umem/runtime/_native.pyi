@@ -193,9 +193,9 @@ class HintBatch:
 class HintEngine:
     """Native threads that ask the driver to move managed memory. Thread-safe.
 
-    Operations are `HintOp` numbers, outcomes are names of `umem.runtime.hints.HintOutcome` (`wait`:
-    their places in it); times are those of `time.monotonic_ns`. A ticket of 0: the queue is full or
-    the engine has stopped.
+    Operations are the numbers of `HintOp.PREFETCH` and `EVICT`, outcomes are names of
+    `umem.runtime.hints.HintOutcome` (`wait`: their places in it); times are those of
+    `time.monotonic_ns`. A ticket of 0: the queue is full or the engine has stopped.
     """
 
     @staticmethod
@@ -217,7 +217,6 @@ class HintEngine:
         device: int = 0,
         event: int = 0,  # from `record`; 0: nothing to wait for
         tensor_class: int = 5,
-        host_address: int = 0,  # copies: the host-resident block
     ) -> int: ...
     def advise(
         self,

@@ -1,7 +1,7 @@
 """The hint engine: native threads that move managed memory ahead of need, and their statistics.
 
 :meth:`HintEngine.submit` only queues a request about an address range: bring it to the device, send
-it to the host, drop its contents. The engine's threads wait for the GPU's work where the request
+it to the host. The engine's threads wait for the GPU's work where the request
 says so, call the driver and record the times. ``docs/hints.md`` explains the engine.
 """
 
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from umem.core.classes import TensorClass
 from umem.core.errors import NativeLibraryError, UnsupportedError
@@ -38,15 +38,9 @@ __all__ = [
     "OpName",
 ]
 
-OpName = Literal["prefetch", "evict", "discard", "copy_in", "copy_out", "advise"]
-_OP_NAMES: dict[int, OpName] = {
-    HintOp.PREFETCH: "prefetch",
-    HintOp.EVICT: "evict",
-    HintOp.DISCARD: "discard",
-    HintOp.COPY_IN: "copy_in",
-    HintOp.COPY_OUT: "copy_out",
-    5: "advise",  # moves nothing, and so is no `HintOp`; native requests have no write-backs
-}
+OpName = Literal["prefetch", "evict", "advise"]
+_OP_NAMES: tuple[OpName, ...] = get_args(OpName)
+"""In the order of the native numbers. Advice moves nothing, and so is no `HintOp`."""
 _CLASSES = tuple(TensorClass)
 
 
@@ -260,9 +254,9 @@ class HintEngine:
         Requests for a device beyond `devices` fail. `bytes_per_s` simulates the link in each
         direction, shared by the direction's workers; 0 for moves that take no time. `fail` names
         calls that fail once: ``{"evict": 2}`` for the second eviction. The names are those of
-        :attr:`HintStatistics.failures`: ``record``, ``open``, ``second_context``, ``load``,
-        ``query``, ``prefetch``, ``evict``, ``discard``, ``copy``, ``advise``, ``synchronize``. A
-        call that cannot fail and settings out of range raise ValueError.
+        :attr:`HintStatistics.failures`: ``record``, ``open``, ``second_context``, ``query``,
+        ``prefetch``, ``evict``, ``advise``, ``synchronize``. A call that cannot fail and settings
+        out of range raise ValueError.
         """
         return cls(
             native().HintEngine.on_host(
@@ -286,25 +280,20 @@ class HintEngine:
         device: int = 0,
         event: int = 0,
         tensor_class: TensorClass = TensorClass.OTHER,
-        host_address: int = 0,
     ) -> int:
         """Queue a request about a range of managed memory. No driver call is made here.
 
-        ``DISCARD`` and ``COPY_OUT`` leave undefined contents at `address`: call :meth:`forget`, or
-        wait for the ticket, before anything writes there again. The range moves to `device` or
-        leaves it. The request waits until the work before `event`, from :meth:`record`, is done; 0
-        is no wait. It is counted in the statistics of `tensor_class`. For copies, `host_address` is
-        the host-resident block, as long as the range.
+        `op` is ``PREFETCH`` or ``EVICT``: the range moves to `device` or leaves it. The request
+        waits until the work before `event`, from :meth:`record`, is done; 0 is no wait. It is
+        counted in the statistics of `tensor_class`.
 
         Returns
         -------
         int
-            A ticket; 0 when the queue is full or the engine has stopped. An invalid range, device
-            or copy raises ValueError.
+            A ticket; 0 when the queue is full or the engine has stopped. Another operation and an
+            invalid range or device raise ValueError.
         """
-        return self._native.submit(
-            op, address, size_bytes, device, event, tensor_class.number, host_address
-        )
+        return self._native.submit(op, address, size_bytes, device, event, tensor_class.number)
 
     def advise(
         self,
@@ -339,9 +328,9 @@ class HintEngine:
     ) -> HintBatch:
         """Check n requests once, to submit them together with :meth:`submit_batch` repeatedly.
 
-        Operations are ``PREFETCH``, ``EVICT`` or ``DISCARD``. An entry with address 0 is skipped
-        until :meth:`HintBatch.set_address` gives it one. Sizes are bytes. Lengths that differ,
-        copies, and entries that :meth:`submit` would refuse raise ValueError.
+        Operations are ``PREFETCH`` or ``EVICT``. An entry with address 0 is skipped until
+        :meth:`HintBatch.set_address` gives it one. Sizes are bytes. Lengths that differ, and
+        entries that :meth:`submit` would refuse, raise ValueError.
         """
         numbers = [of.number if isinstance(of, TensorClass) else int(of) for of in classes]
         kinds, places, lengths = ([int(it) for it in column] for column in (ops, addresses, sizes))
@@ -352,10 +341,9 @@ class HintEngine:
 
         It takes one driver call, which records an event, and one lock. `stream` is a handle of the
         batch's device. `after` has for each entry, skipped ones included, the ticket of an eviction
-        or discard on the same device, 0 for none; another length raises ValueError. A prefetch
-        waits until that request and all evictions and discards submitted before it have ended, in
-        any way, so that no other thread has to wait for the room that they make. Later prefetches
-        do not overtake it.
+        on the same device, 0 for none; another length raises ValueError. A prefetch waits until
+        that request and all evictions submitted before it have ended, in any way, so that no other
+        thread has to wait for the room that they make. Later prefetches do not overtake it.
 
         Returns
         -------
@@ -386,7 +374,7 @@ class HintEngine:
     def set_budget(self, device: int, size_bytes: int) -> None:
         """Limit the bytes that prefetches make resident on a device. 0: no limit.
 
-        At the limit a prefetch waits for the evictions, discards and copies out that were submitted
+        At the limit a prefetch waits for the evictions that were submitted
         before it. When these have ended it goes on, over the budget: evictions that are submitted
         later may depend on it.
         """
@@ -399,9 +387,8 @@ class HintEngine:
     def forget(self, address: int, size_bytes: int, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """Drop the queued requests of a range, and wait until no driver call works on it.
 
-        The range may also be the host block of copies, or a part of one. True: the memory may be
-        unmapped or written. False: the time ran out first. An invalid range or a time below 0
-        raises ValueError.
+        True: the memory may be unmapped or written. False: the time ran out first. An invalid
+        range or a time below 0 raises ValueError.
         """
         return self._native.forget(address, size_bytes, timeout_s)
 
@@ -409,7 +396,7 @@ class HintEngine:
         """Forget every segment before the allocator returns it to its source.
 
         One engine per allocator. ``allocator.set_release_listener(None)`` ends it. Blocks that the
-        allocator keeps in its cache are not forgotten: do not discard an allocator's blocks.
+        allocator keeps in its cache are not forgotten.
         """
         allocator.set_release_listener(self._native)
 
