@@ -34,8 +34,8 @@ class Load {
     std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937_64(1));
   }
 
-  Ticket ask(HintOp op, Range range, EventId event = 0) {
-    scheduler.add(++last_, {.op = op, .range = range, .event = event}, 0);
+  Ticket ask(HintOp op, Range range, EventId event = 0, Ticket after = 0) {
+    scheduler.add(++last_, {.op = op, .range = range, .event = event, .after = after}, 0);
     return last_;
   }
   EventId record(StreamId stream) {
@@ -80,22 +80,21 @@ void beside_a_long_range(Load& load) {
   load.scheduler.fire(event, false, 0);
 }
 
-// An eviction waits for its event, and the device has memory for eight blocks more than it holds.
-void without_free_memory(Load& load) {
+// All come after an eviction that waits for its event.
+void after_an_eviction(Load& load) {
   const EventId event = load.record(1);
-  load.scheduler.set_budget(0, 8 * kBlockBytes);
-  load.ask(HintOp::evict, block(load.hints + 1), event);
-  for (const std::size_t i : load.shuffled) load.ask(HintOp::prefetch, block(i));
+  const Ticket out = load.ask(HintOp::evict, block(load.hints + 1), event);
+  for (const std::size_t i : load.shuffled) load.ask(HintOp::prefetch, block(i), 0, out);
   load.issue_all();
   load.scheduler.fire(event, false, 0);
 }
 
-// The device has memory for all but the last.
+// Only the last one comes after the eviction.
 void next_to_each_other(Load& load) {
   const EventId event = load.record(1);
-  load.scheduler.set_budget(0, (load.hints - 1) * kBlockBytes);
-  load.ask(HintOp::evict, block(load.hints + 1), event);
-  for (const std::size_t i : load.shuffled) load.ask(HintOp::prefetch, block(i));
+  const Ticket out = load.ask(HintOp::evict, block(load.hints + 1), event);
+  for (const std::size_t i : load.shuffled)
+    load.ask(HintOp::prefetch, block(i), 0, i == load.shuffled.back() ? out : 0);
   load.issue_all();
   load.scheduler.fire(event, false, 0);
 }
@@ -134,7 +133,7 @@ void behind_an_event_each(Load& load) {
 const std::vector<std::pair<std::string, void (*)(Load&)>> kLoads = {
     {"apart", apart},
     {"beside_a_long_range", beside_a_long_range},
-    {"without_free_memory", without_free_memory},
+    {"after_an_eviction", after_an_eviction},
     {"next_to_each_other", next_to_each_other},
     {"behind_advice", behind_advice},
     {"again_and_again", again_and_again},

@@ -195,31 +195,7 @@ class TestLateAndEarly:
             assert engine.times(ticket).needed_ns is not None
 
 
-class TestBudget:
-    @pytest.mark.slow
-    def test_a_prefetch_waits_for_room(self) -> None:
-        with slow_engine() as engine:
-            engine.set_budget(0, 2 * BLOCK)
-            engine.set_resident(0, at(0), 2 * BLOCK, resident=True)
-            leaving = engine.submit(HintOp.EVICT, at(0), 2 * BLOCK)
-            arriving = engine.submit(HintOp.PREFETCH, at(10), 2 * BLOCK)
-            assert engine.wait(arriving, timeout_s=PATIENCE_S) is HintOutcome.DONE
-            out, back = engine.times(leaving).done_ns, engine.times(arriving).done_ns
-            assert out is not None
-            assert back is not None
-            assert out < back
-            stats = engine.statistics()
-            assert stats.room_waits == 1
-            assert stats.over_budget_bytes == 0
-            assert stats.resident_bytes == {0: 2 * BLOCK}
-
-    def test_a_prefetch_exceeds_the_budget_if_nothing_makes_room(self) -> None:
-        with HintEngine.on_host(SMALL) as engine:
-            engine.set_budget(0, 2 * BLOCK)
-            ticket = engine.submit(HintOp.PREFETCH, at(10), 5 * BLOCK)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
-            assert engine.statistics().over_budget_bytes == 3 * BLOCK
-
+class TestQueue:
     @pytest.mark.slow
     def test_a_full_queue_refuses(self) -> None:
         settings = HintSettings(chunk_bytes=BLOCK, capacity=3, prefetch_workers=1)

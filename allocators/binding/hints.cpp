@@ -86,8 +86,6 @@ nb::dict to_dict(const HintStatistics& stats) {
   for (const HintFailure& failure : stats.failures)
     failures.append(
         nb::make_tuple(failure.call, failure.error, failure.text, failure.count));
-  nb::dict resident;
-  for (const auto& [device, bytes] : stats.resident_bytes) resident[nb::int_(device)] = bytes;
   nb::dict dict;
   dict["counts"] = counts;
   dict["failures"] = failures;
@@ -96,9 +94,6 @@ nb::dict to_dict(const HintStatistics& stats) {
   dict["peak_open_requests"] = stats.peak_open_requests;
   dict["queued_bytes"] = stats.queued_bytes;
   dict["in_flight_bytes"] = nb::make_tuple(stats.in_flight_bytes[0], stats.in_flight_bytes[1]);
-  dict["room_waits"] = stats.room_waits;
-  dict["over_budget_bytes"] = stats.over_budget_bytes;
-  dict["resident_bytes"] = resident;
   return dict;
 }
 
@@ -229,12 +224,6 @@ void bind_hints(nb::module_& module) {
       .def("record", &HintEngine::record, "device"_a, "stream"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("release", &HintEngine::release, "event"_a)
-      .def("set_budget", &HintEngine::set_budget, "device"_a, "size_bytes"_a)
-      .def(
-          "set_resident",
-          [](HintEngine& self, int device, std::uintptr_t address, std::size_t size_bytes,
-             bool resident) { self.set_resident(device, {address, size_bytes}, resident); },
-          "device"_a, "address"_a, "size_bytes"_a, "resident"_a)
       .def(
           "forget",
           [](HintEngine& self, std::uintptr_t address, std::size_t size_bytes, double timeout_s) {

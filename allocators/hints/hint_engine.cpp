@@ -75,21 +75,6 @@ void HintEngine::release(EventId event) {
   if (!forked()) workers_->post({.kind = Message::Kind::release, .request = {.event = event}});
 }
 
-void HintEngine::set_budget(int device, std::size_t bytes) {
-  check_device(device);
-  if (!forked())
-    workers_->post({.kind = Message::Kind::budget,
-                 .request = {.range = {.address = 0, .bytes = bytes}, .device = device}});
-}
-
-void HintEngine::set_resident(int device, Range range, bool resident) {
-  check_device(device);
-  check_range(range);
-  if (!forked())
-    workers_->post({.kind = resident ? Message::Kind::resident : Message::Kind::absent,
-                 .request = {.range = range, .device = device}});
-}
-
 bool HintEngine::forget(Range range, std::int64_t timeout_ns) {
   check_range(range);
   return forked() || workers_->forget({&range, 1}, timeout_ns);

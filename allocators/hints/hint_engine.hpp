@@ -45,11 +45,6 @@ class HintEngine {
   EventId record(int device, StreamId stream);
   void release(EventId event);
 
-  // Bytes that resident memory and prefetches may occupy; 0 for no bound.
-  void set_budget(int device, std::size_t bytes);
-  // Reports memory that arrives on or leaves the device without a hint.
-  void set_resident(int device, Range range, bool resident);
-
   // Drops queued parts of the range, and waits for driver calls on it. After `true` the memory may
   // be unmapped or reused; `false` after a timeout.
   bool forget(Range range, std::int64_t timeout_ns);

@@ -43,8 +43,7 @@ void HintScheduler::add(Ticket ticket, const HintRequest& request, std::int64_t 
   of.asked_bytes += request.range.bytes;
   stats_.peak_open_requests = std::max(stats_.peak_open_requests, open_.size());
   if (request.op == HintOp::advise) advice_.add(request.range, ticket);
-  Device& device = devices_[request.device];
-  if (request.op == HintOp::evict) device.leaving.insert(ticket);
+  if (request.op == HintOp::evict) leaving_[request.device].insert(ticket);
 
   const EventId event = request.event;
   if (event != 0 && (!events_.knows(event) || events_.failed(event))) {
@@ -109,7 +108,7 @@ void HintScheduler::finish(HintRecord& record, std::int64_t now_ns) {
     advice_.remove(request.range, record.ticket);
     queue_.unpark({.ticket = record.ticket});
   }
-  devices_.at(request.device).leaving.erase(record.ticket);
+  if (request.op == HintOp::evict) leaving_.at(request.device).erase(record.ticket);
 
   HintCounts& of = counts(record);
   --of.requests[static_cast<std::size_t>(Outcome::open)];
@@ -143,10 +142,6 @@ HintRecord* HintScheduler::on_record(Ticket ticket) {
   return ticket != 0 && record.ticket == ticket ? &record : nullptr;
 }
 
-void HintScheduler::leave_all_devices(Range range) {
-  for (auto& [number, device] : devices_) device.resident.erase(range);
-}
-
 void HintScheduler::mark_needed(Ticket ticket, std::int64_t now_ns) {
   const auto found = open_.find(ticket);
   if (found != open_.end()) {
@@ -173,9 +168,6 @@ void HintScheduler::count_punctuality(const HintRecord& record) {
 void HintScheduler::forget(Range range, std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping(range))
     cut(piece, range, Outcome::forgotten, now_ns);
-  leave_all_devices(range);
-  for (std::optional<Chunk>& chunk : in_flight_)
-    if (chunk && overlap(chunk->range, range)) chunk->forgotten.push_back(range);
 }
 
 bool HintScheduler::in_flight(Range range) const {
@@ -187,11 +179,6 @@ bool HintScheduler::in_flight(Range range) const {
 void HintScheduler::drop_all(std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping({0, UINTPTR_MAX}))
     cut(piece, piece.range, Outcome::dropped, now_ns);
-}
-
-void HintScheduler::set_resident(int device, Range range, bool resident) {
-  ResidentSet& of = devices_[device].resident;
-  resident ? of.insert(range) : of.erase(range);
 }
 
 // ---- queries ----
@@ -221,8 +208,6 @@ HintStatistics HintScheduler::statistics() const {
   stats.open_requests = open_.size();
   stats.queued_bytes = queue_.bytes();
   stats.in_flight_bytes = in_flight_bytes_;
-  for (const auto& [number, device] : devices_)
-    stats.resident_bytes[number] = device.resident.bytes();
   return stats;
 }
 

@@ -13,7 +13,6 @@
 #include "hints/event_table.hpp"
 #include "hints/hint_driver.hpp"
 #include "hints/hint_queue.hpp"
-#include "hints/resident_set.hpp"
 #include "hints/statistics.hpp"
 
 namespace umem {
@@ -30,9 +29,7 @@ struct Chunk {
   Range range{};
   Advice advice{};
   std::vector<Part> parts{};
-  std::size_t reserved_bytes = 0;  // of the device's free budget
-  std::int64_t link_ns = 0;        // its share of the link time so far
-  std::vector<Range> forgotten{};  // freed while the call was running
+  std::int64_t link_ns = 0;  // its share of the link time so far
 };
 
 // A driver call's result; `call` is the name under which its failures are counted.
@@ -49,8 +46,6 @@ class HintScheduler {
   void add(Ticket ticket, const HintRequest& request, std::int64_t asked_ns);
   void mark_needed(Ticket ticket, std::int64_t now_ns);
   EventTable& events() { return events_; }
-  void set_budget(int device, std::size_t bytes) { devices_[device].budget_bytes = bytes; }
-  void set_resident(int device, Range range, bool resident);
 
   // Workers' side. A completed event makes its requests ready, and these replace older ones.
   void fire(EventId event, bool failed, std::int64_t now_ns);
@@ -78,19 +73,11 @@ class HintScheduler {
   HintStatistics statistics() const;
 
  private:
-  // A device's free budget: its budget less resident bytes and bytes on their way.
-  struct Device {
-    std::size_t budget_bytes = 0;  // 0: no budget
-    ResidentSet resident;
-    std::size_t reserved_bytes = 0;
-    std::set<Ticket> leaving;  // open requests that may free memory
-  };
   // Ready prefetches behind a chunk's first that another would overtake by joining the chunk.
   struct Overtaken {
     std::pair<Ticket, std::uintptr_t> until;  // looked at so far
     std::size_t looked_at = 0;
-    std::size_t needed_bytes = 0;  // the most free memory that one of them needs
-    bool waits = false;            // one of them comes after an eviction
+    bool waits = false;  // one of them waits for an eviction
   };
 
   HintCounts& counts(const HintRecord& record);
@@ -102,12 +89,11 @@ class HintScheduler {
   void keep_record(const HintRecord& record);
   HintRecord* on_record(Ticket ticket);
   void count_punctuality(const HintRecord& record);
-  void leave_all_devices(Range range);
 
   std::optional<Blocker> blocker_of(const Piece& piece) const;
   void share_link(Direction direction, std::int64_t now_ns);
-  std::size_t needed_room(const Device& device, Range range) const;
-  bool must_wait_for_room(const HintRecord& record, Range range, std::size_t beside_bytes) const;
+  bool waits_for_eviction(const HintRequest& request, Ticket ticket) const;
+  Ticket first_leaving(int device) const;
   bool overtakes(const Chunk& chunk, Ticket ticket, Overtaken& others) const;
   Range first_chunk(const HintRequest& request, Range range) const;
   void grow(Chunk& chunk, std::size_t limit_bytes, std::int64_t now_ns);
@@ -121,7 +107,7 @@ class HintScheduler {
   std::vector<HintRecord> history_;    // ended requests, a ring by ticket
   std::map<Ticket, HintRecord> late_;  // ended after a newer request took their slot in the ring
   std::vector<std::atomic<std::uint64_t>> ended_;  // the same ring: ticket * kOutcomes + outcome
-  std::map<int, Device> devices_;
+  std::map<int, std::set<Ticket>> leaving_;  // open evictions, by device
   std::vector<std::optional<Chunk>> in_flight_;  // by lane
   std::array<std::size_t, kDirections> in_flight_bytes_{};
   std::array<std::int64_t, kDirections> shared_until_ns_{};  // each direction's link

@@ -234,12 +234,6 @@ void HintWorkers::apply(const Message& message) {
       return scheduler_.events().recorded(request.event, request.device, message.stream);
     case Message::Kind::release:
       return scheduler_.events().release(request.event);
-    case Message::Kind::budget:
-      return scheduler_.set_budget(request.device, request.range.bytes);
-    case Message::Kind::resident:
-    case Message::Kind::absent:
-      return scheduler_.set_resident(request.device, request.range,
-                                message.kind == Message::Kind::resident);
   }
 }
 

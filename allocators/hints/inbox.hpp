@@ -15,7 +15,7 @@
 namespace umem {
 
 struct Message {
-  enum class Kind : std::uint8_t { submit, needed, recorded, release, budget, resident, absent };
+  enum class Kind : std::uint8_t { submit, needed, recorded, release };
 
   Kind kind = Kind::submit;
   Ticket ticket = 0;              // submit

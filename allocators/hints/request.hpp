@@ -60,7 +60,6 @@ struct HintRecord {
   std::int64_t needed_ns = 0;
   std::size_t open_bytes = 0;  // queued, or in a driver call
   std::size_t moved_bytes = 0;
-  bool waited_for_room = false;
   Outcome outcome = Outcome::open;
 };
 

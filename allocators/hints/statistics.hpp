@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cstdint>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -43,9 +42,6 @@ struct HintStatistics {
   std::size_t open_requests = 0, peak_open_requests = 0;
   std::size_t queued_bytes = 0;
   std::array<std::size_t, kDirections> in_flight_bytes{};
-  std::uint64_t room_waits = 0;         // requests that found the device full
-  std::uint64_t over_budget_bytes = 0;  // moved in although nothing could free memory
-  std::map<int, std::size_t> resident_bytes;  // by device, as reported to the engine
 };
 
 }  // namespace umem

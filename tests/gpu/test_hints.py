@@ -16,7 +16,7 @@ from umem import cuda as ucuda
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.cuda import Location, Range
-from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
+from umem.runtime.hints import HintEngine, HintOutcome
 from umem.runtime.native_library import native
 
 pytestmark = pytest.mark.gpu
@@ -195,29 +195,6 @@ class TestWaiting:
         assert engine.wait(ticket, timeout_s=0) is HintOutcome.OPEN
         expect_done(engine, ticket)
 
-    def test_budget(self, managed: MakeManaged) -> None:
-        """A prefetch waits for the eviction that makes room for it."""
-        first, second = managed(64 * MIB), managed(64 * MIB)
-        settings = HintSettings(chunk_bytes=16 * MIB)
-        with HintEngine.on_cuda(settings) as own:
-            own.set_budget(0, 64 * MIB)
-            expect_done(own, ask(own, HintOp.PREFETCH, first))
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(SLEEP_CYCLES)
-            event = own.record(0, stream.cuda_stream)
-            leaving = ask(own, HintOp.EVICT, first, event=event)
-            own.release(event)
-            arriving = ask(own, HintOp.PREFETCH, second)
-            assert own.wait(arriving, timeout_s=0.05) is HintOutcome.OPEN
-            expect_done(own, leaving)
-            expect_done(own, arriving)
-            statistics_ = own.statistics()
-            assert statistics_.resident_bytes == {0: 64 * MIB}
-            assert statistics_.over_budget_bytes == 0
-        assert ucuda.last_prefetch_location(first) == HOST
-        assert ucuda.last_prefetch_location(second) == DEVICE
-
 
 def evicted(engine: HintEngine, range_: Range) -> torch.Tensor:
     """Fill a range with random bytes and evict it; return a copy of them."""
@@ -247,7 +224,7 @@ class TestBatches:
         assert len(batch.tickets) == count
         assert engine.wait(last, timeout_s=PATIENCE_S) is HintOutcome.DONE
 
-    def test_a_chain_under_a_budget(self, managed: MakeManaged) -> None:
+    def test_a_chain_of_evictions_and_prefetches(self, managed: MakeManaged) -> None:
         """Eight ranges through room for two; the training thread waits on the host for each."""
         count, size_bytes = 8, 64 * MIB
         ranges = [managed(size_bytes) for _ in range(count)]
@@ -255,7 +232,6 @@ class TestBatches:
             own.start(0)
             expected = [evicted(own, range_) for range_ in ranges]
             tensors = [as_tensor(range_) for range_ in ranges]
-            own.set_budget(0, 2 * size_bytes)
             stream = torch.cuda.current_stream().cuda_stream
             coming, going = (
                 [
@@ -271,15 +247,12 @@ class TestBatches:
                 sums.append(tensor.sum(dtype=torch.int64))
                 leaving = own.submit_batch(going[i], stream)
                 # Its room comes from the eviction before it, which is under way or waits itself.
-                arriving += [own.submit_batch(batch, stream) for batch in coming[i + 2 : i + 3]]
+                arriving += [
+                    own.submit_batch(batch, stream, [leaving]) for batch in coming[i + 2 : i + 3]
+                ]
             expect_done(own, leaving)
             for total, bytes_ in zip(sums, expected, strict=True):
                 assert total.item() == int(bytes_.sum(dtype=torch.int64))
-            stats = own.statistics()
-            print(f"waits for room: {stats.room_waits} of {count - 2}")
-            assert stats.room_waits > 0
-            assert stats.over_budget_bytes == 0
-            assert stats.resident_bytes == {0: 0}
             for range_ in ranges:
                 assert own.forget(range_.address, range_.size_bytes)
 

@@ -185,7 +185,7 @@ TEST(each_call_of_the_allocator_fails_once) {
 
 constexpr int kError = 700;
 
-// All operations, with events and a budget, on two GPUs. Returns how many were submitted.
+// All operations, with events, on two GPUs. Returns how many were submitted.
 std::uint64_t submit_all(HintMachine& machine) {
   std::vector<Ticket> tickets;
   for (int device = 0; device < kDevices; ++device)
@@ -237,7 +237,6 @@ TEST(each_call_of_the_hint_engine_fails_once) {
   std::int64_t calls = 0, failed = 0;
   for (std::int64_t number = -1; number < calls; ++number) {
     HintMachine machine({.chunk_bytes = 4 * MiB, .in_flight_bytes = 16 * MiB});
-    for (int device = 0; device < kDevices; ++device) machine.engine.set_budget(device, 12 * MiB);
     machine.driver.fail_at(number, kError);
     const std::uint64_t submitted = submit_all(machine);
     if (number < 0) calls = machine.driver.fallible_calls();

@@ -118,7 +118,6 @@ TEST(a_failed_call_is_still_waited_for) {
 // A worker that finds no host memory ends all: nothing stays open, nothing is held.
 TEST(a_worker_that_dies_keeps_nobody) {
   HintMachine machine({.prefetch_workers = 1});
-  machine.engine.set_budget(0, 4 * MiB);
   const Ticket running = machine.hold(HintOp::evict, blocks(100, 1));
   const Ticket queued = machine.evict(blocks(200, 1));
   machine.driver.run_out_of_memory();

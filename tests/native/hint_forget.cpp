@@ -82,26 +82,5 @@ TEST(the_range_may_be_used_again) {
   machine.expect_done(machine.prefetch(blocks(0, 8)));
 }
 
-// What was on the device counts no more against the budget, an arriving chunk included.
-TEST(a_forgotten_range_is_not_resident) {
-  HintMachine machine(kOneLane);
-  machine.hold(HintOp::prefetch, blocks(0, 4));
-  std::thread freeing([&] { CHECK(machine.engine.forget(blocks(0, 4), kPatienceNs)); });
-  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
-  machine.driver.let_go("prefetch");
-  freeing.join();
-  CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 0U);
-}
-
-// Nor when nobody waited for its end.
-TEST(what_is_forgotten_in_vain_is_not_resident) {
-  HintMachine machine(kOneLane);
-  const Ticket ticket = machine.hold(HintOp::prefetch, blocks(0, 4));
-  CHECK(!machine.engine.forget(blocks(1, 2), 0));
-  machine.driver.let_go("prefetch");
-  machine.expect_done(ticket);
-  CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 4 * MiB);
-}
-
 }  // namespace
 }  // namespace umem

@@ -27,8 +27,6 @@ void use_in_child(std::unique_ptr<HintEngine> engine, Ticket ticket) {
   batch.set_address(1, 0);  // skipped, and so not refused
   CHECK_EQUAL(engine->submit_batch(batch, 7).last, 0U);
   engine->release(1);
-  engine->set_budget(0, 1);
-  engine->set_resident(0, blocks(0, 1), true);
   CHECK(engine->forget(blocks(0, 1), kPatienceNs));
   CHECK(!engine->wait(ticket, kPatienceNs).has_value());
   CHECK(!engine->ended(ticket).has_value());

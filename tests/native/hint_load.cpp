@@ -133,7 +133,6 @@ void run(std::size_t hints, std::uint64_t seed) {
   auto owner = std::make_unique<CountingDriver>();
   CountingDriver& driver = *owner;
   HintEngine engine({.capacity = kCapacity, .prefetch_workers = 3}, std::move(owner));
-  engine.set_budget(0, kBlocks / 2 * kBlockBytes);
   std::vector<Thread> users;
   for (std::size_t number = 0; number < kThreads; ++number)
     users.emplace_back(number, seed, engine, driver);

@@ -1,10 +1,9 @@
-// The queue and the resident set against plain models of them.
+// The queue against a plain model of it.
 #include <map>
 #include <random>
 
 #include "check.hpp"
 #include "hints/hint_queue.hpp"
-#include "hints/resident_set.hpp"
 
 namespace umem {
 namespace {
@@ -128,30 +127,6 @@ TEST(the_queue_is_as_a_table_of_bytes) {
     CHECK_EQUAL(found, expected);
   }
   CHECK(last > 400);
-}
-
-TEST(the_resident_set_is_as_a_table_of_bytes) {
-  constexpr std::size_t kEnd = 300;
-  std::mt19937_64 random(7);
-  ResidentSet set;
-  std::vector<bool> table(2 * kEnd);
-  const auto count = [&](std::size_t from, std::size_t to) {
-    return static_cast<std::size_t>(std::count(table.begin() + static_cast<std::ptrdiff_t>(from),
-                                               table.begin() + static_cast<std::ptrdiff_t>(to),
-                                               true));
-  };
-  for (int step = 0; step < 20000; ++step) {
-    const Range range = random_range(random, kEnd);
-    const bool comes = random() % 2 == 0;
-    comes ? set.insert(range) : set.erase(range);
-    std::fill_n(table.begin() + static_cast<std::ptrdiff_t>(range.address), range.bytes, comes);
-    CHECK_EQUAL(set.bytes(), count(0, table.size()));
-    const Range asked = random_range(random, kEnd);
-    CHECK_EQUAL(set.covered_bytes(asked), count(asked.address, end_of(asked)));
-    std::size_t runs = table[0];
-    for (std::size_t i = 1; i < table.size(); ++i) runs += table[i] && !table[i - 1];
-    CHECK_EQUAL(set.pieces(), runs);  // neighbours are one
-  }
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 // Usage: hint_stress [steps [seed]]. `steps` is the total over all threads, 60,000 by default.
 //
 // The threads submit all operations, alone and in batches, record and release events, let streams
-// finish, forget and unmap memory, change budgets and make calls fail. Between rounds all is let
+// finish, forget and unmap memory, and make calls fail. Between rounds all is let
 // go, and the books must balance.
 #include <barrier>
 #include <random>
@@ -25,7 +25,7 @@ class Submitter {
       : number_(number), random_(seed * 1000 + number), engine_(engine), driver_(driver) {}
 
   void step() {
-    switch (below(21)) {
+    switch (below(19)) {
       case 0:
         return forget();
       case 1:
@@ -37,25 +37,19 @@ class Submitter {
       case 4:
         return release();
       case 5:
-        engine_.set_budget(device(), below(3) * 64 * MiB);
-        return;
-      case 6:
-        engine_.set_resident(device(), range(), below(2) == 0);
-        return;
-      case 7:
         if (!tickets_.empty()) engine_.mark_needed({tickets_[below(tickets_.size())]});
         return;
-      case 8:
+      case 6:
         if (!tickets_.empty()) engine_.wait(tickets_[below(tickets_.size())], 10'000);
         return;
-      case 9:
+      case 7:
         if (below(10) == 0) engine_.statistics();
         if (below(10) == 0)
           driver_.fail(std::array{"open", "query", "prefetch", "evict", "advise", "synchronize",
                                   "record"}[below(7)],
                        static_cast<int>(1 + below(3)));
         return;
-      case 10:
+      case 8:
         return fire();
       default:
         return submit();
@@ -173,7 +167,7 @@ void run(std::size_t steps, std::uint64_t seed) {
       for (std::size_t round = 0; round < kRounds; ++round) {
         for (std::size_t i = 0; i < steps / kThreads / kRounds; ++i) submitter.step();
         submitter.end_round();
-        barrier.arrive_and_wait();  // nobody needs streams, budgets or events any more
+        barrier.arrive_and_wait();  // nobody needs streams or events any more
         barrier.arrive_and_wait();
         submitter.expect_settled();
         barrier.arrive_and_wait();
@@ -183,10 +177,8 @@ void run(std::size_t steps, std::uint64_t seed) {
 
   for (std::size_t round = 0; round < kRounds; ++round) {
     barrier.arrive_and_wait();
-    for (int device = 0; device < kDevices; ++device) {
-      machine.engine.set_budget(device, 0);
+    for (int device = 0; device < kDevices; ++device)
       for (StreamId stream = 1; stream <= 3; ++stream) machine.driver.finish(device, stream);
-    }
     barrier.arrive_and_wait();
     barrier.arrive_and_wait();
     const HintStatistics stats = machine.engine.statistics();

@@ -245,8 +245,6 @@ class HintReport:
     """Requests that the engine did not take."""
     failures: int
     """Driver calls that failed."""
-    over_budget_bytes: int
-    """Bytes brought to a device that was full by its budget."""
 
 
 @dataclass(frozen=True, eq=False)

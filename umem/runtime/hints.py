@@ -102,7 +102,7 @@ class HintCounts:
     event_wait_s: float
     """From asked to ready."""
     queued_s: float
-    """From ready to issued: behind other requests, or for room on the device."""
+    """From ready to issued: behind other requests."""
     driver_s: float
     """In driver calls. Concurrent calls in one direction share its link and the time, so that
     ``moved_bytes / driver_s`` is the link's rate for any number of workers. The time of a call that
@@ -141,12 +141,6 @@ class HintStatistics:
     queued_bytes: int
     in_flight_bytes: tuple[int, int]
     """To the device, to the host."""
-    room_waits: int
-    """Requests that found the device full."""
-    resident_bytes: Mapping[int, int]
-    """By device, as far as the engine moved them or was told about them."""
-    over_budget_bytes: int
-    """Prefetched to a full device, because no request submitted before could make room."""
 
 
 @dataclass(frozen=True)
@@ -370,19 +364,6 @@ class HintEngine:
     def release(self, event: int) -> None:
         """Release an event, once all requests that wait for it are submitted."""
         self._native.release(event)
-
-    def set_budget(self, device: int, size_bytes: int) -> None:
-        """Limit the bytes that prefetches make resident on a device. 0: no limit.
-
-        At the limit a prefetch waits for the evictions that were submitted
-        before it. When these have ended it goes on, over the budget: evictions that are submitted
-        later may depend on it.
-        """
-        self._native.set_budget(device, size_bytes)
-
-    def set_resident(self, device: int, address: int, size_bytes: int, *, resident: bool) -> None:
-        """Report a range that became resident on a device, or left it, without a hint."""
-        self._native.set_resident(device, address, size_bytes, resident)
 
     def forget(self, address: int, size_bytes: int, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """Drop the queued requests of a range, and wait until no driver call works on it.

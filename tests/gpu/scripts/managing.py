@@ -74,7 +74,6 @@ def manager_facts(manager: Manager) -> dict[str, Any]:
         "diverged_steps": status.diverged_steps,
         "wait_timeouts": status.wait_timeouts,
         "failures": [failure.text for failure in statistics.failures],
-        "over_budget_bytes": statistics.over_budget_bytes,
         "moved_bytes": sum(of.moved_bytes for of in statistics.counts.values()),
         "moved_activation_bytes": sum(
             of.moved_bytes

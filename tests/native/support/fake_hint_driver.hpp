@@ -173,11 +173,6 @@ class HintMachine {
     engine.release(event);
     return ticket;
   }
-  // Device 0 has a budget, and holds these bytes.
-  void fill(std::size_t budget_bytes, Range resident) {
-    engine.set_budget(0, budget_bytes);
-    engine.set_resident(0, resident, true);
-  }
 
   void expect(Ticket ticket, Outcome outcome);
   template <class... Tickets>
