@@ -15,7 +15,7 @@ import pytest
 from umem.core.classes import TensorClass
 from umem.core.errors import UnsupportedError
 from umem.core.schedule import HintOp
-from umem.runtime._native import NO_EVENT, Allocator, ClassSetting, Config
+from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.hints import HintBatch, HintEngine, HintOutcome, HintSettings
 
 MIB = 1 << 20
@@ -75,23 +75,6 @@ class TestRequests:
             back = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
             assert engine.wait(out, timeout_s=PATIENCE_S) is HintOutcome.SUPERSEDED
             assert engine.wait(back, timeout_s=PATIENCE_S) is HintOutcome.DONE
-
-    def test_events(self) -> None:
-        with HintEngine.on_host() as engine:
-            event = engine.record(0, 7)
-            ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK, event=event)
-            engine.release(event)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
-
-    def test_an_event_that_cannot_be_recorded_drops_its_requests(
-        self, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        with HintEngine.on_host(devices=1) as engine:
-            event = engine.record(1, 7)
-            assert event == NO_EVENT
-            ticket = engine.submit(HintOp.EVICT, at(0), BLOCK, event=event)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DROPPED
-        assert "record failed" in capfd.readouterr().err
 
     def test_invalid_requests(self) -> None:
         with HintEngine.on_host() as engine:
@@ -394,10 +377,9 @@ class TestFailures:
         """The named call fails once; the next one succeeds."""
         with HintEngine.on_host(SMALL, fail={call: 1}) as engine:
             outcomes = []
+            batch = engine.batch([HintOp.EVICT], [at(0)], [BLOCK], [TensorClass.OTHER])
             for _ in range(3):
-                event = engine.record(0, 7)
-                ticket = engine.submit(HintOp.EVICT, at(0), BLOCK, event=event)
-                engine.release(event)
+                ticket = engine.submit_batch(batch, 7)
                 outcomes.append(engine.wait(ticket, timeout_s=PATIENCE_S))
             assert outcomes == [outcome, HintOutcome.DONE, HintOutcome.DONE]
             (failure,) = engine.statistics().failures

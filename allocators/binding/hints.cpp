@@ -164,7 +164,7 @@ void bind_hints(nb::module_& module) {
         return std::make_tuple(span.first, span.last + 1);
       });
 
-  // submit, mark_needed and release keep the interpreter lock: they wait for no thread that needs
+  // submit and mark_needed keep the interpreter lock: they wait for no thread that needs
   // it, and releasing it would take longer than the calls.
   nb::class_<HintEngine>(module, "HintEngine")
       .def_static(
@@ -185,31 +185,29 @@ void bind_hints(nb::module_& module) {
       .def(
           "submit",
           [](HintEngine& self, int op, std::uintptr_t address, std::size_t size_bytes, int device,
-             EventId event, int tensor_class) {
+             int tensor_class) {
             return self.submit({.op = op_of(op),
                                 .range = {address, size_bytes},
                                 .device = device,
-                                .event = event,
                                 .tensor_class = class_of(tensor_class)});
           },
-          "op"_a, "address"_a, "size_bytes"_a, "device"_a = 0, "event"_a = 0,
+          "op"_a, "address"_a, "size_bytes"_a, "device"_a = 0,
           "tensor_class"_a = static_cast<int>(TensorClass::other))
       .def(
           "advise",
           [](HintEngine& self, std::uintptr_t address, std::size_t size_bytes,
              const std::string& placement, bool accessed_by_device, bool read_mostly, int device,
-             EventId event, int tensor_class) {
+             int tensor_class) {
             return self.submit({.op = HintOp::advise,
                                 .range = {address, size_bytes},
                                 .device = device,
-                                .event = event,
                                 .tensor_class = class_of(tensor_class),
                                 .advice = {.placement = placement_of(placement),
                                            .accessed_by_device = accessed_by_device,
                                            .read_mostly = read_mostly}});
           },
           "address"_a, "size_bytes"_a, "placement"_a, "accessed_by_device"_a = false,
-          "read_mostly"_a = false, "device"_a = 0, "event"_a = 0,
+          "read_mostly"_a = false, "device"_a = 0,
           "tensor_class"_a = static_cast<int>(TensorClass::other))
       .def_static("batch", &make_batch, "ops"_a, "addresses"_a, "sizes"_a, "classes"_a, "device"_a)
       .def(
@@ -221,9 +219,6 @@ void bind_hints(nb::module_& module) {
           },
           "batch"_a, "stream"_a, "after"_a = nb::list(), nb::call_guard<nb::gil_scoped_release>())
       .def("mark_needed", &HintEngine::mark_needed, "tickets"_a)
-      .def("record", &HintEngine::record, "device"_a, "stream"_a,
-           nb::call_guard<nb::gil_scoped_release>())
-      .def("release", &HintEngine::release, "event"_a)
       .def(
           "forget",
           [](HintEngine& self, std::uintptr_t address, std::size_t size_bytes, double timeout_s) {
@@ -260,7 +255,6 @@ void bind_hints(nb::module_& module) {
             return self.shutdown(timeout_ns);
           },
           "timeout_s"_a);
-  module.attr("NO_EVENT") = kNoEvent;
 }
 
 }  // namespace umem

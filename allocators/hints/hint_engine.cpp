@@ -51,10 +51,7 @@ Ticket HintEngine::submit(const HintRequest& request) {
 }
 
 void HintEngine::mark_needed(std::vector<Ticket> tickets) {
-  if (forked()) return;
-  workers_->post({.kind = Message::Kind::needed,
-               .tickets = std::move(tickets),
-               .now_ns = monotonic_ns()});
+  if (!forked()) workers_->mark_needed(std::move(tickets));
 }
 
 TicketSpan HintEngine::submit_batch(HintBatch& batch, StreamId stream,
@@ -64,15 +61,6 @@ TicketSpan HintEngine::submit_batch(HintBatch& batch, StreamId stream,
   if (!forked()) return workers_->submit_batch(batch, stream, after);
   refused_in_child_ += batch.wanted();
   return {};
-}
-
-EventId HintEngine::record(int device, StreamId stream) {
-  check_device(device);
-  return forked() ? kNoEvent : workers_->record(device, stream);
-}
-
-void HintEngine::release(EventId event) {
-  if (!forked()) workers_->post({.kind = Message::Kind::release, .request = {.event = event}});
 }
 
 bool HintEngine::forget(Range range, std::int64_t timeout_ns) {

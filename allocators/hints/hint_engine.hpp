@@ -40,11 +40,6 @@ class HintEngine {
   // The phase that needs the requests begins now. Tickets of 0 are ignored.
   void mark_needed(std::vector<Ticket> tickets);
 
-  // Records an event for requests that must wait for the current work of `stream`: one driver call
-  // that does not block. The caller releases the event once its requests are submitted.
-  EventId record(int device, StreamId stream);
-  void release(EventId event);
-
   // Drops queued parts of the range, and waits for driver calls on it. After `true` the memory may
   // be unmapped or reused; `false` after a timeout.
   bool forget(Range range, std::int64_t timeout_ns);

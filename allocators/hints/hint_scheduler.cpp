@@ -46,20 +46,20 @@ void HintScheduler::add(Ticket ticket, const HintRequest& request, std::int64_t 
   if (request.op == HintOp::evict) leaving_[request.device].insert(ticket);
 
   const EventId event = request.event;
-  if (event != 0 && (!events_.knows(event) || events_.failed(event))) {
+  if (event == kNoEvent) {
     resolve(ticket, request.range.bytes, Outcome::dropped, asked_ns);
     return;
   }
   queue_.add(
       {.ticket = ticket, .range = request.range, .op = request.op, .device = request.device});
-  if (event == 0 || events_.fired(event))
+  if (event == 0)
     make_ready(record, asked_ns);
   else
-    events_.wait(event, ticket);
+    events_.wait(request, ticket);
 }
 
 void HintScheduler::fire(EventId event, bool failed, std::int64_t now_ns) {
-  for (const Ticket ticket : events_.fire(event, failed)) {
+  for (const Ticket ticket : events_.fire(event)) {
     const auto found = open_.find(ticket);
     if (found == open_.end()) continue;
     if (!failed) {
@@ -102,8 +102,7 @@ void HintScheduler::resolve(Ticket ticket, std::size_t bytes, Outcome outcome,
 void HintScheduler::finish(HintRecord& record, std::int64_t now_ns) {
   const HintRequest& request = record.request;
   record.done_ns = now_ns;
-  if (record.ready_ns == 0 && request.event != 0 && events_.knows(request.event))
-    events_.stop_waiting(request.event, record.ticket);
+  events_.stop_waiting(request.event, record.ticket);
   if (request.op == HintOp::advise) {
     advice_.remove(request.range, record.ticket);
     queue_.unpark({.ticket = record.ticket});

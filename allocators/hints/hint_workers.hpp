@@ -28,8 +28,7 @@ class HintWorkers final : public ReleaseListener, public std::enable_shared_from
   void start(int device);
   Ticket submit(const HintRequest& request);
   TicketSpan submit_batch(HintBatch& batch, StreamId stream, std::span<const Ticket> after);
-  void post(Message message);
-  EventId record(int device, StreamId stream);
+  void mark_needed(std::vector<Ticket> tickets);
   bool forget(std::span<const Range> ranges, std::int64_t timeout_ns);
   void before_release(std::span<const Range> ranges) noexcept override;
   std::optional<Outcome> ended(Ticket ticket) const noexcept { return scheduler_.ended(ticket); }
@@ -68,7 +67,6 @@ class HintWorkers final : public ReleaseListener, public std::enable_shared_from
   void apply(const Message& message);
   void publish();
   void note_failure(const CallResult& result, const std::string& text);
-  void note_no_event();
 
   const HintSettings settings_;
   const std::unique_ptr<HintDriver> driver_;

@@ -36,7 +36,8 @@ struct HintRequest {
   HintOp op = HintOp::prefetch;
   Range range{};
   int device = 0;
-  EventId event = 0;  // from HintEngine::record; 0: nothing to wait for
+  EventId event = 0;    // of its batch, to wait for; 0 outside of batches
+  StreamId stream = 0;  // of the event
   Ticket after = 0;   // prefetch: begins when the evictions up to this ticket have ended
   TensorClass tensor_class = TensorClass::other;
   Advice advice{};  // advise

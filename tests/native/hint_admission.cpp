@@ -19,10 +19,9 @@ TEST(a_bound_below_the_chunk_makes_chunks_smaller) {
   CHECK_EQUAL(machine.driver.peak_busy_bytes(Direction::to_device), 4 * MiB);
 }
 
-// One prefetch that comes after an older eviction.
+// A prefetch that comes after an older eviction.
 Ticket prefetch_after(HintMachine& machine, Ticket eviction, Range range, int device = 0) {
-  HintBatch batch(device, {{.op = HintOp::prefetch, .range = range}});
-  return machine.engine.submit_batch(batch, 7, std::vector<Ticket>{eviction}).last;
+  return machine.ask_behind(HintOp::prefetch, range, 7, device, eviction);
 }
 
 // Each entry as soon as what it comes after has ended, in whatever way.
@@ -57,9 +56,9 @@ TEST(a_prefetch_comes_after_what_it_names) {
 // A thread that waits for the prefetch would never ask for it.
 TEST(nothing_comes_after_what_is_not_asked_for_yet) {
   HintMachine machine(kOneLane);
-  const EventId event = machine.busy_event();
+  machine.driver.launch(0, 7);
   const Ticket in = prefetch_after(machine, 1000, blocks(100, 1));
-  const Ticket out = machine.evict(blocks(0, 1), event);
+  const Ticket out = machine.ask_behind(HintOp::evict, blocks(0, 1));
   machine.driver.hold("evict");
   machine.driver.finish(0, 7);
   machine.driver.wait_until_held("evict");
@@ -67,7 +66,6 @@ TEST(nothing_comes_after_what_is_not_asked_for_yet) {
   machine.expect_open(out);
   machine.driver.let_go("evict");
   machine.expect_done(out);
-  machine.engine.release(event);
 }
 
 // It has no event yet, but is the older one.

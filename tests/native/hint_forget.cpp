@@ -58,9 +58,7 @@ TEST(it_does_not_wait_for_other_ranges) {
 
 TEST(it_does_not_wait_for_events) {
   HintMachine machine(kOneLane);
-  const EventId event = machine.busy_event();
-  const Ticket ticket = machine.prefetch(blocks(0, 4), event);
-  machine.engine.release(event);
+  const Ticket ticket = machine.ask_behind_work(HintOp::prefetch, blocks(0, 4));
   machine.expect_open(ticket);
   CHECK(machine.engine.forget(blocks(0, 4), kPatienceNs));
   machine.expect(ticket, Outcome::forgotten);

@@ -82,7 +82,7 @@ class Thread {
       const StreamId stream = number_ * kStreamsOfThread + below(kStreamsOfThread);
       driver_.launch(stream);
       const std::uint64_t refused_before = refused;
-      below(4) == 0 ? submit_each(stream) : submit_batch(stream);
+      below(4) == 0 ? submit_each() : submit_batch(stream);
       if (refused != refused_before) finish();
     }
     finish();
@@ -103,11 +103,9 @@ class Thread {
     count(span.last + 1 - span.first, requests.size());
   }
 
-  void submit_each(StreamId stream) {
-    const EventId event = engine_.record(0, stream);
+  void submit_each() {
     for (const HintOp op : {HintOp::evict, HintOp::prefetch, HintOp::advise})
-      count(engine_.submit({.op = op, .range = block(), .event = event}) != 0, 1);
-    engine_.release(event);
+      count(engine_.submit({.op = op, .range = block()}) != 0, 1);
   }
 
   void count(std::uint64_t taken, std::uint64_t asked) {

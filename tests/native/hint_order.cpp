@@ -59,7 +59,7 @@ TEST(neighbours_go_together) {
   for (const std::size_t block : {12U, 14U, 11U, 10U, 13U})
     tickets.push_back(machine.prefetch(blocks(block, 1)));
   tickets.push_back(machine.evict(blocks(15, 1)));                              // other direction
-  tickets.push_back(machine.ask(HintOp::prefetch, blocks(9, 1), 0, 1));         // other device
+  tickets.push_back(machine.ask(HintOp::prefetch, blocks(9, 1), 1));         // other device
   machine.driver.let_go("prefetch");
   for (const Ticket ticket : tickets) machine.expect_done(ticket);
   machine.expect_done(first);

@@ -2,7 +2,7 @@
 //
 // Usage: hint_stress [steps [seed]]. `steps` is the total over all threads, 60,000 by default.
 //
-// The threads submit all operations, alone and in batches, record and release events, let streams
+// The threads submit all operations, alone and in batches behind the work of streams, let streams
 // finish, forget and unmap memory, and make calls fail. Between rounds all is let
 // go, and the books must balance.
 #include <barrier>
@@ -33,22 +33,20 @@ class Submitter {
       case 2:
         return driver_.finish(device(), stream());
       case 3:
-        return record();
-      case 4:
-        return release();
-      case 5:
         if (!tickets_.empty()) engine_.mark_needed({tickets_[below(tickets_.size())]});
         return;
-      case 6:
+      case 4:
         if (!tickets_.empty()) engine_.wait(tickets_[below(tickets_.size())], 10'000);
         return;
-      case 7:
+      case 5:
         if (below(10) == 0) engine_.statistics();
         if (below(10) == 0)
           driver_.fail(std::array{"open", "query", "prefetch", "evict", "advise", "synchronize",
                                   "record"}[below(7)],
                        static_cast<int>(1 + below(3)));
         return;
+      case 6:
+      case 7:
       case 8:
         return fire();
       default:
@@ -56,10 +54,6 @@ class Submitter {
     }
   }
 
-  // With no further steps until settled.
-  void end_round() {
-    while (!events_.empty()) release();
-  }
   void expect_settled() {
     for (const Ticket ticket : tickets_) {
       // Long ago: its record has given way to a newer one.
@@ -85,16 +79,10 @@ class Submitter {
   }
 
   void submit() {
-    HintRequest request{.op = static_cast<HintOp>(below(kHintOps)),
+    const HintRequest request{.op = static_cast<HintOp>(below(kHintOps)),
                         .range = range(),
                         .device = device(),
                         .tensor_class = static_cast<TensorClass>(below(kClasses))};
-    if (!events_.empty() && below(2) == 0) {
-      request.event = events_[below(events_.size())].first;
-      request.device = events_.back().second;
-    } else if (below(50) == 0) {
-      request.event = kNoEvent;
-    }
     const Ticket ticket = engine_.submit(request);
     ++(ticket != 0 ? accepted : refused);
     if (ticket == 0) return;
@@ -120,18 +108,6 @@ class Submitter {
     refused += requests.size() - (span.last + 1 - span.first);
   }
 
-  void record() {
-    if (events_.size() == 20) release();
-    const int on = device();
-    if (const EventId event = engine_.record(on, stream()); event != kNoEvent)
-      events_.push_back({event, on});
-  }
-  void release() {
-    if (events_.empty()) return;
-    engine_.release(events_.front().first);
-    events_.erase(events_.begin());
-  }
-
   void forget() {
     const Range gone = own();
     CHECK(engine_.forget(gone, kPatienceNs));
@@ -145,7 +121,6 @@ class Submitter {
   HintEngine& engine_;
   FakeHintDriver& driver_;
   std::vector<Ticket> tickets_;
-  std::vector<std::pair<EventId, int>> events_;  // with their devices
 };
 
 void run(std::size_t steps, std::uint64_t seed) {
@@ -166,8 +141,7 @@ void run(std::size_t steps, std::uint64_t seed) {
       Submitter& submitter = *submitters[number];
       for (std::size_t round = 0; round < kRounds; ++round) {
         for (std::size_t i = 0; i < steps / kThreads / kRounds; ++i) submitter.step();
-        submitter.end_round();
-        barrier.arrive_and_wait();  // nobody needs streams or events any more
+        barrier.arrive_and_wait();  // nobody needs streams any more
         barrier.arrive_and_wait();
         submitter.expect_settled();
         barrier.arrive_and_wait();

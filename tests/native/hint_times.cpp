@@ -105,7 +105,8 @@ TEST(what_has_ended_is_known_without_a_lock) {
   machine.driver.let_go("prefetch");
   machine.expect_done(done);
   CHECK(machine.engine.ended(done) == Outcome::done);
-  const Ticket dropped = machine.prefetch(blocks(0, 1), kNoEvent);
+  machine.driver.fail("record", 1);
+  const Ticket dropped = machine.ask_behind(HintOp::prefetch, blocks(0, 1));
   machine.expect(dropped, Outcome::dropped);
   CHECK(machine.engine.ended(dropped) == Outcome::dropped);
   for (Ticket ticket = dropped + 1; ticket <= done + 10; ++ticket)
@@ -176,7 +177,7 @@ TEST(whoever_waits_sleeps) {
 }
 
 // What needs no worker wakes none: the thread that trains pays for each.
-TEST(marks_and_events_wake_nobody) {
+TEST(marks_wake_nobody) {
   Inbox inbox;
   std::vector<Message> messages;
   const std::uint64_t rings = inbox.take(messages);
@@ -185,14 +186,14 @@ TEST(marks_and_events_wake_nobody) {
     inbox.wait(rings, kSoonNs);
     return monotonic_ns() - before < kSoonNs;
   };
-  for (const Message::Kind kind :
-       {Message::Kind::needed, Message::Kind::recorded, Message::Kind::release})
-    inbox.put({.kind = kind, .tickets = {1, 2, 3}});
+  inbox.put({.needed = {1, 2, 3}});
+  CHECK_EQUAL(inbox.put({.needed = {4}}), 6U);  // read by a caller in the end
   CHECK(!rung());
-  CHECK_EQUAL(inbox.put({}), 13U);  // read by a caller in the end
+  std::size_t unread = 0;
+  CHECK_EQUAL(inbox.submit({}, 0, 1, unread), 1U);
   CHECK(rung());
   inbox.take(messages);
-  CHECK_EQUAL(messages.size(), 4U);
+  CHECK_EQUAL(messages.size(), 3U);
 }
 
 // A caller that marks without end while no worker reads: memory stays bounded.

@@ -165,9 +165,6 @@ def gradient_hook(allocator: Allocator, wrapped: Callable[[Any], object]) -> Any
 
 # ---- the hint engine ----
 
-NO_EVENT: int
-"""What `HintEngine.record` gives where no event can be had: what waits for it is dropped."""
-
 class HintSettings:
     """How a hint engine is set up; a value that makes no sense is a ValueError of the engine."""
 
@@ -215,7 +212,6 @@ class HintEngine:
         address: int,
         size_bytes: int,
         device: int = 0,
-        event: int = 0,  # from `record`; 0: nothing to wait for
         tensor_class: int = 5,
     ) -> int: ...
     def advise(
@@ -226,7 +222,6 @@ class HintEngine:
         accessed_by_device: bool = False,
         read_mostly: bool = False,
         device: int = 0,
-        event: int = 0,
         tensor_class: int = 5,
     ) -> int: ...
     @staticmethod
@@ -236,8 +231,6 @@ class HintEngine:
     def fire(self, batch: HintBatch, stream: int, after: Sequence[int] = ()) -> int:
         """The last ticket of consecutive ones; 0 when nothing was taken."""
     def mark_needed(self, tickets: tuple[int, ...]) -> None: ...
-    def record(self, device: int, stream: int) -> int: ...
-    def release(self, event: int) -> None: ...
     def forget(self, address: int, size_bytes: int, timeout_s: float) -> bool: ...
     def wait(self, ticket: int, timeout_s: float) -> int | None:
         """The outcome, 0 (open) when the time ran out; None for a ticket not on record."""

@@ -272,14 +272,12 @@ class HintEngine:
         size_bytes: int,
         *,
         device: int = 0,
-        event: int = 0,
         tensor_class: TensorClass = TensorClass.OTHER,
     ) -> int:
         """Queue a request about a range of managed memory. No driver call is made here.
 
         `op` is ``PREFETCH`` or ``EVICT``: the range moves to `device` or leaves it. The request
-        waits until the work before `event`, from :meth:`record`, is done; 0 is no wait. It is
-        counted in the statistics of `tensor_class`.
+        waits for no work of the GPU. It is counted in the statistics of `tensor_class`.
 
         Returns
         -------
@@ -287,7 +285,7 @@ class HintEngine:
             A ticket; 0 when the queue is full or the engine has stopped. Another operation and an
             invalid range or device raise ValueError.
         """
-        return self._native.submit(op, address, size_bytes, device, event, tensor_class.number)
+        return self._native.submit(op, address, size_bytes, device, tensor_class.number)
 
     def advise(
         self,
@@ -298,7 +296,6 @@ class HintEngine:
         accessed_by_device: bool = False,
         read_mostly: bool = False,
         device: int = 0,
-        event: int = 0,
         tensor_class: TensorClass = TensorClass.OTHER,
     ) -> int:
         """Queue standing advice, which replaces the advice that the range had.
@@ -309,7 +306,7 @@ class HintEngine:
         """
         number = tensor_class.number
         return self._native.advise(
-            address, size_bytes, placement, accessed_by_device, read_mostly, device, event, number
+            address, size_bytes, placement, accessed_by_device, read_mostly, device, number
         )
 
     def batch(
@@ -351,19 +348,6 @@ class HintEngine:
     def mark_needed(self, *tickets: int) -> None:
         """Record that the phase that needs these requests begins now. Tickets of 0 are ignored."""
         self._native.mark_needed(tickets)
-
-    def record(self, device: int, stream: int) -> int:
-        """Record an event behind the work now queued on a stream, for :meth:`submit`.
-
-        `stream` is a handle, such as ``torch.cuda.current_stream().cuda_stream``. Pass the event to
-        :meth:`release` later. If none can be recorded, as during the capture of a CUDA graph, the
-        event's requests are dropped.
-        """
-        return self._native.record(device, stream)
-
-    def release(self, event: int) -> None:
-        """Release an event, once all requests that wait for it are submitted."""
-        self._native.release(event)
 
     def forget(self, address: int, size_bytes: int, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """Drop the queued requests of a range, and wait until no driver call works on it.

@@ -235,14 +235,19 @@ HintMachine::HintMachine(const HintSettings& settings, std::unique_ptr<FakeHintD
   driver.forbid_this_thread();
 }
 
-Ticket HintMachine::ask(HintOp op, Range range, EventId event, int device) {
-  return engine.submit({.op = op, .range = range, .device = device, .event = event});
+Ticket HintMachine::ask(HintOp op, Range range, int device) {
+  return engine.submit({.op = op, .range = range, .device = device});
 }
 
-Ticket HintMachine::hold(HintOp op, Range range, EventId event) {
+Ticket HintMachine::ask_behind(HintOp op, Range range, StreamId stream, int device, Ticket after) {
+  HintBatch batch(device, {{.op = op, .range = range}});
+  return engine.submit_batch(batch, stream, std::vector<Ticket>{after}).last;
+}
+
+Ticket HintMachine::hold(HintOp op, Range range) {
   const std::string name = op == HintOp::prefetch ? "prefetch" : "evict";
   driver.hold(name);
-  const Ticket ticket = ask(op, range, event);
+  const Ticket ticket = ask(op, range);
   driver.wait_until_held(name);
   return ticket;
 }

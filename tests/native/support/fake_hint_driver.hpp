@@ -155,23 +155,18 @@ class HintMachine {
  public:
   explicit HintMachine(const HintSettings& settings = {});
 
-  Ticket ask(HintOp op, Range range, EventId event = 0, int device = 0);
-  Ticket prefetch(Range range, EventId event = 0) { return ask(HintOp::prefetch, range, event); }
-  Ticket evict(Range range, EventId event = 0) { return ask(HintOp::evict, range, event); }
+  Ticket ask(HintOp op, Range range, int device = 0);
+  Ticket prefetch(Range range) { return ask(HintOp::prefetch, range); }
+  Ticket evict(Range range) { return ask(HintOp::evict, range); }
 
   // Held up in its call of the driver, as all calls of this name until let_go.
-  Ticket hold(HintOp op, Range range, EventId event = 0);
-  // An event behind work that has not ended.
-  EventId busy_event(StreamId stream = 7) {
-    driver.launch(0, stream);
-    return engine.record(0, stream);
-  }
-  // Behind work that has not ended, with an event that nobody else has.
+  Ticket hold(HintOp op, Range range);
+  // Behind what the stream holds now. Without an answer if the queue is full.
+  Ticket ask_behind(HintOp op, Range range, StreamId stream = 7, int device = 0, Ticket after = 0);
+  // Behind work that has not ended.
   Ticket ask_behind_work(HintOp op, Range range, StreamId stream = 7) {
-    const EventId event = busy_event(stream);
-    const Ticket ticket = ask(op, range, event);
-    engine.release(event);
-    return ticket;
+    driver.launch(0, stream);
+    return ask_behind(op, range, stream);
   }
 
   void expect(Ticket ticket, Outcome outcome);
