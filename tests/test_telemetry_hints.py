@@ -81,7 +81,7 @@ def test_late_and_wasted_hints_are_counted_apart() -> None:
         assert slow.forget(BASE, 8 * BLOCK)
         slow.mark_needed(forgotten)
         other = move(slow, HintOp.PREFETCH, 1, device=7)
-        assert slow.times(other).outcome is HintOutcome.FAILED
+        assert slow.wait(other, timeout_s=0) is HintOutcome.FAILED
         report = hints_between(before, slow.statistics())
     use = use_of(report, "prefetch", TensorClass.OTHER)
     assert (use.asked, use.late, use.wasted) == (2, 1, 1)

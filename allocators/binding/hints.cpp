@@ -39,24 +39,6 @@ HintOp op_of(int number) {
   return static_cast<HintOp>(number);
 }
 
-const char* name_of(Outcome outcome) { return kOutcomeNames[static_cast<std::size_t>(outcome)]; }
-
-nb::dict to_dict(const HintRecord& record) {
-  nb::dict dict;
-  dict["op"] = static_cast<int>(record.request.op);
-  dict["tensor_class"] = static_cast<int>(record.request.tensor_class);
-  dict["address"] = record.request.range.address;
-  dict["size_bytes"] = record.request.range.bytes;
-  dict["moved_bytes"] = record.moved_bytes;
-  dict["outcome"] = name_of(record.done_ns == 0 ? Outcome::open : record.outcome);
-  dict["asked_ns"] = record.asked_ns;
-  dict["ready_ns"] = record.ready_ns;
-  dict["issued_ns"] = record.issued_ns;
-  dict["done_ns"] = record.done_ns;
-  dict["needed_ns"] = record.needed_ns;
-  return dict;
-}
-
 nb::dict to_dict(const HintCounts& counts) {
   nb::dict dict, requests;
   for (std::size_t i = 0; i < kOutcomes; ++i) requests[kOutcomeNames[i]] = counts.requests[i];
@@ -65,13 +47,10 @@ nb::dict to_dict(const HintCounts& counts) {
   dict["moved_bytes"] = counts.moved_bytes;
   dict["wasted_bytes"] = counts.wasted_bytes;
   dict["calls"] = counts.calls;
-  dict["event_wait_s"] = seconds(counts.event_wait_ns);
-  dict["queued_s"] = seconds(counts.queued_ns);
   dict["driver_s"] = seconds(counts.driver_ns);
   dict["late"] = counts.late;
   dict["late_s"] = seconds(counts.late_ns);
   dict["early"] = counts.early;
-  dict["early_s"] = seconds(counts.early_ns);
   dict["missed"] = counts.missed;
   return dict;
 }
@@ -91,9 +70,6 @@ nb::dict to_dict(const HintStatistics& stats) {
   dict["failures"] = failures;
   dict["refused"] = stats.refused;
   dict["open_requests"] = stats.open_requests;
-  dict["peak_open_requests"] = stats.peak_open_requests;
-  dict["queued_bytes"] = stats.queued_bytes;
-  dict["in_flight_bytes"] = nb::make_tuple(stats.in_flight_bytes[0], stats.in_flight_bytes[1]);
   return dict;
 }
 
@@ -157,7 +133,6 @@ void bind_hints(nb::module_& module) {
           "without"_a = std::vector<std::string>());
 
   nb::class_<HintBatch>(module, "HintBatch")
-      .def("__len__", &HintBatch::size)
       .def("set_address", &HintBatch::set_address, "index"_a, "address"_a)
       .def("tickets", [](const HintBatch& self) {
         const TicketSpan span = self.tickets();
@@ -239,13 +214,6 @@ void bind_hints(nb::module_& module) {
             return outcome ? std::optional(static_cast<int>(*outcome)) : std::nullopt;
           },
           "ticket"_a, "timeout_s"_a)
-      .def(
-          "find",
-          [](HintEngine& self, Ticket ticket) -> std::optional<nb::dict> {
-            const std::optional<HintRecord> record = self.find(ticket);
-            return record ? std::optional<nb::dict>(to_dict(*record)) : std::nullopt;
-          },
-          "ticket"_a)
       .def("statistics", [](HintEngine& self) { return to_dict(self.statistics()); })
       .def(
           "shutdown",

@@ -80,10 +80,6 @@ std::optional<Outcome> HintEngine::ended(Ticket ticket) const noexcept {
   return forked() ? std::nullopt : workers_->ended(ticket);
 }
 
-std::optional<HintRecord> HintEngine::find(Ticket ticket) {
-  return forked() ? std::nullopt : workers_->find(ticket);
-}
-
 HintStatistics HintEngine::statistics() {
   if (!forked()) return workers_->statistics();
   HintStatistics stats;

@@ -51,7 +51,6 @@ class HintEngine {
   std::optional<Outcome> wait(Ticket ticket, std::int64_t timeout_ns);
   // The outcome of a request that has ended; nothing for others. Lock-free.
   std::optional<Outcome> ended(Ticket ticket) const noexcept;
-  std::optional<HintRecord> find(Ticket ticket);
   HintStatistics statistics();
 
   // Waits for running calls, drops the rest, ends the threads. False if a call did not end in time:

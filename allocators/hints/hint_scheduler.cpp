@@ -32,28 +32,24 @@ HintCounts& HintScheduler::counts(const HintRecord& record) {
 
 // ---- requests and their outcomes ----
 
-void HintScheduler::add(Ticket ticket, const HintRequest& request, std::int64_t asked_ns) {
+void HintScheduler::add(Ticket ticket, const HintRequest& request, std::int64_t now_ns) {
   HintRecord& record = open_[ticket];
-  record = {.ticket = ticket,
-            .request = request,
-            .asked_ns = asked_ns,
-            .open_bytes = request.range.bytes};
+  record = {.ticket = ticket, .request = request, .open_bytes = request.range.bytes};
   HintCounts& of = counts(record);
   ++of.requests[static_cast<std::size_t>(Outcome::open)];
   of.asked_bytes += request.range.bytes;
-  stats_.peak_open_requests = std::max(stats_.peak_open_requests, open_.size());
   if (request.op == HintOp::advise) advice_.add(request.range, ticket);
   if (request.op == HintOp::evict) leaving_[request.device].insert(ticket);
 
   const EventId event = request.event;
   if (event == kNoEvent) {
-    resolve(ticket, request.range.bytes, Outcome::dropped, asked_ns);
+    resolve(ticket, request.range.bytes, Outcome::dropped, now_ns);
     return;
   }
   queue_.add(
       {.ticket = ticket, .range = request.range, .op = request.op, .device = request.device});
   if (event == 0)
-    make_ready(record, asked_ns);
+    make_ready(record, now_ns);
   else
     events_.wait(request, ticket);
 }
@@ -70,8 +66,7 @@ void HintScheduler::fire(EventId event, bool failed, std::int64_t now_ns) {
   }
 }
 
-void HintScheduler::make_ready(HintRecord& record, std::int64_t now_ns) {
-  record.ready_ns = now_ns;
+void HintScheduler::make_ready(const HintRecord& record, std::int64_t now_ns) {
   // Only when ready: before its own event, a newer request does not supersede older ones.
   supersede_older(record, now_ns);
   queue_.set_ready(record.ticket);
@@ -114,8 +109,6 @@ void HintScheduler::finish(HintRecord& record, std::int64_t now_ns) {
   ++of.requests[static_cast<std::size_t>(record.outcome)];
   of.moved_bytes += record.moved_bytes;
   of.wasted_bytes += request.range.bytes - record.moved_bytes;
-  if (record.ready_ns != 0) of.event_wait_ns += record.ready_ns - record.asked_ns;
-  if (record.issued_ns != 0) of.queued_ns += record.issued_ns - record.ready_ns;
   if (record.needed_ns != 0) count_punctuality(record);
   const Ticket ticket = record.ticket;  // erasing invalidates the record
   keep_record(record);
@@ -161,7 +154,7 @@ void HintScheduler::count_punctuality(const HintRecord& record) {
   else if (late_ns > 0)
     ++of.late, of.late_ns += late_ns;
   else
-    ++of.early, of.early_ns -= late_ns;
+    ++of.early;
 }
 
 void HintScheduler::forget(Range range, std::int64_t now_ns) {

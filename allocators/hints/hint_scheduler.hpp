@@ -43,7 +43,7 @@ class HintScheduler {
   HintScheduler(const HintSettings& settings, int lanes);
 
   // Requests and messages of callers, in order.
-  void add(Ticket ticket, const HintRequest& request, std::int64_t asked_ns);
+  void add(Ticket ticket, const HintRequest& request, std::int64_t now_ns);
   void mark_needed(Ticket ticket, std::int64_t now_ns);
   EventTable& events() { return events_; }
 
@@ -81,7 +81,7 @@ class HintScheduler {
   };
 
   HintCounts& counts(const HintRecord& record);
-  void make_ready(HintRecord& record, std::int64_t now_ns);
+  void make_ready(const HintRecord& record, std::int64_t now_ns);
   void supersede_older(const HintRecord& newer, std::int64_t now_ns);
   void cut(const Piece& piece, Range range, Outcome outcome, std::int64_t now_ns);
   void resolve(Ticket ticket, std::size_t bytes, Outcome outcome, std::int64_t now_ns);

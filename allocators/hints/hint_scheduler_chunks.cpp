@@ -152,8 +152,6 @@ void HintScheduler::grow(Chunk& chunk, std::size_t limit_bytes, std::int64_t now
 
 // Moves `range`, which is adjacent to the chunk, from the queue into the chunk.
 void HintScheduler::take_part(Chunk& chunk, const Piece& piece, Range range, std::int64_t now_ns) {
-  HintRecord& record = open_.at(piece.ticket);
-  if (record.issued_ns == 0) record.issued_ns = now_ns;
   // The queue may drop pieces beyond its capacity: these are lost, not issued.
   const std::size_t gone_bytes = queue_.cut(piece, range);
   chunk.range.address = std::min(chunk.range.address, range.address);

@@ -160,13 +160,6 @@ std::optional<Outcome> HintWorkers::wait(Ticket ticket, std::int64_t timeout_ns)
   return record->done_ns == 0 ? Outcome::open : record->outcome;
 }
 
-std::optional<HintRecord> HintWorkers::find(Ticket ticket) {
-  const std::lock_guard lock(mutex_);
-  read_for_workers();
-  const HintRecord* record = scheduler_.find(ticket);
-  return record == nullptr ? std::nullopt : std::optional(*record);
-}
-
 HintStatistics HintWorkers::statistics() {
   const std::lock_guard lock(mutex_);
   read_for_workers();

@@ -33,7 +33,6 @@ class HintWorkers final : public ReleaseListener, public std::enable_shared_from
   void before_release(std::span<const Range> ranges) noexcept override;
   std::optional<Outcome> ended(Ticket ticket) const noexcept { return scheduler_.ended(ticket); }
   std::optional<Outcome> wait(Ticket ticket, std::int64_t timeout_ns);
-  std::optional<HintRecord> find(Ticket ticket);
   HintStatistics statistics();
   bool shutdown(std::int64_t timeout_ns);
   // Called in a forked child, where the engine must not be used.

@@ -54,9 +54,6 @@ inline constexpr std::array<const char*, kOutcomes> kOutcomeNames = {
 struct HintRecord {
   Ticket ticket = 0;
   HintRequest request{};
-  std::int64_t asked_ns = 0;
-  std::int64_t ready_ns = 0;   // the event had completed
-  std::int64_t issued_ns = 0;  // the first driver call began
   std::int64_t done_ns = 0;
   std::int64_t needed_ns = 0;
   std::size_t open_bytes = 0;  // queued, or in a driver call

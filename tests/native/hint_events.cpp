@@ -22,9 +22,6 @@ TEST(a_request_waits_for_its_event) {
   machine.driver.finish(0, kStream);
   machine.expect_done(waiting);
   machine.expect_done(machine.ask_behind(HintOp::prefetch, blocks(20, 1), kStream));  // over already
-  const auto record = machine.engine.find(waiting);
-  CHECK(record->ready_ns - record->asked_ns >= kSoonNs);
-  CHECK(machine.counts(HintOp::prefetch).event_wait_ns >= kSoonNs);
 }
 
 TEST(streams_do_not_wait_for_each_other) {

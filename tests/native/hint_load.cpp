@@ -155,7 +155,6 @@ void run(std::size_t hints, std::uint64_t seed) {
   expect_balanced(stats, accepted, stats.refused, asked_bytes);
   CHECK(stats.refused >= refused);  // and the last one, as often as the queue was full
   CHECK(stats.failures.empty());
-  CHECK(stats.peak_open_requests > kCapacity / 2);
   CHECK(engine.shutdown(kPatienceNs));
 }
 

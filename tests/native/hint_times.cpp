@@ -1,5 +1,4 @@
 // Lateness of requests, and the engine's statistics.
-#include <algorithm>
 #include <sys/resource.h>
 
 #include "fake_hint_driver.hpp"
@@ -13,13 +12,11 @@ TEST(late_and_early) {
   HintMachine machine;
   const Ticket early = machine.prefetch(blocks(0, 1));
   machine.expect_done(early);
-  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
   machine.engine.mark_needed({early});
   machine.engine.mark_needed({early});  // the first time counts
   HintCounts counts = machine.counts(HintOp::prefetch);
   CHECK_EQUAL(counts.early, 1U);
   CHECK_EQUAL(counts.late, 0U);
-  CHECK(counts.early_ns >= kSoonNs);
 
   const Ticket late = machine.hold(HintOp::prefetch, blocks(10, 1));
   machine.engine.mark_needed({late});
@@ -31,9 +28,6 @@ TEST(late_and_early) {
   CHECK_EQUAL(counts.late, 1U);
   CHECK(counts.late_ns >= kSoonNs);
   CHECK(counts.driver_ns >= kSoonNs);
-  const HintRecord record = *machine.engine.find(late);
-  CHECK(record.asked_ns <= record.ready_ns && record.ready_ns <= record.issued_ns);
-  CHECK(record.issued_ns < record.needed_ns && record.needed_ns < record.done_ns);
 }
 
 TEST(needed_but_never_there) {
@@ -82,9 +76,8 @@ TEST(old_records_give_way) {
   const Ticket first = machine.prefetch(blocks(0, 1));
   machine.expect_done(first);
   for (int i = 0; i < 9; ++i) machine.expect_done(machine.prefetch(blocks(0, 1)));
-  CHECK(machine.engine.find(first).has_value());
+  CHECK(machine.engine.wait(first, 0) == Outcome::done);
   machine.expect_done(machine.prefetch(blocks(0, 1)));
-  CHECK(!machine.engine.find(first).has_value());
   CHECK(!machine.engine.wait(first, kPatienceNs).has_value());
   CHECK(!machine.engine.wait(10'000, kPatienceNs).has_value());
   machine.engine.mark_needed({first});
@@ -130,7 +123,6 @@ TEST(late_ends_are_on_record_too) {
   machine.driver.finish(0, 7);
   machine.expect_done(old);
   CHECK(machine.engine.ended(last) == Outcome::done);
-  CHECK(machine.engine.find(last).has_value());
   machine.engine.mark_needed({old});
   CHECK_EQUAL(machine.counts(HintOp::prefetch).early, 1U);
 }
@@ -142,23 +134,20 @@ TEST(driver_time_is_the_links) {
     HintEngine engine({.chunk_bytes = 8 * MiB, .prefetch_workers = workers},
                       std::make_unique<HostHintDriver>(1, kBytesPerSecond));
     engine.start(0);
+    const std::int64_t start_ns = monotonic_ns();
     std::vector<Ticket> tickets;
     for (std::size_t i = 0; i < 16; ++i)
       tickets.push_back(engine.submit({.range = blocks(4 * i, 4)}));
     for (const Ticket ticket : tickets) CHECK(engine.wait(ticket, kPatienceNs) == Outcome::done);
+    const double wall_s = static_cast<double>(monotonic_ns() - start_ns) / 1e9;
     const HintCounts counts = engine.statistics().counts[0][static_cast<std::size_t>(
         TensorClass::other)];
-    // With several workers, another request than the last may end last.
-    auto end_ns = engine.find(tickets.back())->done_ns;
-    for (const Ticket ticket : tickets) end_ns = std::max(end_ns, engine.find(ticket)->done_ns);
-    const double wall_s =
-        static_cast<double>(end_ns - engine.find(tickets.front())->issued_ns) / 1e9;
     const double driver_s = static_cast<double>(counts.driver_ns) / 1e9;
     std::cout << workers << " workers: " << driver_s << " s in calls, " << wall_s << " s in all"
               << std::endl;
     // The link alone takes this long; the calls never take longer than the wall.
     CHECK(driver_s >= static_cast<double>(counts.moved_bytes) / kBytesPerSecond * 0.99);
-    CHECK(driver_s <= wall_s * 1.01);
+    CHECK(driver_s <= wall_s);
   }
 }
 

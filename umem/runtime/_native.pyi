@@ -181,7 +181,6 @@ class HintSettings:
 class HintBatch:
     """Requests that are made together, checked once. Thread-safe."""
 
-    def __len__(self) -> int: ...
     def set_address(self, index: int, address: int) -> None:
         """0 skips the entry until it has an address again."""
     def tickets(self) -> tuple[int, int]:
@@ -234,9 +233,6 @@ class HintEngine:
     def forget(self, address: int, size_bytes: int, timeout_s: float) -> bool: ...
     def wait(self, ticket: int, timeout_s: float) -> int | None:
         """The outcome, 0 (open) when the time ran out; None for a ticket not on record."""
-    def find(self, ticket: int) -> dict[str, Any] | None:
-        """op, tensor_class, address, size_bytes, moved_bytes, outcome, asked_ns, ready_ns,
-        issued_ns, done_ns, needed_ns (0: not yet)."""
     def statistics(self) -> dict[str, Any]:
         """counts by (op, class), failures as (call, error, text, count), and the rest by name.
 

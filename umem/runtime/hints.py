@@ -34,7 +34,6 @@ __all__ = [
     "HintOutcome",
     "HintSettings",
     "HintStatistics",
-    "HintTimes",
     "OpName",
 ]
 
@@ -64,28 +63,6 @@ class HintOutcome(StrEnum):
 
 
 _OUTCOMES = tuple(HintOutcome)
-_LATER_TIMES = ("ready_ns", "issued_ns", "done_ns", "needed_ns")
-"""0 in the native records until they are known."""
-
-
-@dataclass(frozen=True)
-class HintTimes:
-    """The history of one request. Times are those of `time.monotonic_ns`; None: not yet."""
-
-    op: OpName
-    tensor_class: TensorClass
-    address: int
-    size_bytes: int
-    moved_bytes: int
-    outcome: HintOutcome
-    asked_ns: int
-    ready_ns: int | None
-    """The event that it waited for was complete."""
-    issued_ns: int | None
-    """Its first driver call began."""
-    done_ns: int | None
-    needed_ns: int | None
-    """The phase that needs it began."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +76,6 @@ class HintCounts:
     """Superseded, forgotten, dropped or failed."""
     calls: int
     """Chunks issued; one may serve several requests."""
-    event_wait_s: float
-    """From asked to ready."""
-    queued_s: float
-    """From ready to issued: behind other requests."""
     driver_s: float
     """In driver calls. Concurrent calls in one direction share its link and the time, so that
     ``moved_bytes / driver_s`` is the link's rate for any number of workers. The time of a call that
@@ -112,7 +85,6 @@ class HintCounts:
     late_s: float
     early: int
     """Requests that were done before that phase began."""
-    early_s: float
     missed: int
     """Requests that were needed but never wholly done."""
 
@@ -137,10 +109,6 @@ class HintStatistics:
     refused: int
     """Requests without a ticket."""
     open_requests: int
-    peak_open_requests: int
-    queued_bytes: int
-    in_flight_bytes: tuple[int, int]
-    """To the device, to the host."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +121,8 @@ class HintSettings:
     in_flight_bytes: int = 256 << 20
     """Most bytes in driver calls at once, in each direction, at least 2 MiB."""
     capacity: int = 8192
-    """Most requests that are open at once; further ones are refused. The history of as many ended
-    requests is kept."""
+    """Most requests that are open at once; further ones are refused. The outcomes of as many
+    ended requests are kept."""
     prefetch_workers: int = 2
     """Threads for the direction to the device, 1 to 16. The other direction always has one."""
     poll_s: float = 100e-6
@@ -174,9 +142,6 @@ class HintBatch:
 
     def __init__(self, batch: _native.HintBatch) -> None:
         self._native = batch
-
-    def __len__(self) -> int:
-        return len(self._native)
 
     def set_address(self, index: int, address: int) -> None:
         """Replace an entry's address; 0 skips the entry until it has one again.
@@ -368,7 +333,7 @@ class HintEngine:
     def wait(self, ticket: int, *, timeout_s: float) -> HintOutcome:
         """Wait until a request has ended; ``OPEN`` if the time ran out first.
 
-        If it has ended already, no lock is taken. A ticket whose history is not kept any more, or
+        If it has ended already, no lock is taken. A ticket whose outcome is not kept any more, or
         that never was, as 0, raises KeyError; a time below 0 raises ValueError.
         """
         outcome = self._native.wait(ticket, timeout_s)
@@ -387,17 +352,6 @@ class HintEngine:
                 return False
             time.sleep(_FINISH_POLL_S)
         return True
-
-    def times(self, ticket: int) -> HintTimes:
-        """Look up the history of one request, with the errors of :meth:`wait`."""
-        found = self._native.find(ticket)
-        if found is None:
-            raise KeyError(f"no hint on record has ticket {ticket}")
-        found |= {name: found[name] or None for name in _LATER_TIMES}
-        found["op"] = _OP_NAMES[found["op"]]
-        found["tensor_class"] = _CLASSES[found["tensor_class"]]
-        found["outcome"] = HintOutcome(found["outcome"])
-        return HintTimes(**found)
 
     def statistics(self) -> HintStatistics:
         """Take a snapshot of all counters."""
