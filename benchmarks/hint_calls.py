@@ -58,10 +58,8 @@ def main() -> None:
         )
 
         def submit_each() -> None:
-            event = engine.record(0, stream)
             for address in addresses:
-                engine.submit(HintOp.PREFETCH, address, 2 * MIB, event=event)
-            engine.release(event)
+                engine.submit(HintOp.PREFETCH, address, 2 * MIB)
 
         measure(f"submit, {REQUESTS} requests", submit_each)
         measure(f"submit_batch, {REQUESTS} requests", lambda: engine.submit_batch(batch, stream))

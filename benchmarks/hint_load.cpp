@@ -21,6 +21,8 @@ namespace {
 
 constexpr std::uintptr_t kBase = std::uintptr_t{1} << 44;
 constexpr std::size_t kBlockBytes = kLargeStepBytes;
+constexpr std::size_t kStreams = 64;
+constexpr EventId kEvent = 1;
 constexpr std::size_t kLongBytes = std::size_t{64} << 30;
 constexpr Lane kToDevice{Direction::to_device, 0}, kToHost{Direction::to_host, 1};
 
@@ -34,13 +36,12 @@ class Load {
     std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937_64(1));
   }
 
-  Ticket ask(HintOp op, Range range, EventId event = 0) {
-    scheduler.add(++last_, {.op = op, .range = range, .event = event}, 0);
+  // An event is that of the stream with its number.
+  Ticket ask(HintOp op, Range range, EventId event = 0, Ticket after = 0) {
+    scheduler.add(
+        ++last_,
+        {.op = op, .range = range, .event = event, .stream = event % kStreams, .after = after}, 0);
     return last_;
-  }
-  EventId record(StreamId stream) {
-    scheduler.events().recorded(++event_, 0, stream);
-    return event_;
   }
   // Both lanes by turns, each call while the other's is running.
   void issue_all() {
@@ -48,8 +49,7 @@ class Load {
       any = false;
       for (const Lane lane : {kToDevice, kToHost}) {
         if (busy_[lane.number]) {
-          auto next = scheduler.settle(lane, {"", 0}, 0);
-          while (next) next = scheduler.settle(lane, {"", 0}, 0);
+          scheduler.settle(lane, {"", 0}, 0);
           busy_[lane.number] = false;
           any = true;
         }
@@ -64,7 +64,6 @@ class Load {
 
  private:
   Ticket last_ = 0;
-  EventId event_ = 0;
   bool busy_[2] = {};
 };
 
@@ -74,31 +73,27 @@ void apart(Load& load) {
 
 // The long range waits for its event and ends where the blocks begin.
 void beside_a_long_range(Load& load) {
-  const EventId event = load.record(1);
-  load.ask(HintOp::discard, {kBase - kLongBytes, kLongBytes}, event);
+  load.ask(HintOp::evict, {kBase - kLongBytes, kLongBytes}, kEvent);
   apart(load);
   load.issue_all();
-  load.scheduler.fire(event, false, 0);
+  load.scheduler.fire(kEvent, false, 0);
 }
 
-// An eviction waits for its event, and the device has memory for eight blocks more than it holds.
-void without_free_memory(Load& load) {
-  const EventId event = load.record(1);
-  load.scheduler.set_budget(0, 8 * kBlockBytes);
-  load.ask(HintOp::evict, block(load.hints + 1), event);
-  for (const std::size_t i : load.shuffled) load.ask(HintOp::prefetch, block(i));
+// All come after an eviction that waits for its event.
+void after_an_eviction(Load& load) {
+  const Ticket out = load.ask(HintOp::evict, block(load.hints + 1), kEvent);
+  for (const std::size_t i : load.shuffled) load.ask(HintOp::prefetch, block(i), 0, out);
   load.issue_all();
-  load.scheduler.fire(event, false, 0);
+  load.scheduler.fire(kEvent, false, 0);
 }
 
-// The device has memory for all but the last.
+// Only the last one comes after the eviction.
 void next_to_each_other(Load& load) {
-  const EventId event = load.record(1);
-  load.scheduler.set_budget(0, (load.hints - 1) * kBlockBytes);
-  load.ask(HintOp::evict, block(load.hints + 1), event);
-  for (const std::size_t i : load.shuffled) load.ask(HintOp::prefetch, block(i));
+  const Ticket out = load.ask(HintOp::evict, block(load.hints + 1), kEvent);
+  for (const std::size_t i : load.shuffled)
+    load.ask(HintOp::prefetch, block(i), 0, i == load.shuffled.back() ? out : 0);
   load.issue_all();
-  load.scheduler.fire(event, false, 0);
+  load.scheduler.fire(kEvent, false, 0);
 }
 
 void behind_advice(Load& load) {
@@ -111,31 +106,23 @@ void again_and_again(Load& load) {
 }
 
 void superseded_behind_one_event(Load& load) {
-  const EventId event = load.record(1);
-  for (const std::size_t i : load.shuffled) load.ask(HintOp::prefetch, block(2 * i), event);
+  for (const std::size_t i : load.shuffled) load.ask(HintOp::prefetch, block(2 * i), kEvent);
   for (const std::size_t i : load.shuffled) load.ask(HintOp::evict, block(2 * i));
-  load.issue_all();
-  load.scheduler.fire(event, false, 0);
 }
 
 void behind_an_event_each(Load& load) {
-  std::vector<EventId> events;
+  for (const std::size_t i : load.shuffled) load.ask(HintOp::prefetch, block(2 * i), i + 1);
   for (const std::size_t i : load.shuffled) {
-    events.push_back(load.record(i % 64));
-    load.ask(HintOp::prefetch, block(2 * i), events.back());
-  }
-  for (const EventId event : events) {
     for (const PolledEvent& polled : load.scheduler.events().hold_next())
       load.scheduler.events().let_go(polled.event);
-    load.scheduler.fire(event, false, 0);
-    load.scheduler.events().release(event);
+    load.scheduler.fire(i + 1, false, 0);
   }
 }
 
 const std::vector<std::pair<std::string, void (*)(Load&)>> kLoads = {
     {"apart", apart},
     {"beside_a_long_range", beside_a_long_range},
-    {"without_free_memory", without_free_memory},
+    {"after_an_eviction", after_an_eviction},
     {"next_to_each_other", next_to_each_other},
     {"behind_advice", behind_advice},
     {"again_and_again", again_and_again},

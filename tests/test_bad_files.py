@@ -372,7 +372,7 @@ COPY = {
 
 RECORDINGS = [
     ({"format": "umem-profile/9"}, "is of a newer umem"),
-    ({"format": "umem-profile/2"}, "is of an older umem"),
+    ({"format": "umem-profile/3"}, "is of an older umem"),
     ({"format": "umem-plan/1"}, "is not a profile of umem"),
     (put(("cause",), GONE), "cause: missing"),
     ({"extra": 1}, "extra: unknown key"),

@@ -221,8 +221,7 @@ class Disturber:
     training
         Its weights, gradients, optimizer state and outputs are moved.
     manager
-        Its engine takes the hints: over host memory pages stay, and copies really copy. Its store
-        moves groups of activations at the wrong times.
+        Its engine takes the hints. Its store moves groups of activations at the wrong times.
     """
 
     def __init__(self, training: Training, manager: Manager) -> None:
@@ -230,7 +229,6 @@ class Disturber:
         self._engine = manager.engine
         self._store = manager.store
         self._random = random.Random(7)
-        self._spare = torch.empty(1 << 19)
         self.hints = 0
         for module in training.model.modules():
             module.register_forward_hook(self._after_forward)
@@ -256,7 +254,7 @@ class Disturber:
     def _disturb(self, *_: object) -> None:
         of_class, tensor = self._random.choice(list(self._tensors()))
         address, size_bytes, engine = tensor.data_ptr(), tensor.nbytes, self._engine
-        kind = self._random.choice(["prefetch", "evict", "map", "unmap", "copy", "activations"])
+        kind = self._random.choice(["prefetch", "evict", "map", "unmap", "activations"])
         self.hints += 1
         if kind in ("map", "unmap"):
             engine.advise(
@@ -272,16 +270,6 @@ class Disturber:
                     [self._store.send, self._store.release, self._store.fetch]
                 )
                 move((block, 0))
-        elif kind == "copy":
-            spare = self._spare.data_ptr()
-            for op in (HintOp.COPY_OUT, HintOp.COPY_IN):
-                ticket = engine.submit(
-                    op, address, size_bytes, tensor_class=of_class, host_address=spare
-                )
-                assert engine.wait(ticket, timeout_s=10) is HintOutcome.DONE
-                # The values come back from the copy.
-                if op == HintOp.COPY_OUT:
-                    tensor.data.view(-1)[::4096] = float("nan")
         else:
             op = HintOp.PREFETCH if kind == "prefetch" else HintOp.EVICT
             engine.submit(op, address, size_bytes, tensor_class=of_class)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from umem.core.classes import TensorClass
 from umem.core.errors import UnsupportedError
 from umem.core.schedule import HintOp
-from umem.runtime._native import NO_EVENT, Allocator, ClassSetting, Config
+from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.hints import HintBatch, HintEngine, HintOutcome, HintSettings
 
 MIB = 1 << 20
@@ -36,22 +35,11 @@ def slow_engine() -> HintEngine:
 
 
 class TestRequests:
-    @pytest.mark.parametrize("op", [HintOp.PREFETCH, HintOp.EVICT, HintOp.DISCARD])
+    @pytest.mark.parametrize("op", [HintOp.PREFETCH, HintOp.EVICT])
     def test_done_and_counted(self, op: HintOp) -> None:
         with HintEngine.on_host(SMALL) as engine:
-            before_ns = time.monotonic_ns()
             ticket = engine.submit(op, at(0), 3 * BLOCK, tensor_class=TensorClass.WEIGHTS)
             assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
-            times = engine.times(ticket)
-            assert (times.address, times.size_bytes) == (at(0), 3 * BLOCK)
-            assert times.moved_bytes == 3 * BLOCK
-            assert times.tensor_class is TensorClass.WEIGHTS
-            assert times.ready_ns is not None
-            assert times.issued_ns is not None
-            assert times.done_ns is not None
-            assert before_ns <= times.asked_ns <= times.ready_ns <= times.issued_ns
-            assert times.issued_ns <= times.done_ns <= time.monotonic_ns()
-            assert times.needed_ns is None
             stats = engine.statistics()
             ((key, counts),) = stats.counts.items()
             assert key == (op.name.lower(), TensorClass.WEIGHTS)
@@ -61,26 +49,11 @@ class TestRequests:
             assert stats.open_requests == 0
             assert not stats.failures
 
-    def test_copies_out_and_back(self) -> None:
-        size_bytes = 5 * MIB + 7
-        device = ctypes.create_string_buffer(os.urandom(size_bytes), size_bytes)
-        host = ctypes.create_string_buffer(size_bytes)
-        contents = device.raw
-        with HintEngine.on_host(SMALL) as engine:
-            place = ctypes.addressof(device), size_bytes
-            block = ctypes.addressof(host)
-            out = engine.submit(HintOp.COPY_OUT, *place, host_address=block)
-            assert engine.wait(out, timeout_s=PATIENCE_S) is HintOutcome.DONE
-            ctypes.memset(device, 0, size_bytes)
-            back = engine.submit(HintOp.COPY_IN, *place, host_address=block)
-            assert engine.wait(back, timeout_s=PATIENCE_S) is HintOutcome.DONE
-        assert device.raw == contents
-
     def test_advice(self) -> None:
         with HintEngine.on_host() as engine:
             ticket = engine.advise(at(0), BLOCK, placement="host", accessed_by_device=True)
             assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
-            assert engine.times(ticket).op == "advise"
+            assert list(engine.statistics().counts) == [("advise", TensorClass.OTHER)]
             with pytest.raises(ValueError, match="placement: moon"):
                 engine.advise(at(0), BLOCK, placement="moon")  # type: ignore[arg-type]
 
@@ -92,23 +65,6 @@ class TestRequests:
             assert engine.wait(out, timeout_s=PATIENCE_S) is HintOutcome.SUPERSEDED
             assert engine.wait(back, timeout_s=PATIENCE_S) is HintOutcome.DONE
 
-    def test_events(self) -> None:
-        with HintEngine.on_host() as engine:
-            event = engine.record(0, 7)
-            ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK, event=event)
-            engine.release(event)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
-
-    def test_an_event_that_cannot_be_recorded_drops_its_requests(
-        self, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        with HintEngine.on_host(devices=1) as engine:
-            event = engine.record(1, 7)
-            assert event == NO_EVENT
-            ticket = engine.submit(HintOp.DISCARD, at(0), BLOCK, event=event)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DROPPED
-        assert "record failed" in capfd.readouterr().err
-
     def test_invalid_requests(self) -> None:
         with HintEngine.on_host() as engine:
             with pytest.raises(ValueError, match="address cannot be 0"):
@@ -119,16 +75,13 @@ class TestRequests:
                 engine.submit(HintOp.PREFETCH, at(0), 2**64 - 1)
             with pytest.raises(ValueError, match="cannot be negative"):
                 engine.submit(HintOp.PREFETCH, at(0), BLOCK, device=-1)
-            with pytest.raises(ValueError, match="address cannot be 0"):
-                engine.submit(HintOp.COPY_IN, at(0), BLOCK)
-            with pytest.raises(ValueError, match="operation: 5"):
-                engine.submit(5, at(0), BLOCK)  # type: ignore[arg-type]
+            for op in (HintOp.DISCARD, HintOp.COPY_OUT):
+                with pytest.raises(ValueError, match=f"operation: {op}"):
+                    engine.submit(op, at(0), BLOCK)
             with pytest.raises(ValueError, match="timeout_s"):
                 engine.wait(1, timeout_s=-1)
             with pytest.raises(KeyError, match="ticket 77"):
                 engine.wait(77, timeout_s=0)
-            with pytest.raises(KeyError, match="ticket 77"):
-                engine.times(77)
             assert engine.statistics().counts == {}
 
     @pytest.mark.parametrize(
@@ -180,15 +133,12 @@ class TestLateAndEarly:
         settings = HintSettings(chunk_bytes=4 * MIB, prefetch_workers=2)
         with HintEngine.on_host(settings, bytes_per_s=link_bytes_per_s) as engine:
             engine.start(0)
+            start_s = time.perf_counter()
             ticket = engine.submit(HintOp.PREFETCH, at(0), 100 * BLOCK)
             assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
+            wall_s = time.perf_counter() - start_s
             counts = engine.statistics().counts["prefetch", TensorClass.OTHER]
-            times = engine.times(ticket)
-        assert times.issued_ns is not None
-        assert times.done_ns is not None
-        wall_s = (times.done_ns - times.issued_ns) / 1e9
-        assert wall_s >= 0.99 * counts.moved_bytes / link_bytes_per_s
-        assert 0.7 * wall_s < counts.driver_s < 1.01 * wall_s
+        assert 0.99 * counts.moved_bytes / link_bytes_per_s <= counts.driver_s <= wall_s
 
     def test_many_are_marked_at_once(self) -> None:
         with HintEngine.on_host() as engine:
@@ -204,39 +154,12 @@ class TestLateAndEarly:
         with HintEngine.on_host() as engine:
             ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
             engine.wait(ticket, timeout_s=PATIENCE_S)
-            time.sleep(5e-3)
             engine.mark_needed(ticket)
             counts = engine.statistics().counts["prefetch", TensorClass.OTHER]
             assert (counts.late, counts.early) == (0, 1)
-            assert counts.early_s >= 5e-3
-            assert engine.times(ticket).needed_ns is not None
 
 
-class TestBudget:
-    @pytest.mark.slow
-    def test_a_prefetch_waits_for_room(self) -> None:
-        with slow_engine() as engine:
-            engine.set_budget(0, 2 * BLOCK)
-            engine.set_resident(0, at(0), 2 * BLOCK, resident=True)
-            leaving = engine.submit(HintOp.EVICT, at(0), 2 * BLOCK)
-            arriving = engine.submit(HintOp.PREFETCH, at(10), 2 * BLOCK)
-            assert engine.wait(arriving, timeout_s=PATIENCE_S) is HintOutcome.DONE
-            out, back = engine.times(leaving).done_ns, engine.times(arriving).done_ns
-            assert out is not None
-            assert back is not None
-            assert out < back
-            stats = engine.statistics()
-            assert stats.room_waits == 1
-            assert stats.over_budget_bytes == 0
-            assert stats.resident_bytes == {0: 2 * BLOCK}
-
-    def test_a_prefetch_exceeds_the_budget_if_nothing_makes_room(self) -> None:
-        with HintEngine.on_host(SMALL) as engine:
-            engine.set_budget(0, 2 * BLOCK)
-            ticket = engine.submit(HintOp.PREFETCH, at(10), 5 * BLOCK)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
-            assert engine.statistics().over_budget_bytes == 3 * BLOCK
-
+class TestQueue:
     @pytest.mark.slow
     def test_a_full_queue_refuses(self) -> None:
         settings = HintSettings(chunk_bytes=BLOCK, capacity=3, prefetch_workers=1)
@@ -251,7 +174,7 @@ class TestBudget:
             ticket = engine.submit(HintOp.EVICT, at(0), 20 * BLOCK)
             assert engine.forget(at(0), 20 * BLOCK)
             assert engine.wait(ticket, timeout_s=0) is HintOutcome.FORGOTTEN
-            assert engine.times(ticket).moved_bytes <= 2 * BLOCK
+            assert engine.statistics().counts["evict", TensorClass.OTHER].moved_bytes <= 2 * BLOCK
 
 
 def batch_of(engine: HintEngine, count: int) -> HintBatch:
@@ -266,28 +189,32 @@ def batch_of(engine: HintEngine, count: int) -> HintBatch:
 
 class TestBatches:
     def test_sequences_and_arrays_give_the_same_batch(self) -> None:
-        ops = [HintOp.PREFETCH, HintOp.EVICT, HintOp.DISCARD]
+        ops = [HintOp.PREFETCH, HintOp.EVICT, HintOp.PREFETCH]
         classes = [TensorClass.WEIGHTS, TensorClass.GRADIENTS, TensorClass.OTHER]
         addresses = [at(0), at(10), at(20)]
         with HintEngine.on_host(SMALL) as engine:
-            for batch in (
-                engine.batch(ops, addresses, [BLOCK] * 3, classes),
-                engine.batch(
-                    np.array(ops, dtype=np.int8),
-                    np.array(addresses, dtype=np.uint64),
-                    np.full(3, BLOCK),
-                    np.array([of.number for of in classes], dtype=np.int32),
+            for round_, batch in enumerate(
+                (
+                    engine.batch(ops, addresses, [BLOCK] * 3, classes),
+                    engine.batch(
+                        np.array(ops, dtype=np.int8),
+                        np.array(addresses, dtype=np.uint64),
+                        np.full(3, BLOCK),
+                        np.array([of.number for of in classes], dtype=np.int32),
+                    ),
                 ),
+                1,
             ):
-                assert len(batch) == 3
                 assert len(batch.tickets) == 0
                 last = engine.submit_batch(batch, 7)
                 assert batch.tickets == range(last - 2, last + 1)
-                for i, ticket in enumerate(batch.tickets):
+                for ticket in batch.tickets:
                     assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
-                    times = engine.times(ticket)
-                    assert (times.op, times.tensor_class) == (ops[i].name.lower(), classes[i])
-                    assert (times.address, times.size_bytes) == (addresses[i], BLOCK)
+                counts = engine.statistics().counts
+                assert set(counts) == {
+                    (op.name.lower(), of) for op, of in zip(ops, classes, strict=True)
+                }
+                assert {of.moved_bytes for of in counts.values()} == {round_ * BLOCK}
 
     def test_entries_without_an_address_are_skipped(self) -> None:
         with HintEngine.on_host(SMALL) as engine:
@@ -297,7 +224,6 @@ class TestBatches:
             last = engine.submit_batch(batch, 0)
             assert len(batch.tickets) == 2
             assert engine.wait(last, timeout_s=PATIENCE_S) is HintOutcome.DONE
-            assert [engine.times(ticket).address for ticket in batch.tickets] == [at(2), at(100)]
             for index in (1, 2):
                 batch.set_address(index, 0)
             assert engine.submit_batch(batch, 0) == 0
@@ -320,13 +246,10 @@ class TestBatches:
             for index in range(3):
                 batch.set_address(index, at(100 + 2 * index))
             engine.submit_batch(batch, 0, [0, out[0], out[2]])
-            for ticket in batch.tickets:
+            for ticket, before in zip(batch.tickets, (0, 1, 3), strict=True):
                 assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
-            left_ns = [engine.times(ticket).done_ns or 0 for ticket in out]
-            came_ns = [engine.times(ticket).issued_ns or 0 for ticket in batch.tickets]
-            assert 0 < came_ns[0] < left_ns[0]
-            assert left_ns[0] <= came_ns[1] < left_ns[2]
-            assert left_ns[2] <= came_ns[2]
+                ended = [engine.wait(it, timeout_s=0) for it in out[:before]]
+                assert ended == [HintOutcome.DONE] * before
             with pytest.raises(ValueError, match="after: one ticket for each entry"):
                 engine.submit_batch(batch, 0, out[:2])
 
@@ -334,7 +257,7 @@ class TestBatches:
         with HintEngine.on_host() as engine:
             with pytest.raises(ValueError, match="of the same length"):
                 engine.batch([HintOp.EVICT], [at(0), at(1)], [BLOCK], [TensorClass.OTHER])
-            with pytest.raises(ValueError, match="a batch holds no copies"):
+            with pytest.raises(ValueError, match="operation: 3"):
                 engine.batch([HintOp.COPY_IN], [at(0)], [BLOCK], [TensorClass.OTHER])
             with pytest.raises(ValueError, match="cannot be empty"):
                 engine.batch([HintOp.EVICT], [at(0)], [0], [TensorClass.OTHER])
@@ -379,16 +302,16 @@ class TestReleases:
         with slow_engine() as engine:
             engine.listen_to_releases(allocator)
             address = allocator.malloc(20 * BLOCK)
-            ticket = engine.submit(HintOp.EVICT, address, 20 * BLOCK)
-            deadline_s = time.monotonic() + PATIENCE_S
-            while engine.statistics().in_flight_bytes == (0, 0):
-                assert time.monotonic() < deadline_s
+            first = engine.submit(HintOp.EVICT, at(0), BLOCK)
+            engine.submit(HintOp.EVICT, address, 20 * BLOCK)
+            engine.wait(first, timeout_s=PATIENCE_S)
             allocator.free(address)
             ran = threading.Event()
             threading.Timer(0.01, ran.set).start()
             allocator.empty_cache()
             assert ran.is_set()
-            assert engine.times(ticket).moved_bytes == BLOCK
+            counts = engine.statistics().counts["evict", TensorClass.OTHER]
+            assert counts.moved_bytes == 2 * BLOCK
 
     @pytest.mark.slow
     def test_the_engine_may_end_before_the_allocator(self) -> None:
@@ -424,7 +347,6 @@ class TestFailures:
         [
             ("record", HintOutcome.DROPPED),
             ("open", HintOutcome.FAILED),
-            ("load", HintOutcome.DONE),
             ("query", HintOutcome.DROPPED),
             ("evict", HintOutcome.FAILED),
             ("synchronize", HintOutcome.FAILED),
@@ -436,10 +358,9 @@ class TestFailures:
         """The named call fails once; the next one succeeds."""
         with HintEngine.on_host(SMALL, fail={call: 1}) as engine:
             outcomes = []
+            batch = engine.batch([HintOp.EVICT], [at(0)], [BLOCK], [TensorClass.OTHER])
             for _ in range(3):
-                event = engine.record(0, 7)
-                ticket = engine.submit(HintOp.EVICT, at(0), BLOCK, event=event)
-                engine.release(event)
+                ticket = engine.submit_batch(batch, 7)
                 outcomes.append(engine.wait(ticket, timeout_s=PATIENCE_S))
             assert outcomes == [outcome, HintOutcome.DONE, HintOutcome.DONE]
             (failure,) = engine.statistics().failures
@@ -516,9 +437,9 @@ class TestThreadsAndProcesses:
     def test_a_stuck_call_is_waited_for_once(self) -> None:
         threads = len(os.listdir("/proc/self/task"))
         engine = HintEngine.on_host(SMALL, bytes_per_s=BLOCK / 5.0)
+        first = engine.submit(HintOp.EVICT, at(10), 4096)
         engine.submit(HintOp.EVICT, at(0), BLOCK)
-        while engine.statistics().in_flight_bytes == (0, 0):
-            time.sleep(1e-3)
+        engine.wait(first, timeout_s=PATIENCE_S)
         assert not engine.shutdown(timeout_s=1e-3)
         del engine
         gc.collect()

@@ -47,7 +47,7 @@ COUNTS = st.integers(0, 2**40)
 SECONDS = st.floats(0, 1e6)
 USES = st.builds(
     HintUse,
-    op=st.sampled_from(("prefetch", "evict", "discard", "copy_in", "copy_out", "advise")),
+    op=st.sampled_from(("prefetch", "evict", "advise")),
     tensor_class=st.sampled_from(list(TensorClass)),
     **{it.name: COUNTS for it in fields(HintUse)[2:-2]},
     driver_s=SECONDS,

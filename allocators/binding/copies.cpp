@@ -92,8 +92,7 @@ class Copier {
     succeeded(cudaFree(nullptr));  // makes the context current in a new thread
     CUdevice handle = 0;
     check(calls().device_get(&handle, device_));
-    CUresult error = copy_.open(handle);
-    if (error == CUDA_SUCCESS) error = copy_.furnish();
+    const CUresult error = copy_.open(handle);
     if (error != CUDA_SUCCESS) copy_.close();
     check(error);
   }

@@ -34,27 +34,9 @@ double seconds(std::int64_t ns) { return static_cast<double>(ns) / 1e9; }
 
 // `advise` is a separate method.
 HintOp op_of(int number) {
-  if (number < 0 || number > static_cast<int>(HintOp::copy_out))
+  if (number < 0 || number >= static_cast<int>(HintOp::advise))
     throw nb::value_error(("operation: " + std::to_string(number)).c_str());
   return static_cast<HintOp>(number);
-}
-
-const char* name_of(Outcome outcome) { return kOutcomeNames[static_cast<std::size_t>(outcome)]; }
-
-nb::dict to_dict(const HintRecord& record) {
-  nb::dict dict;
-  dict["op"] = static_cast<int>(record.request.op);
-  dict["tensor_class"] = static_cast<int>(record.request.tensor_class);
-  dict["address"] = record.request.range.address;
-  dict["size_bytes"] = record.request.range.bytes;
-  dict["moved_bytes"] = record.moved_bytes;
-  dict["outcome"] = name_of(record.done_ns == 0 ? Outcome::open : record.outcome);
-  dict["asked_ns"] = record.asked_ns;
-  dict["ready_ns"] = record.ready_ns;
-  dict["issued_ns"] = record.issued_ns;
-  dict["done_ns"] = record.done_ns;
-  dict["needed_ns"] = record.needed_ns;
-  return dict;
 }
 
 nb::dict to_dict(const HintCounts& counts) {
@@ -65,13 +47,10 @@ nb::dict to_dict(const HintCounts& counts) {
   dict["moved_bytes"] = counts.moved_bytes;
   dict["wasted_bytes"] = counts.wasted_bytes;
   dict["calls"] = counts.calls;
-  dict["event_wait_s"] = seconds(counts.event_wait_ns);
-  dict["queued_s"] = seconds(counts.queued_ns);
   dict["driver_s"] = seconds(counts.driver_ns);
   dict["late"] = counts.late;
   dict["late_s"] = seconds(counts.late_ns);
   dict["early"] = counts.early;
-  dict["early_s"] = seconds(counts.early_ns);
   dict["missed"] = counts.missed;
   return dict;
 }
@@ -86,19 +65,11 @@ nb::dict to_dict(const HintStatistics& stats) {
   for (const HintFailure& failure : stats.failures)
     failures.append(
         nb::make_tuple(failure.call, failure.error, failure.text, failure.count));
-  nb::dict resident;
-  for (const auto& [device, bytes] : stats.resident_bytes) resident[nb::int_(device)] = bytes;
   nb::dict dict;
   dict["counts"] = counts;
   dict["failures"] = failures;
   dict["refused"] = stats.refused;
   dict["open_requests"] = stats.open_requests;
-  dict["peak_open_requests"] = stats.peak_open_requests;
-  dict["queued_bytes"] = stats.queued_bytes;
-  dict["in_flight_bytes"] = nb::make_tuple(stats.in_flight_bytes[0], stats.in_flight_bytes[1]);
-  dict["room_waits"] = stats.room_waits;
-  dict["over_budget_bytes"] = stats.over_budget_bytes;
-  dict["resident_bytes"] = resident;
   return dict;
 }
 
@@ -124,8 +95,6 @@ Without without_of(const std::vector<std::string>& names) {
       without.prefetch = true;
     else if (name == "advice")
       without.advice = true;
-    else if (name == "discard")
-      without.discard = true;
     else
       throw nb::value_error(("without: no such call: " + name).c_str());
   }
@@ -164,14 +133,13 @@ void bind_hints(nb::module_& module) {
           "without"_a = std::vector<std::string>());
 
   nb::class_<HintBatch>(module, "HintBatch")
-      .def("__len__", &HintBatch::size)
       .def("set_address", &HintBatch::set_address, "index"_a, "address"_a)
       .def("tickets", [](const HintBatch& self) {
         const TicketSpan span = self.tickets();
         return std::make_tuple(span.first, span.last + 1);
       });
 
-  // submit, mark_needed and release keep the interpreter lock: they wait for no thread that needs
+  // submit and mark_needed keep the interpreter lock: they wait for no thread that needs
   // it, and releasing it would take longer than the calls.
   nb::class_<HintEngine>(module, "HintEngine")
       .def_static(
@@ -192,32 +160,29 @@ void bind_hints(nb::module_& module) {
       .def(
           "submit",
           [](HintEngine& self, int op, std::uintptr_t address, std::size_t size_bytes, int device,
-             EventId event, int tensor_class, std::uintptr_t host_address) {
+             int tensor_class) {
             return self.submit({.op = op_of(op),
                                 .range = {address, size_bytes},
                                 .device = device,
-                                .event = event,
-                                .tensor_class = class_of(tensor_class),
-                                .host_address = host_address});
+                                .tensor_class = class_of(tensor_class)});
           },
-          "op"_a, "address"_a, "size_bytes"_a, "device"_a = 0, "event"_a = 0,
-          "tensor_class"_a = static_cast<int>(TensorClass::other), "host_address"_a = 0)
+          "op"_a, "address"_a, "size_bytes"_a, "device"_a = 0,
+          "tensor_class"_a = static_cast<int>(TensorClass::other))
       .def(
           "advise",
           [](HintEngine& self, std::uintptr_t address, std::size_t size_bytes,
              const std::string& placement, bool accessed_by_device, bool read_mostly, int device,
-             EventId event, int tensor_class) {
+             int tensor_class) {
             return self.submit({.op = HintOp::advise,
                                 .range = {address, size_bytes},
                                 .device = device,
-                                .event = event,
                                 .tensor_class = class_of(tensor_class),
                                 .advice = {.placement = placement_of(placement),
                                            .accessed_by_device = accessed_by_device,
                                            .read_mostly = read_mostly}});
           },
           "address"_a, "size_bytes"_a, "placement"_a, "accessed_by_device"_a = false,
-          "read_mostly"_a = false, "device"_a = 0, "event"_a = 0,
+          "read_mostly"_a = false, "device"_a = 0,
           "tensor_class"_a = static_cast<int>(TensorClass::other))
       .def_static("batch", &make_batch, "ops"_a, "addresses"_a, "sizes"_a, "classes"_a, "device"_a)
       .def(
@@ -229,15 +194,6 @@ void bind_hints(nb::module_& module) {
           },
           "batch"_a, "stream"_a, "after"_a = nb::list(), nb::call_guard<nb::gil_scoped_release>())
       .def("mark_needed", &HintEngine::mark_needed, "tickets"_a)
-      .def("record", &HintEngine::record, "device"_a, "stream"_a,
-           nb::call_guard<nb::gil_scoped_release>())
-      .def("release", &HintEngine::release, "event"_a)
-      .def("set_budget", &HintEngine::set_budget, "device"_a, "size_bytes"_a)
-      .def(
-          "set_resident",
-          [](HintEngine& self, int device, std::uintptr_t address, std::size_t size_bytes,
-             bool resident) { self.set_resident(device, {address, size_bytes}, resident); },
-          "device"_a, "address"_a, "size_bytes"_a, "resident"_a)
       .def(
           "forget",
           [](HintEngine& self, std::uintptr_t address, std::size_t size_bytes, double timeout_s) {
@@ -258,13 +214,6 @@ void bind_hints(nb::module_& module) {
             return outcome ? std::optional(static_cast<int>(*outcome)) : std::nullopt;
           },
           "ticket"_a, "timeout_s"_a)
-      .def(
-          "find",
-          [](HintEngine& self, Ticket ticket) -> std::optional<nb::dict> {
-            const std::optional<HintRecord> record = self.find(ticket);
-            return record ? std::optional<nb::dict>(to_dict(*record)) : std::nullopt;
-          },
-          "ticket"_a)
       .def("statistics", [](HintEngine& self) { return to_dict(self.statistics()); })
       .def(
           "shutdown",
@@ -274,7 +223,6 @@ void bind_hints(nb::module_& module) {
             return self.shutdown(timeout_ns);
           },
           "timeout_s"_a);
-  module.attr("NO_EVENT") = kNoEvent;
 }
 
 }  // namespace umem

@@ -93,8 +93,8 @@ void DeviceAllocator::take_out_segment(Block* block, LeavingMemory& leaving) {
   segments_.remove(block);
 }
 
-// Device memory is never moved and need not be announced; pinned memory may be the target of
-// copies.
+// Device memory is never moved and need not be announced; pinned memory may have taken the place of
+// managed memory, for which hints are queued.
 void DeviceAllocator::append_piece(const Segment& segment, LeavingMemory& leaving) const {
   const MemoryKind kind = segment.heap->kind;
   leaving.pieces.push_back({kind, segment.raw, segment.raw_bytes});

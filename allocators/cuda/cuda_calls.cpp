@@ -10,18 +10,13 @@ namespace umem {
 namespace {
 
 template <class Function>
-bool find(Function& function, const char* name, unsigned version) {
+void require(Function& function, const char* name, unsigned version) {
   void* address = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
   const bool asked = succeeded(
       cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableLegacyStream, &found));
   function = reinterpret_cast<Function>(address);
-  return asked && found == cudaDriverEntryPointSuccess && address != nullptr;
-}
-
-template <class Function>
-void require(Function& function, const char* name, unsigned version) {
-  if (!find(function, name, version))
+  if (!asked || found != cudaDriverEntryPointSuccess || address == nullptr)
     throw std::runtime_error(std::string("no entry point ") + name + " of CUDA " +
                              std::to_string(version / 1000) + "." +
                              std::to_string(version % 1000 / 10) +
@@ -51,7 +46,6 @@ CudaCalls::CudaCalls() {
   require(allocate, "cuMemAlloc", 3020);
   require(free, "cuMemFree", 3020);
   require(address_range, "cuMemGetAddressRange", 3020);
-  require(pointer_attribute, "cuPointerGetAttribute", 4000);
   require(reserve_addresses, "cuMemAddressReserve", 10020);
   require(free_addresses, "cuMemAddressFree", 10020);
   require(create_memory, "cuMemCreate", 10020);
@@ -72,7 +66,6 @@ CudaCalls::CudaCalls() {
   require(wait_for_word, "cuStreamWaitValue32", 11070);
   require(error_name, "cuGetErrorName", 6000);
   require(error_string, "cuGetErrorString", 6000);
-  if (!find(discard, "cuMemDiscardBatchAsync", 13000)) discard = nullptr;
 }
 
 std::string CudaCalls::describe(CUresult error) const {

@@ -37,7 +37,6 @@ struct CudaCalls {
   PFN_cuMemAlloc_v3020 allocate;
   PFN_cuMemFree_v3020 free;
   PFN_cuMemGetAddressRange_v3020 address_range;
-  PFN_cuPointerGetAttribute_v4000 pointer_attribute;
   PFN_cuMemAddressReserve_v10020 reserve_addresses;
   PFN_cuMemAddressFree_v10020 free_addresses;
   PFN_cuMemCreate_v10020 create_memory;
@@ -58,9 +57,6 @@ struct CudaCalls {
   PFN_cuStreamWaitValue32_v11070 wait_for_word;
   PFN_cuGetErrorName_v6000 error_name;
   PFN_cuGetErrorString_v6000 error_string;
-  // From CUDA 13 on; nullptr before.
-  CUresult (*discard)(CUdeviceptr*, std::size_t*, std::size_t, unsigned long long,
-                      CUstream) = nullptr;
 };
 
 }  // namespace umem

@@ -8,13 +8,6 @@
 #include "hints/allocations.hpp"
 
 namespace umem {
-namespace {
-
-// The kernel copies over the link itself if host memory is not pinned, with which copy engines are
-// slow, or if the card has no memory left for staging. On one H200 this many blocks fill the link.
-constexpr unsigned kLinkBlocks = 4;
-
-}  // namespace
 
 CudaHintDriver::CudaHintDriver(int lanes) {
   if (const cudaError_t error = cudaGetDeviceCount(&devices_); !succeeded(error))
@@ -113,19 +106,9 @@ int CudaHintDriver::separate(Lane lane, int device) noexcept {
   return error;
 }
 
-// Where evictions, discards and advice run.
+// Where evictions and advice run.
 CudaHintDriver::LaneStream& CudaHintDriver::beside(LaneDevice& lane_device) noexcept {
   return lane_device.own.context != nullptr ? lane_device.own : lane_device.primary;
-}
-
-// Without it, copies use cuMemcpyAsync, which is slower.
-int CudaHintDriver::load(Lane lane, int device) noexcept {
-  LaneDevice& mine = lane_device(lane, device);
-  mine.link.context = mine.primary.context;
-  if (const CUresult error = furnish(mine.link)) return error;
-  if (mine.staged == nullptr)
-    mine.staged = std::make_unique<StagedCopy>(cuda_, lane.direction);
-  return mine.staged->open(mine.device);
 }
 
 void CudaHintDriver::close(Lane lane) noexcept {
@@ -136,8 +119,6 @@ void CudaHintDriver::close(Lane lane) noexcept {
     }
     if (mine.primary.context != nullptr) {
       leave(mine.primary);
-      if (mine.link.context != nullptr) leave(mine.link);
-      if (mine.staged != nullptr) mine.staged->close();
       cuda_.set_current(nullptr);
       cuda_.release_primary(mine.device);
     }
@@ -219,34 +200,6 @@ int CudaHintDriver::evict(Lane lane, int device, Range range) noexcept {
   });
 }
 
-int CudaHintDriver::discard(Lane lane, int device, Range range) noexcept {
-  if (cuda_.discard == nullptr) return CUDA_ERROR_NOT_SUPPORTED;
-  LaneStream& own = beside(lane_device(lane, device));
-  return move(own, range, [&](Range part) {
-    CUdeviceptr address = part.address;
-    std::size_t bytes = part.bytes;
-    return cuda_.discard(&address, &bytes, 1, 0, own.stream);
-  });
-}
-
-int CudaHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
-                         std::size_t bytes) noexcept {
-  LaneDevice& mine = lane_device(lane, device);
-  if (const CUresult error = enter(mine.primary)) return error;
-  mine.primary.busy = mine.link.busy = true;
-  if (mine.staged == nullptr || !mine.staged->fits(to, from))
-    return cuda_.copy(to, from, bytes, mine.primary.stream);
-  unsigned is_managed = 0;
-  const CUdeviceptr host = lane.direction == Direction::to_host ? to : from;
-  // The driver does not know memory that it has not pinned.
-  const CUresult asked =
-      cuda_.pointer_attribute(&is_managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, host);
-  const bool is_pinned = asked == CUDA_SUCCESS && is_managed == 0;
-  if (is_pinned && mine.staged->furnish() == CUDA_SUCCESS)
-    return mine.staged->copy(to, from, bytes, mine.primary.stream, mine.link.stream);
-  return mine.staged->kernel().launch(kLinkBlocks, to, from, bytes, mine.primary.stream);
-}
-
 int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) noexcept {
   LaneDevice& mine = lane_device(lane, device);
   if (const CUresult error = enter(beside(mine))) return error;
@@ -274,7 +227,7 @@ int CudaHintDriver::advise(Lane lane, int device, Range range, Advice advice) no
 
 int CudaHintDriver::synchronize(Lane lane, int device) noexcept {
   LaneDevice& mine = lane_device(lane, device);
-  const CUresult results[] = {wait(mine.primary), wait(mine.link), wait(mine.own)};
+  const CUresult results[] = {wait(mine.primary), wait(mine.own)};
   for (const CUresult result : results)
     if (result != CUDA_SUCCESS) return result;
   return CUDA_SUCCESS;

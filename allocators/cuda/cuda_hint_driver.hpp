@@ -8,15 +8,13 @@
 #include <vector>
 
 #include "cuda/cuda_calls.hpp"
-#include "cuda/staged_copy.hpp"
 #include "hints/hint_driver.hpp"
 
 namespace umem {
 
-// Prefetches and copies use the primary context, beside torch's work. Evictions and discards use a
-// second context: from the primary one they would block every kernel launch of the process for as
-// long as they run. Where none can be had (limits of MPS, confidential computing, a full card), they
-// use the primary one.
+// Prefetches use the primary context, beside torch's work. Evictions use a second context: from the
+// primary one they would block every kernel launch of the process for as long as they run. Where
+// none can be had (limits of MPS, confidential computing, a full card), they use the primary one.
 class CudaHintDriver final : public HintDriver {
  public:
   // For `lanes` lanes on all devices. Throws std::runtime_error without a driver or a GPU.
@@ -27,14 +25,10 @@ class CudaHintDriver final : public HintDriver {
   void recycle(EventId event) noexcept override;
   int open(Lane lane, int device) noexcept override;
   int separate(Lane lane, int device) noexcept override;
-  int load(Lane lane, int device) noexcept override;
   void close(Lane lane) noexcept override;
   int query(Lane lane, int device, EventId event, bool& finished) noexcept override;
   int prefetch(Lane lane, int device, Range range) noexcept override;
   int evict(Lane lane, int device, Range range) noexcept override;
-  int discard(Lane lane, int device, Range range) noexcept override;
-  int copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
-           std::size_t bytes) noexcept override;
   int advise(Lane lane, int device, Range range, Advice advice) noexcept override;
   int synchronize(Lane lane, int device) noexcept override;
   std::string describe(int error) const override;
@@ -51,9 +45,7 @@ class CudaHintDriver final : public HintDriver {
   struct LaneDevice {
     CUdevice device = 0;
     LaneStream primary;
-    LaneStream own;   // in the second context; none where it cannot be had
-    LaneStream link;  // in the primary context: the part of a copy that the copy engines do
-    std::unique_ptr<StagedCopy> staged;
+    LaneStream own;  // in the second context; none where it cannot be had
   };
   struct Event {
     cudaEvent_t handle;

@@ -18,23 +18,15 @@ CUresult StagedCopy::open(CUdevice device) noexcept {
           &multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device))
     return error;
   blocks_ = static_cast<unsigned>(kBlocksPerMultiprocessor * multiprocessors);
-  is_open_ = true;
-  return CUDA_SUCCESS;
-}
-
-CUresult StagedCopy::furnish() noexcept {
   for (Stage& stage : stages_) {
     for (CUevent* event : {&stage.full, &stage.free})
-      if (*event == nullptr)
-        if (const CUresult error = cuda_.create_event(event, CU_EVENT_DISABLE_TIMING)) return error;
-    if (stage.memory == 0)
-      if (const CUresult error = cuda_.allocate(&stage.memory, kStageBytes)) return error;
+      if (const CUresult error = cuda_.create_event(event, CU_EVENT_DISABLE_TIMING)) return error;
+    if (const CUresult error = cuda_.allocate(&stage.memory, kStageBytes)) return error;
   }
   return CUDA_SUCCESS;
 }
 
 void StagedCopy::close() noexcept {
-  is_open_ = false;
   for (Stage& stage : stages_) {
     for (CUevent event : {stage.full, stage.free})
       if (event != nullptr) cuda_.destroy_event(event);

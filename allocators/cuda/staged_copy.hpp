@@ -23,18 +23,13 @@ class StagedCopy {
   StagedCopy(const CudaCalls& cuda, Direction direction)
       : cuda_(cuda), kernel_(cuda), direction_(direction) {}
 
-  // Loads the kernel. Takes no device memory.
+  // Loads the kernel and allocates the staging memory: before the first copy.
   CUresult open(CUdevice device) noexcept;
-  // Allocates the staging memory if necessary: before the first copy.
-  CUresult furnish() noexcept;
   // Call it only when no copy is running.
   void close() noexcept;
 
-  // Whether it is open and the kernel can copy between these addresses.
-  bool fits(std::uintptr_t to, std::uintptr_t from) const noexcept {
-    return is_open_ && kernel_.fits(to, from);
-  }
-  const CopyKernel& kernel() const noexcept { return kernel_; }
+  // Whether the kernel can copy between these addresses.
+  bool fits(std::uintptr_t to, std::uintptr_t from) const noexcept { return kernel_.fits(to, from); }
 
   // The kernel runs on `pages`, the copy engines on `link`. A copy to the host begins after the
   // work of `pages` and ends on `link`; a copy to the device vice versa.
@@ -54,7 +49,6 @@ class StagedCopy {
   CopyKernel kernel_;
   const Direction direction_;
   unsigned blocks_ = 0;
-  bool is_open_ = false;
   std::array<Stage, 3> stages_;
   std::size_t next_ = 0;
 };

@@ -26,7 +26,6 @@ inline void check_request(const HintRequest& request) {
   require(static_cast<std::size_t>(request.tensor_class) < kClasses, "no such tensor class");
   check_device(request.device);
   check_range(request.range);
-  if (copies(request.op)) check_range(host_part(request, request.range));
 }
 
 }  // namespace umem

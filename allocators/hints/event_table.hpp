@@ -17,30 +17,25 @@ struct PolledEvent {
   int device = 0;
 };
 
-// Events are reference-counted: by the caller that recorded it until `release`, by each request
-// that waits for it, and by a worker that queries it until `let_go`.
+// An event is kept for the requests that wait for it, and for a worker that queries it.
 class EventTable {
  public:
-  void recorded(EventId event, int device, StreamId stream) {
-    events_[event] = {.stream = {device, stream}, .number = ++recorded_};
-  }
-
-  bool knows(EventId event) const { return events_.contains(event); }
-  bool fired(EventId event) const { return events_.at(event).fired; }
-  bool failed(EventId event) const { return events_.at(event).failed; }
-
-  void wait(EventId event, Ticket ticket) {
-    Event& of = events_.at(event);
-    ++of.holders;
+  void wait(const HintRequest& request, Ticket ticket) {
+    const auto [found, is_new] = events_.try_emplace(request.event);
+    Event& of = found->second;
+    if (is_new) {
+      of = {.stream = {request.device, request.stream}, .number = ++last_number_};
+      waited_for_[of.stream][of.number] = request.event;
+    }
     of.waiting.insert(ticket);
-    waited_for_[of.stream][of.number] = event;
   }
-  // The ticket waits no longer, although the event has not completed.
+  // The ticket waits no longer, although the event has not completed. Does nothing if it does not
+  // wait.
   void stop_waiting(EventId event, Ticket ticket) {
-    Event& of = events_.at(event);
-    if (of.waiting.erase(ticket) == 0) return;
-    if (of.waiting.empty()) query_no_more(of);
-    let_go(event);
+    const auto found = events_.find(event);
+    if (found == events_.end() || found->second.waiting.erase(ticket) == 0) return;
+    if (found->second.waiting.empty()) query_no_more(found->second);
+    recycle_unused(event);
   }
 
   // A stream's events complete in order: of each stream, only the first event with a waiting
@@ -49,39 +44,26 @@ class EventTable {
     std::vector<PolledEvent> next;
     for (const auto& [stream, events] : waited_for_) {
       const EventId event = events.begin()->second;
-      ++events_.at(event).holders;
+      ++events_.at(event).queries;
       next.push_back({event, stream.first});
     }
     return next;
   }
+  void let_go(EventId event) {
+    --events_.at(event).queries;
+    recycle_unused(event);
+  }
 
-  // Returns the requests that waited for it. A failed event never completes.
-  std::set<Ticket> fire(EventId event, bool failed) {
+  // Returns the requests that waited for it.
+  std::set<Ticket> fire(EventId event) {
     Event& of = events_.at(event);
-    if (of.fired) return {};
-    of.fired = true;
-    of.failed = failed;
     if (!of.waiting.empty()) query_no_more(of);
     std::set<Ticket> waited = std::exchange(of.waiting, {});
-    of.holders -= waited.size();  // the worker that queried it still holds it
+    recycle_unused(event);
     return waited;
   }
 
-  void let_go(EventId event) {
-    const auto found = events_.find(event);
-    if (found == events_.end() || --found->second.holders != 0) return;
-    events_.erase(found);
-    recycled_.push_back(event);
-  }
-
-  // Called by the recorder. Does nothing for an unknown or released event.
-  void release(EventId event) {
-    const auto found = events_.find(event);
-    if (found == events_.end() || std::exchange(found->second.released, true)) return;
-    let_go(event);
-  }
-
-  // Events without references, for the driver to reuse.
+  // Events that nobody needs, for the driver to reuse.
   std::vector<EventId> take_recycled() { return std::exchange(recycled_, {}); }
 
   bool anyone_waiting() const { return !waited_for_.empty(); }
@@ -92,11 +74,8 @@ class EventTable {
   struct Event {
     Stream stream;
     std::uint64_t number = 0;  // in the order of recording
-    std::size_t holders = 1;
-    bool released = false;
-    bool fired = false;
-    bool failed = false;
     std::set<Ticket> waiting{};
+    std::size_t queries = 0;  // under way
   };
 
   void query_no_more(const Event& of) {
@@ -104,10 +83,16 @@ class EventTable {
     events->second.erase(of.number);
     if (events->second.empty()) waited_for_.erase(events);
   }
+  void recycle_unused(EventId event) {
+    const auto found = events_.find(event);
+    if (!found->second.waiting.empty() || found->second.queries != 0) return;
+    events_.erase(found);
+    recycled_.push_back(event);
+  }
 
   std::unordered_map<EventId, Event> events_;
   std::map<Stream, std::map<std::uint64_t, EventId>> waited_for_;  // by number
-  std::uint64_t recorded_ = 0;
+  std::uint64_t last_number_ = 0;
   std::vector<EventId> recycled_;
 };
 

@@ -6,7 +6,7 @@ namespace umem {
 namespace {
 
 void check_entry(const HintRequest& request) {
-  require(!keeps_order(request.op), "a batch holds no copies and no advice: submit them");
+  require(request.op != HintOp::advise, "a batch holds no advice: submit it");
   HintRequest checked = request;
   if (checked.range.address == 0) checked.range.address = 1;  // the address is not known yet
   check_request(checked);

@@ -19,7 +19,7 @@ struct TicketSpan {
 class HintBatch {
  public:
   // All on one device. An entry with address 0 is skipped until the address is set. Throws
-  // std::invalid_argument for invalid requests, and for copies and advice.
+  // std::invalid_argument for invalid requests, and for advice.
   HintBatch(int device, std::vector<HintRequest> requests);
   HintBatch(const HintBatch&) = delete;
   HintBatch& operator=(const HintBatch&) = delete;

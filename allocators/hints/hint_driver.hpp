@@ -30,18 +30,12 @@ class HintDriver {
   // Called after open, for lanes to the host: makes a second context, from which evictions do not
   // hold up kernel launches. If it fails, the lane's calls use the primary context.
   virtual int separate(Lane lane, int device) noexcept = 0;
-  // Called after that: prepares the fast copy path. If it fails, copies use the slow path.
-  virtual int load(Lane lane, int device) noexcept = 0;
   // The lane's last call.
   virtual void close(Lane lane) noexcept = 0;
 
   virtual int query(Lane lane, int device, EventId event, bool& finished) noexcept = 0;
   virtual int prefetch(Lane lane, int device, Range range) noexcept = 0;
   virtual int evict(Lane lane, int device, Range range) noexcept = 0;
-  // The range consists of whole pages.
-  virtual int discard(Lane lane, int device, Range range) noexcept = 0;
-  virtual int copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
-                   std::size_t bytes) noexcept = 0;
   virtual int advise(Lane lane, int device, Range range, Advice advice) noexcept = 0;
   // Waits for the lane's queued work on the device.
   virtual int synchronize(Lane lane, int device) noexcept = 0;

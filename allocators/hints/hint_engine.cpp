@@ -51,10 +51,7 @@ Ticket HintEngine::submit(const HintRequest& request) {
 }
 
 void HintEngine::mark_needed(std::vector<Ticket> tickets) {
-  if (forked()) return;
-  workers_->post({.kind = Message::Kind::needed,
-               .tickets = std::move(tickets),
-               .now_ns = monotonic_ns()});
+  if (!forked()) workers_->mark_needed(std::move(tickets));
 }
 
 TicketSpan HintEngine::submit_batch(HintBatch& batch, StreamId stream,
@@ -64,30 +61,6 @@ TicketSpan HintEngine::submit_batch(HintBatch& batch, StreamId stream,
   if (!forked()) return workers_->submit_batch(batch, stream, after);
   refused_in_child_ += batch.wanted();
   return {};
-}
-
-EventId HintEngine::record(int device, StreamId stream) {
-  check_device(device);
-  return forked() ? kNoEvent : workers_->record(device, stream);
-}
-
-void HintEngine::release(EventId event) {
-  if (!forked()) workers_->post({.kind = Message::Kind::release, .request = {.event = event}});
-}
-
-void HintEngine::set_budget(int device, std::size_t bytes) {
-  check_device(device);
-  if (!forked())
-    workers_->post({.kind = Message::Kind::budget,
-                 .request = {.range = {.address = 0, .bytes = bytes}, .device = device}});
-}
-
-void HintEngine::set_resident(int device, Range range, bool resident) {
-  check_device(device);
-  check_range(range);
-  if (!forked())
-    workers_->post({.kind = resident ? Message::Kind::resident : Message::Kind::absent,
-                 .request = {.range = range, .device = device}});
 }
 
 bool HintEngine::forget(Range range, std::int64_t timeout_ns) {
@@ -105,10 +78,6 @@ std::optional<Outcome> HintEngine::wait(Ticket ticket, std::int64_t timeout_ns) 
 
 std::optional<Outcome> HintEngine::ended(Ticket ticket) const noexcept {
   return forked() ? std::nullopt : workers_->ended(ticket);
-}
-
-std::optional<HintRecord> HintEngine::find(Ticket ticket) {
-  return forked() ? std::nullopt : workers_->find(ticket);
 }
 
 HintStatistics HintEngine::statistics() {

@@ -40,18 +40,8 @@ class HintEngine {
   // The phase that needs the requests begins now. Tickets of 0 are ignored.
   void mark_needed(std::vector<Ticket> tickets);
 
-  // Records an event for requests that must wait for the current work of `stream`: one driver call
-  // that does not block. The caller releases the event once its requests are submitted.
-  EventId record(int device, StreamId stream);
-  void release(EventId event);
-
-  // Bytes that resident memory and prefetches may occupy; 0 for no bound.
-  void set_budget(int device, std::size_t bytes);
-  // Reports memory that arrives on or leaves the device without a hint.
-  void set_resident(int device, Range range, bool resident);
-
-  // Drops queued parts of the ranges, copies from and to them included, and waits for driver calls
-  // on them. After `true` the memory may be unmapped or reused; `false` after a timeout.
+  // Drops queued parts of the range, and waits for driver calls on it. After `true` the memory may
+  // be unmapped or reused; `false` after a timeout.
   bool forget(Range range, std::int64_t timeout_ns);
   // Forgets ranges that an allocator releases. Outlives the engine, and does nothing in a forked
   // child.
@@ -61,7 +51,6 @@ class HintEngine {
   std::optional<Outcome> wait(Ticket ticket, std::int64_t timeout_ns);
   // The outcome of a request that has ended; nothing for others. Lock-free.
   std::optional<Outcome> ended(Ticket ticket) const noexcept;
-  std::optional<HintRecord> find(Ticket ticket);
   HintStatistics statistics();
 
   // Waits for running calls, drops the rest, ends the threads. False if a call did not end in time:

@@ -7,23 +7,13 @@ namespace {
 bool replaces(const HintRequest& newer, HintOp older, bool same_place) {
   switch (newer.op) {
     case HintOp::prefetch:
-      return older == HintOp::evict || older == HintOp::discard ||
-             (older == HintOp::prefetch && !same_place);
+      return older == HintOp::evict || (older == HintOp::prefetch && !same_place);
     case HintOp::evict:
       return older == HintOp::prefetch;
-    case HintOp::discard:
-      return older == HintOp::prefetch || older == HintOp::evict;
-    case HintOp::copy_in:
-    case HintOp::copy_out:
-      return !keeps_order(older);
     case HintOp::advise:
       return older == HintOp::advise && same_place;
   }
   return false;
-}
-
-bool makes_room(HintOp op) {
-  return direction_of(op) == Direction::to_host && op != HintOp::advise;
 }
 
 }  // namespace
@@ -42,49 +32,41 @@ HintCounts& HintScheduler::counts(const HintRecord& record) {
 
 // ---- requests and their outcomes ----
 
-void HintScheduler::add(Ticket ticket, const HintRequest& request, std::int64_t asked_ns) {
+void HintScheduler::add(Ticket ticket, const HintRequest& request, std::int64_t now_ns) {
   HintRecord& record = open_[ticket];
-  record = {.ticket = ticket,
-            .request = request,
-            .asked_ns = asked_ns,
-            .open_bytes = request.range.bytes};
+  record = {.ticket = ticket, .request = request, .open_bytes = request.range.bytes};
   HintCounts& of = counts(record);
   ++of.requests[static_cast<std::size_t>(Outcome::open)];
   of.asked_bytes += request.range.bytes;
-  stats_.peak_open_requests = std::max(stats_.peak_open_requests, open_.size());
-  if (keeps_order(request.op)) {
-    ordered_.add(request.range, ticket);
-    hosts_.add(host_part(request, request.range), ticket);
-  }
-  Device& device = devices_[request.device];
-  if (makes_room(request.op)) device.leaving.insert(ticket);
+  if (request.op == HintOp::advise) advice_.add(request.range, ticket);
+  if (request.op == HintOp::evict) leaving_[request.device].insert(ticket);
 
   const EventId event = request.event;
-  if (event != 0 && (!events_.knows(event) || events_.failed(event))) {
-    resolve(ticket, request.range.bytes, Outcome::dropped, asked_ns);
+  if (event == kNoEvent) {
+    resolve(ticket, request.range.bytes, Outcome::dropped, now_ns);
     return;
   }
   queue_.add(
       {.ticket = ticket, .range = request.range, .op = request.op, .device = request.device});
-  if (event == 0 || events_.fired(event))
-    make_ready(record, asked_ns);
+  if (event == 0)
+    make_ready(record, now_ns);
   else
-    events_.wait(event, ticket);
+    events_.wait(request, ticket);
 }
 
 void HintScheduler::fire(EventId event, bool failed, std::int64_t now_ns) {
-  for (const Ticket ticket : events_.fire(event, failed)) {
+  for (const Ticket ticket : events_.fire(event)) {
     const auto found = open_.find(ticket);
     if (found == open_.end()) continue;
-    if (failed)
-      cut_of(ticket, found->second.request.range, Outcome::dropped, now_ns);
-    else
+    if (!failed) {
       make_ready(found->second, now_ns);
+      continue;
+    }
+    for (const Piece& piece : queue_.of(ticket)) cut(piece, piece.range, Outcome::dropped, now_ns);
   }
 }
 
-void HintScheduler::make_ready(HintRecord& record, std::int64_t now_ns) {
-  record.ready_ns = now_ns;
+void HintScheduler::make_ready(const HintRecord& record, std::int64_t now_ns) {
   // Only when ready: before its own event, a newer request does not supersede older ones.
   supersede_older(record, now_ns);
   queue_.set_ready(record.ticket);
@@ -103,12 +85,6 @@ void HintScheduler::cut(const Piece& piece, Range range, Outcome outcome, std::i
   resolve(piece.ticket, queue_.cut(piece, range), outcome, now_ns);
 }
 
-// Cuts the pieces of one request only.
-void HintScheduler::cut_of(Ticket ticket, Range range, Outcome outcome, std::int64_t now_ns) {
-  for (const Piece& piece : queue_.of(ticket))
-    if (overlap(piece.range, range)) cut(piece, range, outcome, now_ns);
-}
-
 void HintScheduler::resolve(Ticket ticket, std::size_t bytes, Outcome outcome,
                             std::int64_t now_ns) {
   HintRecord& record = open_.at(ticket);
@@ -121,27 +97,18 @@ void HintScheduler::resolve(Ticket ticket, std::size_t bytes, Outcome outcome,
 void HintScheduler::finish(HintRecord& record, std::int64_t now_ns) {
   const HintRequest& request = record.request;
   record.done_ns = now_ns;
-  if (record.ready_ns == 0 && request.event != 0 && events_.knows(request.event))
-    events_.stop_waiting(request.event, record.ticket);
-  if (keeps_order(request.op)) {
-    ordered_.remove(request.range, record.ticket);
-    hosts_.remove(host_part(request, request.range), record.ticket);
+  events_.stop_waiting(request.event, record.ticket);
+  if (request.op == HintOp::advise) {
+    advice_.remove(request.range, record.ticket);
     queue_.unpark({.ticket = record.ticket});
   }
-  devices_.at(request.device).leaving.erase(record.ticket);
-  if (request.op == HintOp::copy_out && record.outcome == Outcome::done)
-    kept_.drop(request.range);
-  else if (request.op == HintOp::copy_out && record.outcome != Outcome::forgotten)
-    // A partial copy was not freed. A released range has no contents to keep.
-    kept_.add(request.range, request.host_address);
+  if (request.op == HintOp::evict) leaving_.at(request.device).erase(record.ticket);
 
   HintCounts& of = counts(record);
   --of.requests[static_cast<std::size_t>(Outcome::open)];
   ++of.requests[static_cast<std::size_t>(record.outcome)];
   of.moved_bytes += record.moved_bytes;
   of.wasted_bytes += request.range.bytes - record.moved_bytes;
-  if (record.ready_ns != 0) of.event_wait_ns += record.ready_ns - record.asked_ns;
-  if (record.issued_ns != 0) of.queued_ns += record.issued_ns - record.ready_ns;
   if (record.needed_ns != 0) count_punctuality(record);
   const Ticket ticket = record.ticket;  // erasing invalidates the record
   keep_record(record);
@@ -157,7 +124,6 @@ void HintScheduler::keep_record(const HintRecord& record) {
     return;
   }
   slot = record;
-  // Whoever sees the outcome sees what the request's calls wrote.
   ended_[ticket % ended_.size()].store(
       ticket * kOutcomes + static_cast<std::uint64_t>(record.outcome), std::memory_order_release);
 }
@@ -166,10 +132,6 @@ HintRecord* HintScheduler::on_record(Ticket ticket) {
   if (const auto found = late_.find(ticket); found != late_.end()) return &found->second;
   HintRecord& record = history_[ticket % history_.size()];
   return ticket != 0 && record.ticket == ticket ? &record : nullptr;
-}
-
-void HintScheduler::leave_all_devices(Range range) {
-  for (auto& [number, device] : devices_) device.resident.erase(range);
 }
 
 void HintScheduler::mark_needed(Ticket ticket, std::int64_t now_ns) {
@@ -192,39 +154,23 @@ void HintScheduler::count_punctuality(const HintRecord& record) {
   else if (late_ns > 0)
     ++of.late, of.late_ns += late_ns;
   else
-    ++of.early, of.early_ns -= late_ns;
+    ++of.early;
 }
 
 void HintScheduler::forget(Range range, std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping(range))
     cut(piece, range, Outcome::forgotten, now_ns);
-  for (const Ticket ticket : hosts_.overlapping(range)) {
-    const HintRequest& request = open_.at(ticket).request;
-    const Range host = common(host_part(request, request.range), range);
-    cut_of(ticket, {request.range.address + (host.address - request.host_address), host.bytes},
-           Outcome::forgotten, now_ns);
-  }
-  leave_all_devices(range);
-  for (std::optional<Chunk>& chunk : in_flight_)
-    if (chunk && overlap(chunk->range, range)) chunk->forgotten.push_back(range);
-  kept_.drop(range);
-  kept_.drop_host(range);
 }
 
 bool HintScheduler::in_flight(Range range) const {
   return std::any_of(in_flight_.begin(), in_flight_.end(), [&](const std::optional<Chunk>& chunk) {
-    return chunk && (overlap(chunk->range, range) || overlap(chunk->host, range));
+    return chunk && overlap(chunk->range, range);
   });
 }
 
 void HintScheduler::drop_all(std::int64_t now_ns) {
   for (const Piece& piece : queue_.overlapping({0, UINTPTR_MAX}))
     cut(piece, piece.range, Outcome::dropped, now_ns);
-}
-
-void HintScheduler::set_resident(int device, Range range, bool resident) {
-  ResidentSet& of = devices_[device].resident;
-  resident ? of.insert(range) : of.erase(range);
 }
 
 // ---- queries ----
@@ -254,8 +200,6 @@ HintStatistics HintScheduler::statistics() const {
   stats.open_requests = open_.size();
   stats.queued_bytes = queue_.bytes();
   stats.in_flight_bytes = in_flight_bytes_;
-  for (const auto& [number, device] : devices_)
-    stats.resident_bytes[number] = device.resident.bytes();
   return stats;
 }
 

@@ -13,8 +13,6 @@
 #include "hints/event_table.hpp"
 #include "hints/hint_driver.hpp"
 #include "hints/hint_queue.hpp"
-#include "hints/kept_contents.hpp"
-#include "hints/resident_set.hpp"
 #include "hints/statistics.hpp"
 
 namespace umem {
@@ -29,13 +27,9 @@ struct Chunk {
   HintOp op = HintOp::prefetch;
   int device = 0;
   Range range{};
-  Range host{};  // copies: the part of the host block
   Advice advice{};
   std::vector<Part> parts{};
-  Ticket releases = 0;             // the copy_out whose device pages this discard frees
-  std::size_t reserved_bytes = 0;  // of the device's free budget
-  std::int64_t link_ns = 0;        // its share of the link time so far
-  std::vector<Range> forgotten{};  // freed while the call was running
+  std::int64_t link_ns = 0;  // its share of the link time so far
 };
 
 // A driver call's result; `call` is the name under which its failures are counted.
@@ -49,23 +43,21 @@ class HintScheduler {
   HintScheduler(const HintSettings& settings, int lanes);
 
   // Requests and messages of callers, in order.
-  void add(Ticket ticket, const HintRequest& request, std::int64_t asked_ns);
+  void add(Ticket ticket, const HintRequest& request, std::int64_t now_ns);
   void mark_needed(Ticket ticket, std::int64_t now_ns);
   EventTable& events() { return events_; }
-  void set_budget(int device, std::size_t bytes) { devices_[device].budget_bytes = bytes; }
-  void set_resident(int device, Range range, bool resident);
 
   // Workers' side. A completed event makes its requests ready, and these replace older ones.
   void fire(EventId event, bool failed, std::int64_t now_ns);
   std::optional<Chunk> take(Lane lane, std::int64_t now_ns);
   // Whether another lane may have work.
   bool has_work_beside(Lane lane) const;
-  // The lane's chunk has finished. Returns the chunk that must follow at once, if any.
-  std::optional<Chunk> settle(Lane lane, CallResult result, std::int64_t now_ns);
+  // The lane's chunk has finished.
+  void settle(Lane lane, CallResult result, std::int64_t now_ns);
   // The lane's worker has ended: its current chunk has failed.
   void give_up(Lane lane, std::int64_t now_ns);
 
-  // Drops queued parts of the range, also as the host block of a copy, but not running calls.
+  // Drops queued parts of the range, but not running calls.
   void forget(Range range, std::int64_t now_ns);
   bool in_flight(Range range) const;
   void drop_all(std::int64_t now_ns);
@@ -81,38 +73,27 @@ class HintScheduler {
   HintStatistics statistics() const;
 
  private:
-  // A device's free budget: its budget less resident bytes and bytes on their way.
-  struct Device {
-    std::size_t budget_bytes = 0;  // 0: no budget
-    ResidentSet resident;
-    std::size_t reserved_bytes = 0;
-    std::set<Ticket> leaving;  // open requests that may free memory
-  };
   // Ready prefetches behind a chunk's first that another would overtake by joining the chunk.
   struct Overtaken {
     std::pair<Ticket, std::uintptr_t> until;  // looked at so far
     std::size_t looked_at = 0;
-    std::size_t needed_bytes = 0;  // the most free memory that one of them needs
-    bool waits = false;            // one of them comes after an eviction
+    bool waits = false;  // one of them waits for an eviction
   };
 
   HintCounts& counts(const HintRecord& record);
-  void make_ready(HintRecord& record, std::int64_t now_ns);
+  void make_ready(const HintRecord& record, std::int64_t now_ns);
   void supersede_older(const HintRecord& newer, std::int64_t now_ns);
   void cut(const Piece& piece, Range range, Outcome outcome, std::int64_t now_ns);
-  void cut_of(Ticket ticket, Range range, Outcome outcome, std::int64_t now_ns);
   void resolve(Ticket ticket, std::size_t bytes, Outcome outcome, std::int64_t now_ns);
   void finish(HintRecord& record, std::int64_t now_ns);
   void keep_record(const HintRecord& record);
   HintRecord* on_record(Ticket ticket);
   void count_punctuality(const HintRecord& record);
-  void leave_all_devices(Range range);
 
   std::optional<Blocker> blocker_of(const Piece& piece) const;
   void share_link(Direction direction, std::int64_t now_ns);
-  bool copy_in_is_settled(const HintRecord& record, std::int64_t now_ns);
-  std::size_t needed_room(const Device& device, Range range) const;
-  bool must_wait_for_room(const HintRecord& record, Range range, std::size_t beside_bytes) const;
+  bool waits_for_eviction(const HintRequest& request, Ticket ticket) const;
+  Ticket first_leaving(int device) const;
   bool overtakes(const Chunk& chunk, Ticket ticket, Overtaken& others) const;
   Range first_chunk(const HintRequest& request, Range range) const;
   void grow(Chunk& chunk, std::size_t limit_bytes, std::int64_t now_ns);
@@ -122,12 +103,11 @@ class HintScheduler {
   HintQueue queue_;
   EventTable events_;
   std::unordered_map<Ticket, HintRecord> open_;
-  TicketsByRange ordered_, hosts_;    // open requests that later ones must not overtake, hosts too
-  std::vector<HintRecord> history_;   // ended requests, a ring by ticket
+  TicketsByRange advice_;              // open, and not to be overtaken by later requests
+  std::vector<HintRecord> history_;    // ended requests, a ring by ticket
   std::map<Ticket, HintRecord> late_;  // ended after a newer request took their slot in the ring
   std::vector<std::atomic<std::uint64_t>> ended_;  // the same ring: ticket * kOutcomes + outcome
-  KeptContents kept_;
-  std::map<int, Device> devices_;
+  std::map<int, std::set<Ticket>> leaving_;  // open evictions, by device
   std::vector<std::optional<Chunk>> in_flight_;  // by lane
   std::array<std::size_t, kDirections> in_flight_bytes_{};
   std::array<std::int64_t, kDirections> shared_until_ns_{};  // each direction's link

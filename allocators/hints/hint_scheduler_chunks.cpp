@@ -16,44 +16,41 @@ Range first_part(Range range, std::size_t limit_bytes) {
 // takes time, in which callers wait.
 constexpr std::size_t kMostOvertaken = 64;
 
+constexpr Ticket kNone = ~Ticket{0};
+
 }  // namespace
 
 std::optional<Chunk> HintScheduler::take(Lane lane, std::int64_t now_ns) {
   const std::size_t direction = index_of(lane.direction);
-  std::vector<int> full;  // devices whose first prefetch waits for memory: no other may overtake it
-  while (const std::optional<Piece> first = queue_.first_ready(lane.direction, full)) {
+  std::vector<int> waiting;  // devices whose first prefetch waits: no other may overtake it
+  while (const std::optional<Piece> first = queue_.first_ready(lane.direction, waiting)) {
     const Piece& piece = *first;
-    HintRecord& record = open_.at(piece.ticket);
-    const HintRequest& request = record.request;
+    const HintRequest& request = open_.at(piece.ticket).request;
     if (const std::optional<Blocker> blocker = blocker_of(piece)) {
       queue_.park(piece, *blocker);
       continue;
     }
-    if (request.op == HintOp::copy_in && copy_in_is_settled(record, now_ns)) continue;
     const Range range = first_chunk(request, piece.range);
     if (in_flight_bytes_[direction] != 0 &&
         in_flight_bytes_[direction] + range.bytes > settings_.in_flight_bytes)
       return std::nullopt;
-    if (must_wait_for_room(record, range, 0)) {
-      stats_.room_waits += !std::exchange(record.waited_for_room, true);
-      full.push_back(request.device);
+    if (waits_for_eviction(request, piece.ticket)) {
+      waiting.push_back(request.device);
       continue;
     }
 
     Chunk chunk{.op = request.op,
                 .device = request.device,
                 .range = {range.address, 0},
-                .host = host_part(request, range),
                 .advice = request.advice};
     take_part(chunk, piece, range, now_ns);
-    if (!keeps_order(request.op)) {
+    if (request.op != HintOp::advise) {
       const std::size_t free_bytes = settings_.in_flight_bytes - in_flight_bytes_[direction];
       grow(chunk, std::min(settings_.chunk_bytes, free_bytes), now_ns);
     }
     share_link(lane.direction, now_ns);
     in_flight_[static_cast<std::size_t>(lane.number)] = chunk;
     in_flight_bytes_[direction] += chunk.range.bytes;
-    devices_[chunk.device].reserved_bytes += chunk.reserved_bytes;
     return chunk;
   }
   return std::nullopt;
@@ -64,22 +61,15 @@ bool HintScheduler::has_work_beside(Lane lane) const {
          (lane.direction == Direction::to_device && queue_.any_ready(Direction::to_host));
 }
 
-// A call on the same bytes that is running, or an older ordered request that has not ended.
+// A call on the same bytes that is running, or older advice that has not been given.
 std::optional<Blocker> HintScheduler::blocker_of(const Piece& piece) const {
-  const HintRequest& request = open_.at(piece.ticket).request;
-  const Range range = piece.range, host = host_part(request, range);
   for (std::size_t lane = 0; lane < in_flight_.size(); ++lane)
     if (const std::optional<Chunk>& chunk = in_flight_[lane];
-        chunk && (overlap(chunk->range, range) || overlap(chunk->host, range) ||
-                  overlap(chunk->range, host) || overlap(chunk->host, host)))
+        chunk && overlap(chunk->range, piece.range))
       return Blocker{.lane = static_cast<int>(lane)};
   // The newest one: when it ends, few others are left. Mostly it has the same range.
-  Ticket newest = ordered_.newest_of(request.range, piece.ticket);
-  if (newest == 0)
-    newest = std::max({ordered_.newest_overlapping(range, piece.ticket),
-                       ordered_.newest_overlapping(host, piece.ticket),
-                       hosts_.newest_overlapping(range, piece.ticket),
-                       hosts_.newest_overlapping(host, piece.ticket)});
+  Ticket newest = advice_.newest_of(open_.at(piece.ticket).request.range, piece.ticket);
+  if (newest == 0) newest = advice_.newest_overlapping(piece.range, piece.ticket);
   return newest == 0 ? std::nullopt : std::optional(Blocker{.ticket = newest});
 }
 
@@ -94,62 +84,40 @@ void HintScheduler::share_link(Direction direction, std::int64_t now_ns) {
     chunk->link_ns += (now_ns - since_ns) / static_cast<std::int64_t>(sharing.size());
 }
 
-// A copy_out that never ended left the contents on the device: copying back would destroy them.
-bool HintScheduler::copy_in_is_settled(const HintRecord& record, std::int64_t now_ns) {
-  const HintRequest& request = record.request;
-  if (record.open_bytes != request.range.bytes || !kept_.overlaps(request.range)) return false;
-  const bool same = kept_.holds(request.range, request.host_address);
-  if (!same) count_failure({"copy_in", -1}, "part of the range still holds its contents");
-  cut_of(record.ticket, request.range, same ? Outcome::done : Outcome::failed, now_ns);
-  return true;
-}
-
 // The bytes that one call may move of a part of a request. Advice moves nothing.
 Range HintScheduler::first_chunk(const HintRequest& request, Range range) const {
   if (request.op == HintOp::advise) return range;
   return first_part(range, std::min(settings_.chunk_bytes, settings_.in_flight_bytes));
 }
 
-std::size_t HintScheduler::needed_room(const Device& device, Range range) const {
-  return range.bytes - device.resident.covered_bytes(range);
+// Whether a prefetch comes after an eviction that has not ended. Only earlier requests count: a
+// thread that waits for this one submits nothing until it has ended.
+bool HintScheduler::waits_for_eviction(const HintRequest& request, Ticket ticket) const {
+  return request.op == HintOp::prefetch &&
+         first_leaving(request.device) <= std::min(request.after, ticket);
 }
 
-// Whether a prefetch must wait: for the eviction it comes after, or for free memory in addition to
-// `beside_bytes` of the same chunk. Only earlier requests can free memory: a thread that waits for
-// this request submits nothing until it has ended.
-bool HintScheduler::must_wait_for_room(const HintRecord& record, Range range,
-                                  std::size_t beside_bytes) const {
-  const HintRequest& request = record.request;
-  const Device& device = devices_.at(request.device);
-  if (direction_of(request.op) == Direction::to_host || device.leaving.empty()) return false;
-  const Ticket first_leaving = *device.leaving.begin();
-  if (first_leaving > record.ticket) return false;
-  if (first_leaving <= request.after) return true;
-  const std::size_t used = device.resident.bytes() + device.reserved_bytes + beside_bytes;
-  return device.budget_bytes != 0 && used + needed_room(device, range) > device.budget_bytes;
+// The oldest open eviction of a device; behind all tickets if there is none.
+Ticket HintScheduler::first_leaving(int device) const {
+  const auto found = leaving_.find(device);
+  return found == leaving_.end() || found->second.empty() ? kNone : *found->second.begin();
 }
 
-// Whether a request in the chunk would overtake one that waits for memory on its device. Older
+// Whether a request in the chunk would overtake one that waits for an eviction on its device. Older
 // waiting requests than the chunk's first do not exist: the chunk would not have been chosen.
 bool HintScheduler::overtakes(const Chunk& chunk, Ticket ticket, Overtaken& others) const {
-  const Device& device = devices_.at(chunk.device);
-  if (direction_of(chunk.op) == Direction::to_host || device.leaving.empty()) return false;
-  const Ticket first_leaving = *device.leaving.begin();
+  if (chunk.op != HintOp::prefetch || first_leaving(chunk.device) == kNone) return false;
   const HintQueue::Order& ready = queue_.ready(Direction::to_device, chunk.device);
   for (auto next = ready.upper_bound(others.until); next != ready.end() && next->first < ticket;
        ++next) {
     if (++others.looked_at > kMostOvertaken) return true;
     others.until = *next;
     const Piece piece = queue_.piece(next->first, next->second);
-    const HintRequest& request = open_.at(piece.ticket).request;
-    if (first_leaving > piece.ticket || blocker_of(piece)) continue;
-    others.waits = others.waits || first_leaving <= request.after;
-    others.needed_bytes = std::max(others.needed_bytes,
-                                   needed_room(device, first_chunk(request, piece.range)));
+    others.waits = others.waits || (waits_for_eviction(open_.at(piece.ticket).request,
+                                                       piece.ticket) &&
+                                    !blocker_of(piece));
   }
-  const std::size_t used = device.resident.bytes() + device.reserved_bytes + chunk.reserved_bytes;
-  return others.waits || (others.looked_at != 0 && device.budget_bytes != 0 &&
-                          used + others.needed_bytes > device.budget_bytes);
+  return others.waits;
 }
 
 // Adjacent ranges with the same operation join the chunk: one call moves them faster than many.
@@ -168,7 +136,7 @@ void HintScheduler::grow(Chunk& chunk, std::size_t limit_bytes, std::int64_t now
       if (chunk.range.bytes >= limit_bytes || !joins(piece)) continue;
       const Range range = first_part(piece.range, limit_bytes - chunk.range.bytes);
       if (range.bytes == 0 || (before && range.bytes != piece.range.bytes) ||
-          must_wait_for_room(open_.at(piece.ticket), range, chunk.reserved_bytes))
+          waits_for_eviction(open_.at(piece.ticket).request, piece.ticket))
         continue;
       take_part(chunk, piece, range, now_ns);
       return true;
@@ -184,17 +152,6 @@ void HintScheduler::grow(Chunk& chunk, std::size_t limit_bytes, std::int64_t now
 
 // Moves `range`, which is adjacent to the chunk, from the queue into the chunk.
 void HintScheduler::take_part(Chunk& chunk, const Piece& piece, Range range, std::int64_t now_ns) {
-  HintRecord& record = open_.at(piece.ticket);
-  if (record.issued_ns == 0) record.issued_ns = now_ns;
-  if (direction_of(chunk.op) == Direction::to_device) {
-    const Device& device = devices_[chunk.device];
-    const std::size_t needed = needed_room(device, range);
-    const std::size_t used =
-        device.resident.bytes() + device.reserved_bytes + chunk.reserved_bytes + needed;
-    if (device.budget_bytes != 0 && used > device.budget_bytes)
-      stats_.over_budget_bytes += std::min(needed, used - device.budget_bytes);
-    chunk.reserved_bytes += needed;
-  }
   // The queue may drop pieces beyond its capacity: these are lost, not issued.
   const std::size_t gone_bytes = queue_.cut(piece, range);
   chunk.range.address = std::min(chunk.range.address, range.address);
@@ -204,57 +161,21 @@ void HintScheduler::take_part(Chunk& chunk, const Piece& piece, Range range, std
     resolve(piece.ticket, gone_bytes - range.bytes, Outcome::dropped, now_ns);
 }
 
-std::optional<Chunk> HintScheduler::settle(Lane lane, CallResult result, std::int64_t now_ns) {
+void HintScheduler::settle(Lane lane, CallResult result, std::int64_t now_ns) {
   share_link(lane.direction, now_ns);
   std::optional<Chunk>& slot = in_flight_[static_cast<std::size_t>(lane.number)];
   const Chunk chunk = std::move(*slot);
   slot.reset();
   queue_.unpark({.lane = lane.number});
   in_flight_bytes_[index_of(lane.direction)] -= chunk.range.bytes;
-  Device& device = devices_[chunk.device];
-  device.reserved_bytes -= chunk.reserved_bytes;
-  const bool good = result.error == 0;
-  const bool came = direction_of(chunk.op) == Direction::to_device;
-  // A page has one location: it has left its source.
-  if (good && (came || chunk.op == HintOp::evict || chunk.op == HintOp::discard))
-    leave_all_devices(chunk.range);
-  if (good && came) device.resident.insert(chunk.range);
-  for (const Range range : chunk.forgotten) device.resident.erase(range);
-
-  if (chunk.releases != 0) {  // the values are on the host, even if the discard failed
-    finish(open_.at(chunk.releases), now_ns);
-    return std::nullopt;
-  }
+  const Outcome outcome = result.error == 0 ? Outcome::done : Outcome::failed;
   ++counts(open_.at(chunk.parts.front().ticket)).calls;
   for (const Chunk::Part& part : chunk.parts) {
-    HintRecord& record = open_.at(part.ticket);
-    counts(record).driver_ns += static_cast<std::int64_t>(
+    counts(open_.at(part.ticket)).driver_ns += static_cast<std::int64_t>(
         static_cast<double>(chunk.link_ns) * static_cast<double>(part.bytes) /
         static_cast<double>(chunk.range.bytes));
-    if (chunk.op != HintOp::copy_out) {
-      resolve(part.ticket, part.bytes, good ? Outcome::done : Outcome::failed, now_ns);
-      continue;
-    }
-    // A partial copy is useless: copy no more, and free nothing.
-    if (!good) cut_of(part.ticket, record.request.range, Outcome::failed, now_ns);
-    const Outcome copied = !good                      ? Outcome::failed
-                           : chunk.forgotten.empty() ? Outcome::done
-                                                     : Outcome::forgotten;
-    if (std::max(copied, record.outcome) != Outcome::done || record.open_bytes != part.bytes) {
-      resolve(part.ticket, part.bytes, copied, now_ns);
-      continue;
-    }
-    record.open_bytes = 0;
-    record.moved_bytes += part.bytes;
-    record.outcome = Outcome::done;
-    slot = Chunk{.op = HintOp::discard,
-                 .device = chunk.device,
-                 .range = record.request.range,
-                 .releases = part.ticket};
-    in_flight_bytes_[index_of(lane.direction)] += slot->range.bytes;
-    return slot;
+    resolve(part.ticket, part.bytes, outcome, now_ns);
   }
-  return std::nullopt;
 }
 
 void HintScheduler::give_up(Lane lane, std::int64_t now_ns) {

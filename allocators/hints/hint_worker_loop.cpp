@@ -1,7 +1,6 @@
 // The worker threads of the hint engine, which make the driver calls.
 #include <pthread.h>
 #include <sys/prctl.h>
-#include <unistd.h>
 
 #include <cstdio>
 #include <exception>
@@ -10,14 +9,6 @@
 
 namespace umem {
 namespace {
-
-// Page size of the host: a discard must not touch memory that shares a page with the range.
-Range whole_pages(Range range) {
-  static const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  const std::uintptr_t start = round_up(range.address, page_bytes);
-  const std::uintptr_t end = end_of(range) / page_bytes * page_bytes;
-  return {start, end > start ? end - start : 0};
-}
 
 // No error of CUDA's has this number.
 constexpr int kSwitchedOff = -2;
@@ -73,7 +64,7 @@ void HintWorkers::work(WorkerState& worker) {
     if (others_must_ask || (news && scheduler_.has_work_beside(worker.lane))) inbox_.ring();
     news = false;
     if (chunk) {
-      issue(worker, std::move(*chunk), lock);
+      issue(worker, *chunk, lock);
       news = true;  // memory was freed, and requests that waited for the chunk may run
       continue;
     }
@@ -117,17 +108,15 @@ bool HintWorkers::poll_events(const WorkerState& worker, std::unique_lock<std::m
   return fired;
 }
 
-void HintWorkers::issue(WorkerState& worker, Chunk first, std::unique_lock<std::mutex>& lock) {
-  std::optional<Chunk> chunk = std::move(first);
-  while (chunk) {
-    lock.unlock();
-    const CallResult result = perform(worker, *chunk);
-    note(result);
-    lock.lock();
-    chunk = scheduler_.settle(worker.lane, result, monotonic_ns());
-    publish();
-    changed_.notify_all();  // forget() waits for calls, even if no request has ended
-  }
+void HintWorkers::issue(WorkerState& worker, const Chunk& chunk,
+                        std::unique_lock<std::mutex>& lock) {
+  lock.unlock();
+  const CallResult result = perform(worker, chunk);
+  note(result);
+  lock.lock();
+  scheduler_.settle(worker.lane, result, monotonic_ns());
+  publish();
+  changed_.notify_all();  // forget() waits for calls, even if no request has ended
 }
 
 // Without the lock.
@@ -145,8 +134,6 @@ CallResult HintWorkers::open(WorkerState& worker, int device) {
     note({"second_context", settings_.without.second_context
                                 ? kSwitchedOff
                                 : driver_->separate(worker.lane, device)});
-  // Without the copy kernel the driver uses cuMemcpyAsync.
-  note({"load", driver_->load(worker.lane, device)});
   return {};
 }
 
@@ -162,25 +149,11 @@ CallResult HintWorkers::ask(Lane lane, const Chunk& chunk) {
   const int device = chunk.device;
   const Range range = chunk.range;
   const Without& without = settings_.without;
-  const auto prefetch = [&]() -> CallResult {
-    return {"prefetch", without.prefetch ? kSwitchedOff : driver_->prefetch(lane, device, range)};
-  };
   switch (chunk.op) {
     case HintOp::prefetch:
-      return prefetch();
+      return {"prefetch", without.prefetch ? kSwitchedOff : driver_->prefetch(lane, device, range)};
     case HintOp::evict:
       return {"evict", without.prefetch ? kSwitchedOff : driver_->evict(lane, device, range)};
-    case HintOp::discard: {
-      if (without.discard) return {"discard", kSwitchedOff};
-      const Range pages = whole_pages(range);
-      return {"discard", pages.bytes == 0 ? 0 : driver_->discard(lane, device, pages)};
-    }
-    case HintOp::copy_in:
-      // Otherwise the copy faults on pages that are not on the device, which is slow.
-      note(prefetch());
-      return {"copy", driver_->copy(lane, device, range.address, chunk.host.address, range.bytes)};
-    case HintOp::copy_out:
-      return {"copy", driver_->copy(lane, device, chunk.host.address, range.address, range.bytes)};
     case HintOp::advise:
       return {"advise",
               without.advice ? kSwitchedOff : driver_->advise(lane, device, range, chunk.advice)};

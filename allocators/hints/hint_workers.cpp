@@ -65,9 +65,8 @@ Ticket HintWorkers::submit(const HintRequest& request) {
   Ticket ticket = 0;
   std::size_t unread = 0;
   if (started())
-    ticket = inbox_.submit(
-        {.kind = Message::Kind::submit, .request = request, .now_ns = monotonic_ns()},
-        ended_.load(), settings_.capacity, unread);
+    ticket = inbox_.submit({.request = request, .now_ns = monotonic_ns()}, ended_.load(),
+                           settings_.capacity, unread);
   if (ticket == 0) ++refused_;
   bound_unread(unread);
   return ticket;
@@ -81,10 +80,11 @@ TicketSpan HintWorkers::submit_batch(HintBatch& batch, StreamId stream,
     if (wanted != 0 && started()) {
       const int device = batch.device();
       const EventId event = driver_->record(device, stream);
-      if (event == kNoEvent) note_no_event();
+      if (event == kNoEvent) note_failure({"record", -1}, "no event can be had now");
       std::size_t unread = 0;
-      span = inbox_.submit_all(requests, after, event, device, stream, monotonic_ns(),
-                               ended_.load(), settings_.capacity, unread);
+      span = inbox_.submit_all(requests, after, event, stream, monotonic_ns(), ended_.load(),
+                               settings_.capacity, unread);
+      if (span.last < span.first && event != kNoEvent) driver_->recycle(event);
       bound_unread(unread);
     }
     refused_ += wanted - (span.last + 1 - span.first);
@@ -92,24 +92,14 @@ TicketSpan HintWorkers::submit_batch(HintBatch& batch, StreamId stream,
   });
 }
 
-void HintWorkers::post(Message message) { bound_unread(inbox_.put(std::move(message))); }
+void HintWorkers::mark_needed(std::vector<Ticket> tickets) {
+  bound_unread(inbox_.put({.needed = std::move(tickets), .now_ns = monotonic_ns()}));
+}
 
 void HintWorkers::bound_unread(std::size_t unread) {
   if (unread <= kUnreadPerRequest * settings_.capacity) return;
   const std::lock_guard lock(mutex_);
   read_for_workers();
-}
-
-EventId HintWorkers::record(int device, StreamId stream) {
-  if (state_.load() == State::stopped) return kNoEvent;
-  const EventId event = driver_->record(device, stream);
-  if (event == kNoEvent)
-    note_no_event();
-  else
-    post({.kind = Message::Kind::recorded,
-          .request = {.device = device, .event = event},
-          .stream = stream});
-  return event;
 }
 
 void HintWorkers::before_release(std::span<const Range> ranges) noexcept {
@@ -152,13 +142,6 @@ std::optional<Outcome> HintWorkers::wait(Ticket ticket, std::int64_t timeout_ns)
   record = scheduler_.find(ticket);
   if (record == nullptr) return std::nullopt;
   return record->done_ns == 0 ? Outcome::open : record->outcome;
-}
-
-std::optional<HintRecord> HintWorkers::find(Ticket ticket) {
-  const std::lock_guard lock(mutex_);
-  read_for_workers();
-  const HintRecord* record = scheduler_.find(ticket);
-  return record == nullptr ? std::nullopt : std::optional(*record);
 }
 
 HintStatistics HintWorkers::statistics() {
@@ -206,25 +189,10 @@ void HintWorkers::read_for_workers() {
 }
 
 void HintWorkers::apply(const Message& message) {
-  const HintRequest& request = message.request;
-  switch (message.kind) {
-    case Message::Kind::submit:
-      ++read_;
-      return scheduler_.add(message.ticket, request, message.now_ns);
-    case Message::Kind::needed:
-      for (const Ticket ticket : message.tickets) scheduler_.mark_needed(ticket, message.now_ns);
-      return;
-    case Message::Kind::recorded:
-      return scheduler_.events().recorded(request.event, request.device, message.stream);
-    case Message::Kind::release:
-      return scheduler_.events().release(request.event);
-    case Message::Kind::budget:
-      return scheduler_.set_budget(request.device, request.range.bytes);
-    case Message::Kind::resident:
-    case Message::Kind::absent:
-      return scheduler_.set_resident(request.device, request.range,
-                                message.kind == Message::Kind::resident);
-  }
+  for (const Ticket ticket : message.needed) scheduler_.mark_needed(ticket, message.now_ns);
+  if (message.ticket == 0) return;
+  ++read_;
+  scheduler_.add(message.ticket, message.request, message.now_ns);
 }
 
 // Updates the inbox's count of open requests, and wakes waiting threads if requests have ended. The
@@ -234,8 +202,6 @@ void HintWorkers::publish() {
   const std::uint64_t ended = read_ - scheduler_.open_requests();
   if (ended_.exchange(ended) != ended) changed_.notify_all();
 }
-
-void HintWorkers::note_no_event() { note_failure({"record", -1}, "no event can be had now"); }
 
 // Called without the lock, because stderr may block.
 void HintWorkers::note_failure(const CallResult& result, const std::string& text) {

@@ -28,13 +28,11 @@ class HintWorkers final : public ReleaseListener, public std::enable_shared_from
   void start(int device);
   Ticket submit(const HintRequest& request);
   TicketSpan submit_batch(HintBatch& batch, StreamId stream, std::span<const Ticket> after);
-  void post(Message message);
-  EventId record(int device, StreamId stream);
+  void mark_needed(std::vector<Ticket> tickets);
   bool forget(std::span<const Range> ranges, std::int64_t timeout_ns);
   void before_release(std::span<const Range> ranges) noexcept override;
   std::optional<Outcome> ended(Ticket ticket) const noexcept { return scheduler_.ended(ticket); }
   std::optional<Outcome> wait(Ticket ticket, std::int64_t timeout_ns);
-  std::optional<HintRecord> find(Ticket ticket);
   HintStatistics statistics();
   bool shutdown(std::int64_t timeout_ns);
   // Called in a forked child, where the engine must not be used.
@@ -55,7 +53,7 @@ class HintWorkers final : public ReleaseListener, public std::enable_shared_from
   void work(WorkerState& worker);
   void open_wanted(WorkerState& worker, std::unique_lock<std::mutex>& lock);
   bool poll_events(const WorkerState& worker, std::unique_lock<std::mutex>& lock);
-  void issue(WorkerState& worker, Chunk chunk, std::unique_lock<std::mutex>& lock);
+  void issue(WorkerState& worker, const Chunk& chunk, std::unique_lock<std::mutex>& lock);
   void leave(Lane lane);
   CallResult open(WorkerState& worker, int device);
   CallResult perform(WorkerState& worker, const Chunk& chunk);
@@ -68,7 +66,6 @@ class HintWorkers final : public ReleaseListener, public std::enable_shared_from
   void apply(const Message& message);
   void publish();
   void note_failure(const CallResult& result, const std::string& text);
-  void note_no_event();
 
   const HintSettings settings_;
   const std::unique_ptr<HintDriver> driver_;

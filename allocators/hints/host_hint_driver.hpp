@@ -5,7 +5,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -16,8 +15,7 @@
 
 namespace umem {
 
-// Pages do not move, streams complete their work at once, and copies copy. Moves take the time of
-// a link with `bytes_per_s` in each direction (0: no time), shared by the workers of the direction.
+// Pages do not move, and streams complete their work at once. Moves take the time of a link with `bytes_per_s` in each direction (0: no time), shared by the workers of the direction.
 // `fail` maps the name of a call to the number, from 1 on, of the call that fails.
 class HostHintDriver final : public HintDriver {
  public:
@@ -41,7 +39,6 @@ class HostHintDriver final : public HintDriver {
     return device < devices_ ? result_of(Call::open) : kNoSuchDevice;
   }
   int separate(Lane, int) noexcept override { return result_of(Call::second_context); }
-  int load(Lane, int) noexcept override { return result_of(Call::load); }
   void close(Lane) noexcept override {}
   int query(Lane, int, EventId, bool& finished) noexcept override {
     finished = true;
@@ -52,13 +49,6 @@ class HostHintDriver final : public HintDriver {
   }
   int evict(Lane lane, int, Range range) noexcept override {
     return move(Call::evict, lane, range.bytes);
-  }
-  int discard(Lane, int, Range) noexcept override { return result_of(Call::discard); }
-  int copy(Lane lane, int, std::uintptr_t to, std::uintptr_t from,
-           std::size_t bytes) noexcept override {
-    if (const int error = move(Call::copy, lane, bytes)) return error;
-    std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
-    return 0;
   }
   int advise(Lane, int, Range, Advice) noexcept override { return result_of(Call::advise); }
   int synchronize(Lane, int) noexcept override { return result_of(Call::synchronize); }
@@ -71,11 +61,10 @@ class HostHintDriver final : public HintDriver {
   static constexpr int kAskedToFail = 2;
 
   enum class Call : std::uint8_t {
-    record, open, second_context, load, query, prefetch, evict, discard, copy, advise, synchronize
+    record, open, second_context, query, prefetch, evict, advise, synchronize
   };
-  static constexpr std::array<const char*, 11> kCallNames = {
-      "record",  "open", "second_context", "load",       "query", "prefetch", "evict",
-      "discard", "copy", "advise",         "synchronize"};
+  static constexpr std::array<const char*, 8> kCallNames = {
+      "record", "open", "second_context", "query", "prefetch", "evict", "advise", "synchronize"};
 
   using Clock = std::chrono::steady_clock;
   struct Link {

@@ -14,14 +14,11 @@
 
 namespace umem {
 
+// A request, or tickets that are needed now.
 struct Message {
-  enum class Kind : std::uint8_t { submit, needed, recorded, release, budget, resident, absent };
-
-  Kind kind = Kind::submit;
-  Ticket ticket = 0;              // submit
-  std::vector<Ticket> tickets{};  // needed
-  HintRequest request{};          // submit; other kinds use the fields they need
-  StreamId stream = 0;    // recorded
+  Ticket ticket = 0;  // of the request; 0 for none
+  HintRequest request{};
+  std::vector<Ticket> needed{};
   std::int64_t now_ns = 0;
 };
 
@@ -29,17 +26,13 @@ struct Message {
 // a driver call.
 class Inbox {
  public:
-  // Returns the number of unread messages. Wakes one worker, unless one is waking up already, or
-  // the message needs no worker: such messages are read before the next request.
+  // Returns the number of unread messages. Needed tickets wake no worker: they are read before the
+  // next request.
   std::size_t put(Message message) {
-    const Message::Kind kind = message.kind;
-    std::unique_lock lock(mutex_);
-    const std::size_t unread = unread_ += 1 + message.tickets.size();
+    const std::lock_guard lock(mutex_);
+    unread_ += 1 + message.needed.size();
     messages_.push_back(std::move(message));
-    if (kind != Message::Kind::needed && kind != Message::Kind::recorded &&
-        kind != Message::Kind::release)
-      wake_one(lock);
-    return unread;
+    return unread_;
   }
 
   // Assigns a ticket to the request; 0 if `capacity` requests are open already.
@@ -54,18 +47,14 @@ class Inbox {
   }
 
   // Assigns tickets to the requests with an address, up to the capacity. All wait for `event`,
-  // recorded on `stream`, which is released after them. `after` is empty, or has as many entries as
-  // `requests`.
+  // recorded on `stream`. No worker reads a part of them without the rest. `after` is empty, or has
+  // as many entries as `requests`.
   TicketSpan submit_all(const std::vector<HintRequest>& requests, std::span<const Ticket> after,
-                        EventId event, int device, StreamId stream, std::int64_t now_ns,
-                        std::uint64_t ended, std::size_t capacity, std::size_t& unread) {
+                        EventId event, StreamId stream, std::int64_t now_ns, std::uint64_t ended,
+                        std::size_t capacity, std::size_t& unread) {
     std::unique_lock lock(mutex_);
     const std::size_t before = messages_.size();
     TicketSpan span{.first = last_ticket_ + 1, .last = last_ticket_};
-    Message message{.request = {.device = device, .event = event}, .stream = stream};
-    message.now_ns = now_ns;
-    message.kind = Message::Kind::recorded;
-    if (event != kNoEvent) messages_.push_back(message);
     for (std::size_t i = 0; i < requests.size(); ++i) {
       if (requests[i].range.address == 0) continue;
       if (last_ticket_ - ended >= capacity) break;
@@ -74,11 +63,10 @@ class Inbox {
       submitted.ticket = last_ticket_;
       submitted.request = requests[i];
       submitted.request.event = event;
+      submitted.request.stream = stream;
       if (!after.empty()) submitted.request.after = after[i];
       submitted.now_ns = now_ns;
     }
-    message.kind = Message::Kind::release;
-    messages_.push_back(message);
     unread = unread_ += messages_.size() - before;
     wake_one(lock);
     return span;
@@ -128,7 +116,7 @@ class Inbox {
   std::mutex mutex_;
   std::condition_variable bell_;
   std::vector<Message> messages_;
-  std::size_t unread_ = 0;  // messages, and the tickets in them
+  std::size_t unread_ = 0;  // messages, and the needed tickets in them
   Ticket last_ticket_ = 0;
   std::uint64_t rings_ = 0;
   int sleepers_ = 0;

@@ -70,14 +70,11 @@ class RangeMap {
 // The tickets of requests by their ranges.
 class TicketsByRange {
  public:
-  void add(Range range, Ticket ticket) {
-    if (range.bytes != 0) tickets_[range].insert(ticket);
-  }
+  void add(Range range, Ticket ticket) { tickets_[range].insert(ticket); }
   void remove(Range range, Ticket ticket) {
-    std::set<Ticket>* const tickets = tickets_.find(range);
-    if (tickets == nullptr) return;
-    tickets->erase(ticket);
-    if (tickets->empty()) tickets_.erase(range);
+    std::set<Ticket>& tickets = *tickets_.find(range);
+    tickets.erase(ticket);
+    if (tickets.empty()) tickets_.erase(range);
   }
 
   // The newest ticket below `ticket` whose range is `range`; 0 for none.
@@ -92,13 +89,6 @@ class TicketsByRange {
       newest = std::max(newest, newest_below(tickets, ticket));
     });
     return newest;
-  }
-  std::set<Ticket> overlapping(Range range) const {
-    std::set<Ticket> all;
-    tickets_.visit_overlapping(range, [&](Range, const std::set<Ticket>& tickets) {
-      all.insert(tickets.begin(), tickets.end());
-    });
-    return all;
   }
 
  private:

@@ -9,9 +9,9 @@
 
 namespace umem {
 
-// The first five are umem.HintOp, in its order (umem/core/schedule.py).
-enum class HintOp : std::uint8_t { prefetch, evict, discard, copy_in, copy_out, advise };
-inline constexpr std::size_t kHintOps = 6;
+// The first two are umem.HintOp's, with its numbers (umem/core/schedule.py).
+enum class HintOp : std::uint8_t { prefetch, evict, advise };
+inline constexpr std::size_t kHintOps = 3;
 
 // Which workers serve a request. Advice moves nothing, and is issued by the workers whose
 // prefetches it cannot delay.
@@ -23,17 +23,8 @@ constexpr std::size_t index_of(Direction direction) {
 }
 
 constexpr Direction direction_of(HintOp op) {
-  return op == HintOp::prefetch || op == HintOp::copy_in ? Direction::to_device
-                                                         : Direction::to_host;
+  return op == HintOp::prefetch ? Direction::to_device : Direction::to_host;
 }
-
-// Copies carry values, and advice persists: both are carried out in order of submission. All others
-// are hints, and may be dropped at any time before they are issued.
-constexpr bool keeps_order(HintOp op) {
-  return op == HintOp::copy_in || op == HintOp::copy_out || op == HintOp::advise;
-}
-
-constexpr bool copies(HintOp op) { return op == HintOp::copy_in || op == HintOp::copy_out; }
 
 using Ticket = std::uint64_t;  // 0: the request was refused
 
@@ -45,11 +36,11 @@ struct HintRequest {
   HintOp op = HintOp::prefetch;
   Range range{};
   int device = 0;
-  EventId event = 0;  // from HintEngine::record; 0: nothing to wait for
+  EventId event = 0;    // of its batch, to wait for; 0 outside of batches
+  StreamId stream = 0;  // of the event
   Ticket after = 0;   // prefetch: begins when the evictions up to this ticket have ended
   TensorClass tensor_class = TensorClass::other;
-  std::uintptr_t host_address = 0;  // copy_in, copy_out: the host-resident block
-  Advice advice{};                  // advise
+  Advice advice{};  // advise
 };
 
 // Outcome of a request, from good to bad: the worst part of a range counts for the whole. The order
@@ -63,14 +54,10 @@ inline constexpr std::array<const char*, kOutcomes> kOutcomeNames = {
 struct HintRecord {
   Ticket ticket = 0;
   HintRequest request{};
-  std::int64_t asked_ns = 0;
-  std::int64_t ready_ns = 0;   // the event had completed
-  std::int64_t issued_ns = 0;  // the first driver call began
   std::int64_t done_ns = 0;
   std::int64_t needed_ns = 0;
   std::size_t open_bytes = 0;  // queued, or in a driver call
   std::size_t moved_bytes = 0;
-  bool waited_for_room = false;
   Outcome outcome = Outcome::open;
 };
 
@@ -79,7 +66,6 @@ struct Without {
   bool second_context = false;
   bool prefetch = false;  // to either side
   bool advice = false;
-  bool discard = false;
 };
 
 struct HintSettings {
@@ -101,15 +87,5 @@ constexpr Range common(Range a, Range b) {
 }
 
 constexpr bool overlap(Range a, Range b) { return common(a, b).bytes != 0; }
-
-constexpr bool lies_in(Range inner, Range outer) {
-  return inner.address >= outer.address && end_of(inner) <= end_of(outer);
-}
-
-// The part of the host block that belongs to a part of a copy's range; empty if nothing is copied.
-constexpr Range host_part(const HintRequest& request, Range part) {
-  if (!copies(request.op)) return {};
-  return {request.host_address + (part.address - request.range.address), part.bytes};
-}
 
 }  // namespace umem

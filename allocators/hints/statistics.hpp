@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cstdint>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -18,14 +17,12 @@ struct HintCounts {
   std::uint64_t moved_bytes = 0;   // now at the requested place; some were there before
   std::uint64_t wasted_bytes = 0;  // superseded, forgotten, dropped or failed
   std::uint64_t calls = 0;         // chunks issued
-  std::int64_t event_wait_ns = 0;  // from submission to ready
-  std::int64_t queued_ns = 0;      // from ready to issued
   // Time in driver calls. Concurrent calls of a direction share its link, and so the time is
   // divided among them: moved_bytes / driver_ns is the link's rate for any number of workers. The
   // time of a call is divided by bytes among its requests.
   std::int64_t driver_ns = 0;
   std::uint64_t late = 0, early = 0;  // done after, and before, the phase that needs it began
-  std::int64_t late_ns = 0, early_ns = 0;
+  std::int64_t late_ns = 0;
   std::uint64_t missed = 0;  // needed, but never completed
 };
 
@@ -40,12 +37,9 @@ struct HintStatistics {
   std::array<std::array<HintCounts, kClasses>, kHintOps> counts{};
   std::vector<HintFailure> failures;
   std::uint64_t refused = 0;  // no ticket: the queue was full or the engine stopped
-  std::size_t open_requests = 0, peak_open_requests = 0;
+  std::size_t open_requests = 0;
   std::size_t queued_bytes = 0;
   std::array<std::size_t, kDirections> in_flight_bytes{};
-  std::uint64_t room_waits = 0;         // requests that found the device full
-  std::uint64_t over_budget_bytes = 0;  // moved in although nothing could free memory
-  std::map<int, std::size_t> resident_bytes;  // by device, as reported to the engine
 };
 
 }  // namespace umem

@@ -183,27 +183,24 @@ TEST(each_call_of_the_allocator_fails_once) {
 
 // ---- hints ----
 
-constexpr std::uintptr_t kCopies = std::uintptr_t{1} << 44;
 constexpr int kError = 700;
 
-// All operations, with events and a budget, on two GPUs. Returns how many were submitted.
+// All operations, behind events where they may be, on two GPUs. Returns how many were submitted.
 std::uint64_t submit_all(HintMachine& machine) {
   std::vector<Ticket> tickets;
   for (int device = 0; device < kDevices; ++device)
     for (std::size_t op = 0; op < kHintOps; ++op) {
       const std::size_t place = 100 * tickets.size();
+      const auto operation = static_cast<HintOp>(op);
       machine.driver.launch(device, kSide);
-      const EventId event = machine.engine.record(device, kSide);
       for (const std::size_t part : {std::size_t{0}, std::size_t{4}}) {
-        const Ticket ticket = machine.engine.submit({.op = static_cast<HintOp>(op),
-                                                     .range = blocks(place + part, 4),
-                                                     .device = device,
-                                                     .event = event,
-                                                     .host_address = kCopies + at(place)});
+        const Range range = blocks(place + part, 4);
+        const Ticket ticket = operation == HintOp::advise
+                                  ? machine.ask(operation, range, device)
+                                  : machine.ask_behind(operation, range, kSide, device);
         CHECK(ticket != 0);
         tickets.push_back(ticket);
       }
-      machine.engine.release(event);
       machine.driver.finish(device, kSide);
     }
   for (const Ticket ticket : tickets) {
@@ -239,7 +236,6 @@ TEST(each_call_of_the_hint_engine_fails_once) {
   std::int64_t calls = 0, failed = 0;
   for (std::int64_t number = -1; number < calls; ++number) {
     HintMachine machine({.chunk_bytes = 4 * MiB, .in_flight_bytes = 16 * MiB});
-    for (int device = 0; device < kDevices; ++device) machine.engine.set_budget(device, 12 * MiB);
     machine.driver.fail_at(number, kError);
     const std::uint64_t submitted = submit_all(machine);
     if (number < 0) calls = machine.driver.fallible_calls();

@@ -15,30 +15,19 @@ std::int64_t now_ns() {
 
 TEST(a_request_waits_for_its_event) {
   HintMachine machine;
-  const EventId event = machine.busy_event(kStream);
-  const Ticket waiting = machine.prefetch(blocks(0, 1), event);
+  const Ticket waiting = machine.ask_behind_work(HintOp::prefetch, blocks(0, 1), kStream);
   machine.expect_done(machine.prefetch(blocks(10, 1)));  // waits for nothing: goes ahead
   machine.expect_open(waiting);
   CHECK_EQUAL(machine.driver.count("prefetch"), 1U);
   machine.driver.finish(0, kStream);
   machine.expect_done(waiting);
-  machine.expect_done(machine.prefetch(blocks(20, 1), event));  // over already
-  machine.engine.release(event);
-  const auto record = machine.engine.find(waiting);
-  CHECK(record->ready_ns - record->asked_ns >= kSoonNs);
-  CHECK(machine.counts(HintOp::prefetch).event_wait_ns >= kSoonNs);
+  machine.expect_done(machine.ask_behind(HintOp::prefetch, blocks(20, 1), kStream));  // over already
 }
 
 TEST(streams_do_not_wait_for_each_other) {
   HintMachine machine;
-  machine.driver.launch(0, kStream);
-  machine.driver.launch(0, kOtherStream);
-  const EventId one = machine.engine.record(0, kStream);
-  const EventId other = machine.engine.record(0, kOtherStream);
-  const Ticket on_one = machine.prefetch(blocks(0, 1), one);
-  const Ticket on_other = machine.prefetch(blocks(10, 1), other);
-  machine.engine.release(one);
-  machine.engine.release(other);
+  const Ticket on_one = machine.ask_behind_work(HintOp::prefetch, blocks(0, 1), kStream);
+  const Ticket on_other = machine.ask_behind_work(HintOp::prefetch, blocks(10, 1), kOtherStream);
   machine.driver.finish(0, kOtherStream);
   machine.expect_done(on_other);
   machine.expect_open(on_one);
@@ -50,11 +39,8 @@ TEST(streams_do_not_wait_for_each_other) {
 TEST(a_long_queue_asks_little) {
   HintMachine machine({.poll_ns = 1'000'000});
   std::vector<Ticket> tickets;
-  for (std::size_t i = 0; i < 200; ++i) {
-    const EventId event = machine.busy_event(kStream);
-    tickets.push_back(machine.prefetch(blocks(2 * i, 1), event));
-    machine.engine.release(event);
-  }
+  for (std::size_t i = 0; i < 200; ++i)
+    tickets.push_back(machine.ask_behind_work(HintOp::prefetch, blocks(2 * i, 1), kStream));
   machine.expect_open(tickets.back());
   const std::size_t before = machine.driver.count("query");
   machine.expect_open(tickets.back());
@@ -64,19 +50,22 @@ TEST(a_long_queue_asks_little) {
   for (const Ticket ticket : tickets) machine.expect_done(ticket);
 }
 
+// Whether its requests are done, replaced or refused.
 TEST(events_are_given_back) {
-  HintMachine machine;
+  HintMachine machine({.capacity = 8});
+  HintBatch batch(0, {{.op = HintOp::prefetch, .range = blocks(0, 1)},
+                      {.op = HintOp::evict, .range = blocks(0, 1)}});
   for (int i = 0; i < 20; ++i) {
-    const EventId event = machine.engine.record(0, kStream);
-    machine.prefetch(blocks(0, 1), event);
-    machine.engine.wait(machine.evict(blocks(0, 1), event), kPatienceNs);
-    machine.engine.release(event);
-    machine.engine.release(event);  // once too often
+    const TicketSpan span = machine.engine.submit_batch(batch, kStream);
+    machine.engine.wait(span.first, kPatienceNs);
+    machine.engine.wait(span.last, kPatienceNs);
   }
-  machine.engine.release(kNoEvent);
-  machine.engine.release(12345);
-  machine.engine.statistics();
-  machine.engine.wait(machine.prefetch(blocks(1, 1)), kPatienceNs);
+  machine.driver.hold("evict");
+  for (std::size_t i = 0; i < 10; ++i) machine.evict(blocks(10 * i, 1));
+  const TicketSpan none = machine.engine.submit_batch(batch, kStream);
+  CHECK(none.last < none.first);
+  machine.driver.let_go("evict");
+  while (machine.engine.statistics().open_requests != 0) std::this_thread::yield();
   CHECK_EQUAL(machine.driver.events(), 0U);
 }
 
@@ -84,20 +73,19 @@ TEST(events_are_given_back) {
 TEST(no_event_means_no_hint) {
   HintMachine machine;
   machine.driver.fail("record", 5);
-  const EventId event = machine.engine.record(0, kStream);
-  CHECK_EQUAL(event, kNoEvent);
-  machine.expect(machine.ask(HintOp::discard, blocks(0, 1), event), Outcome::dropped);
-  machine.expect(machine.prefetch(blocks(0, 1), 999), Outcome::dropped);  // never recorded
+  machine.expect(machine.ask_behind(HintOp::evict, blocks(0, 1)), Outcome::dropped);
   CHECK(machine.driver.calls().empty());
 }
 
 TEST(an_event_that_fails_drops_its_requests) {
   HintMachine machine;
-  const EventId event = machine.busy_event(kStream);
+  machine.driver.launch(0, kStream);
+  HintBatch batch(0, {{.op = HintOp::evict, .range = blocks(0, 1)},
+                      {.op = HintOp::prefetch, .range = blocks(10, 1)}});
   machine.driver.fail("query", 9);
-  machine.expect(machine.evict(blocks(0, 1), event), Outcome::dropped);
-  machine.expect(machine.prefetch(blocks(0, 1), event), Outcome::dropped);
-  machine.engine.release(event);
+  const TicketSpan span = machine.engine.submit_batch(batch, kStream);
+  machine.expect(span.first, Outcome::dropped);
+  machine.expect(span.last, Outcome::dropped);
   CHECK(machine.driver.calls().empty());
   CHECK_EQUAL(machine.engine.statistics().failures.at(0).call, std::string("query"));
 }
@@ -118,20 +106,16 @@ TEST(submitting_does_not_wait) {
   machine.evict(blocks(20, 1));
   machine.driver.wait_until_held("prefetch", 2);
   machine.driver.wait_until_held("evict");
-  const EventId event = machine.busy_event(kStream);
   std::vector<double> submit_ns;
   for (std::size_t i = 0; i < 10'000; ++i) {
     const std::int64_t before = now_ns();
-    CHECK(machine.ask(i % 2 ? HintOp::evict : HintOp::prefetch, blocks(30 + i % 100, 4),
-                      i % 3 ? event : 0) != 0);
+    CHECK(machine.ask(i % 2 ? HintOp::evict : HintOp::prefetch, blocks(30 + i % 100, 4)) != 0);
     submit_ns.push_back(static_cast<double>(now_ns() - before));
   }
   std::cout << "submit: " << median(submit_ns) << " ns in the middle" << std::endl;
   CHECK(median(submit_ns) < kSubmitNs);
-  machine.engine.release(event);
   machine.driver.let_go("prefetch");
   machine.driver.let_go("evict");
-  machine.driver.finish(0, kStream);
 }
 
 }  // namespace

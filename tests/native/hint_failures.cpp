@@ -5,11 +5,13 @@
 namespace umem {
 namespace {
 
-constexpr std::uintptr_t kHost = std::uintptr_t{1} << 44;
 constexpr int kError = 700;
 
-HintRequest request_for(HintOp op, EventId event) {
-  return {.op = op, .range = blocks(0, 1), .event = event, .host_address = kHost};
+// Behind an event, but for advice.
+Ticket ask(HintEngine& engine, HintOp op) {
+  if (op == HintOp::advise) return engine.submit({.op = op, .range = blocks(0, 1)});
+  HintBatch batch(0, {{.op = op, .range = blocks(0, 1)}});
+  return engine.submit_batch(batch, 7).last;
 }
 
 std::uint64_t failures(HintMachine& machine, const std::string& call) {
@@ -26,46 +28,34 @@ std::uint64_t failures(HintMachine& machine, const std::string& call) {
 TEST(any_call_may_fail_once) {
   for (std::size_t op = 0; op < kHintOps; ++op)
     for (const std::string call :
-         {"open", "second_context", "load", "query", "prefetch", "evict", "discard", "copy",
-          "advise", "synchronize"}) {
+         {"open", "second_context", "query", "prefetch", "evict", "advise", "synchronize"}) {
       HintMachine machine;
-      const EventId event = machine.engine.record(0, 7);
       machine.driver.fail(call, kError);
-      const HintRequest request = request_for(static_cast<HintOp>(op), event);
-      const Ticket first = machine.engine.submit(request);
+      const auto operation = static_cast<HintOp>(op);
+      const Ticket first = ask(machine.engine, operation);
       CHECK(machine.engine.wait(first, kPatienceNs) != Outcome::open);
       const std::uint64_t failed = failures(machine, call);
       CHECK(failed <= 1);
       // Which calls an operation makes: its own, and these.
-      const bool always =
-          call == "open" || call == "load" || call == "query" || call == "synchronize";
+      const bool always = call == "open" || call == "synchronize" ||
+                          (call == "query" && operation != HintOp::advise);
       CHECK(!always || failed == 1);
       const auto outcome = machine.engine.wait(first, 0);
-      const bool released = call == "discard" && request.op == HintOp::copy_out;
-      const bool faults = call == "prefetch" && request.op == HintOp::copy_in;
-      CHECK_EQUAL(outcome == Outcome::done,
-                  failed == 0 || released || faults || call == "load" || call == "second_context");
-      CHECK_EQUAL(outcome == Outcome::dropped, call == "query");
+      CHECK_EQUAL(outcome == Outcome::done, failed == 0 || call == "second_context");
+      CHECK_EQUAL(outcome == Outcome::dropped, call == "query" && failed == 1);
 
-      machine.engine.release(event);
       machine.driver.fail(call, kError, 0);  // no more
-      const EventId again = machine.engine.record(0, 7);
-      const Ticket second = machine.engine.submit(request_for(static_cast<HintOp>(op), again));
-      machine.expect_done(second);
-      machine.engine.release(again);
+      machine.expect_done(ask(machine.engine, operation));
     }
 }
 
 TEST(every_call_may_fail_always) {
   HintMachine machine;
-  for (const std::string call : {"prefetch", "evict", "discard", "copy", "advise"})
+  for (const std::string call : {"prefetch", "evict", "advise"})
     machine.driver.fail(call, kError, 1'000'000);
   std::vector<Ticket> tickets;
-  for (std::size_t i = 0; i < 300; ++i) {
-    HintRequest request = request_for(static_cast<HintOp>(i % kHintOps), 0);
-    request.range = blocks(10 * i, 1);
-    tickets.push_back(machine.engine.submit(request));
-  }
+  for (std::size_t i = 0; i < 300; ++i)
+    tickets.push_back(machine.ask(static_cast<HintOp>(i % kHintOps), blocks(10 * i, 1)));
   for (const Ticket ticket : tickets) machine.expect(ticket, Outcome::failed);
   const HintStatistics stats = machine.engine.statistics();
   std::uint64_t counted = 0, failed = 0;
@@ -76,7 +66,7 @@ TEST(every_call_may_fail_always) {
       CHECK_EQUAL(counts.wasted_bytes, counts.asked_bytes);
     }
   CHECK_EQUAL(failed, 300U);
-  CHECK_EQUAL(counted, 350U);  // a copy to the device fails twice: its prefetch, and itself
+  CHECK_EQUAL(counted, 300U);
   CHECK_EQUAL(stats.open_requests, 0U);
   for (const std::size_t bytes : stats.in_flight_bytes) CHECK_EQUAL(bytes, 0U);
 }
@@ -92,20 +82,12 @@ TEST(without_a_second_context_evictions_go_on) {
 
 // What the user switches off is as if the driver refused it, and no call is made.
 TEST(what_is_switched_off_is_not_called) {
-  HintMachine machine({.without = {.second_context = true,
-                                   .prefetch = true,
-                                   .advice = true,
-                                   .discard = true}});
-  for (std::size_t op = 0; op < kHintOps; ++op) {
-    const HintOp number = static_cast<HintOp>(op);
-    const bool copies = number == HintOp::copy_in || number == HintOp::copy_out;
-    machine.expect(machine.engine.submit(request_for(number, 0)),
-                   copies ? Outcome::done : Outcome::failed);
-  }
-  for (const std::string name : {"second_context", "prefetch", "evict", "discard", "advise"})
+  HintMachine machine({.without = {.second_context = true, .prefetch = true, .advice = true}});
+  for (std::size_t op = 0; op < kHintOps; ++op)
+    machine.expect(machine.ask(static_cast<HintOp>(op), blocks(0, 1)), Outcome::failed);
+  for (const std::string name : {"second_context", "prefetch", "evict", "advise"})
     CHECK_EQUAL(machine.driver.count(name), 0U);
-  CHECK_EQUAL(machine.driver.count("copy"), 2U);
-  CHECK_EQUAL(machine.engine.statistics().failures.size(), 5U);
+  CHECK_EQUAL(machine.engine.statistics().failures.size(), 4U);
 }
 
 TEST(one_failed_chunk_spares_the_others) {
@@ -131,7 +113,6 @@ TEST(a_failed_call_is_still_waited_for) {
 // A worker that finds no host memory ends all: nothing stays open, nothing is held.
 TEST(a_worker_that_dies_keeps_nobody) {
   HintMachine machine({.prefetch_workers = 1});
-  machine.engine.set_budget(0, 4 * MiB);
   const Ticket running = machine.hold(HintOp::evict, blocks(100, 1));
   const Ticket queued = machine.evict(blocks(200, 1));
   machine.driver.run_out_of_memory();
@@ -149,24 +130,13 @@ TEST(a_worker_that_dies_keeps_nobody) {
 
 // The host's driver fails where it is asked to, for runs of whole programs: once, and in that call.
 TEST(the_host_fails_on_purpose) {
-  std::array<char, 64> device{}, host{};
-  const Range copied{reinterpret_cast<std::uintptr_t>(device.data()), device.size()};
   const auto failures_of = [&](const std::map<std::string, std::int64_t>& fail) {
     HintEngine engine({.prefetch_workers = 1}, std::make_unique<HostHintDriver>(1, 0.0, fail));
     std::vector<std::string> failed;
     for (int round = 0; round < 3; ++round)
-      for (std::size_t number = 0; number < kHintOps; ++number) {
-        const auto op = static_cast<HintOp>(number);
-        const bool copies = op == HintOp::copy_in || op == HintOp::copy_out;
-        const EventId event = engine.record(0, 7);
-        const Ticket ticket =
-            engine.submit({.op = op,
-                           .range = copies ? copied : blocks(0, 1),
-                           .event = event,
-                           .host_address = reinterpret_cast<std::uintptr_t>(host.data())});
-        engine.release(event);
-        CHECK(engine.wait(ticket, kPatienceNs).value_or(Outcome::open) != Outcome::open);
-      }
+      for (std::size_t op = 0; op < kHintOps; ++op)
+        CHECK(engine.wait(ask(engine, static_cast<HintOp>(op)), kPatienceNs)
+                  .value_or(Outcome::open) != Outcome::open);
     for (const HintFailure& failure : engine.statistics().failures) {
       CHECK_EQUAL(failure.count, 1U);
       failed.push_back(failure.call);
@@ -174,8 +144,8 @@ TEST(the_host_fails_on_purpose) {
     return failed;
   };
   CHECK(failures_of({}).empty());
-  for (const std::string call : {"record", "open", "second_context", "load", "query", "prefetch",
-                                 "evict", "discard", "copy", "advise", "synchronize"}) {
+  for (const std::string call : {"record", "open", "second_context", "query", "prefetch", "evict",
+                                 "advise", "synchronize"}) {
     const bool is_rare = call == "open" || call == "second_context";
     const std::vector<std::string> failed = failures_of({{call, is_rare ? 1 : 2}});
     CHECK_EQUAL(failed.size(), 1U);

@@ -58,9 +58,7 @@ TEST(it_does_not_wait_for_other_ranges) {
 
 TEST(it_does_not_wait_for_events) {
   HintMachine machine(kOneLane);
-  const EventId event = machine.busy_event();
-  const Ticket ticket = machine.prefetch(blocks(0, 4), event);
-  machine.engine.release(event);
+  const Ticket ticket = machine.ask_behind_work(HintOp::prefetch, blocks(0, 4));
   machine.expect_open(ticket);
   CHECK(machine.engine.forget(blocks(0, 4), kPatienceNs));
   machine.expect(ticket, Outcome::forgotten);
@@ -80,41 +78,6 @@ TEST(the_range_may_be_used_again) {
   }
   machine.driver.map_again(blocks(0, 8));
   machine.expect_done(machine.prefetch(blocks(0, 8)));
-}
-
-// What was on the device counts no more against the budget, an arriving chunk included.
-TEST(a_forgotten_range_is_not_resident) {
-  HintMachine machine(kOneLane);
-  machine.hold(HintOp::prefetch, blocks(0, 4));
-  std::thread freeing([&] { CHECK(machine.engine.forget(blocks(0, 4), kPatienceNs)); });
-  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
-  machine.driver.let_go("prefetch");
-  freeing.join();
-  CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 0U);
-}
-
-// Nor when nobody waited for its end.
-TEST(what_is_forgotten_in_vain_is_not_resident) {
-  HintMachine machine(kOneLane);
-  const Ticket ticket = machine.hold(HintOp::prefetch, blocks(0, 4));
-  CHECK(!machine.engine.forget(blocks(1, 2), 0));
-  machine.driver.let_go("prefetch");
-  machine.expect_done(ticket);
-  CHECK_EQUAL(machine.engine.statistics().resident_bytes.at(0), 4 * MiB);
-}
-
-// The discard that follows a copy out would hit whoever has the memory by then.
-TEST(what_is_forgotten_in_vain_is_not_discarded) {
-  HintMachine machine(kOneLane);
-  machine.driver.hold("copy");
-  const Ticket ticket = machine.engine.submit({.op = HintOp::copy_out,
-                                               .range = blocks(0, 4),
-                                               .host_address = std::uintptr_t{1} << 44});
-  machine.driver.wait_until_held("copy");
-  CHECK(!machine.engine.forget(blocks(0, 4), 0));
-  machine.driver.let_go("copy");
-  machine.expect(ticket, Outcome::forgotten);
-  CHECK_EQUAL(machine.driver.count("discard"), 0U);
 }
 
 }  // namespace

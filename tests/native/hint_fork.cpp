@@ -20,19 +20,14 @@ void expect_success(pid_t child) {
 void use_in_child(std::unique_ptr<HintEngine> engine, Ticket ticket) {
   alarm(kDeadlockSeconds);  // kills the child, and so fails the test
   CHECK_EQUAL(engine->submit({.range = blocks(0, 1)}), 0U);
-  CHECK_EQUAL(engine->record(0, 7), kNoEvent);
   engine->start(0);
   engine->mark_needed({ticket});
   HintBatch batch(0, {{.range = blocks(0, 1)}, {.range = blocks(2, 1)}});
   batch.set_address(1, 0);  // skipped, and so not refused
   CHECK_EQUAL(engine->submit_batch(batch, 7).last, 0U);
-  engine->release(1);
-  engine->set_budget(0, 1);
-  engine->set_resident(0, blocks(0, 1), true);
   CHECK(engine->forget(blocks(0, 1), kPatienceNs));
   CHECK(!engine->wait(ticket, kPatienceNs).has_value());
   CHECK(!engine->ended(ticket).has_value());
-  CHECK(!engine->find(ticket).has_value());
   CHECK_EQUAL(engine->statistics().refused, 2U);
   CHECK(engine->shutdown(kPatienceNs));
   engine.reset();

@@ -1,11 +1,9 @@
-// The queue, the resident set and kept contents against plain models of them.
+// The queue against a plain model of it.
 #include <map>
 #include <random>
 
 #include "check.hpp"
 #include "hints/hint_queue.hpp"
-#include "hints/kept_contents.hpp"
-#include "hints/resident_set.hpp"
 
 namespace umem {
 namespace {
@@ -60,7 +58,7 @@ TEST(only_ready_pieces_are_in_order) {
   CHECK(queue.ready_starting_at(HintOp::evict, 0, 501).empty());
   CHECK(queue.ready_ending_at(HintOp::evict, 0, 505).empty());
   CHECK(queue.ready_starting_at(HintOp::evict, 1, 500).empty());
-  CHECK(queue.ready_starting_at(HintOp::discard, 0, 500).empty());
+  CHECK(queue.ready_starting_at(HintOp::advise, 0, 500).empty());
 }
 
 TEST(of_one_range_only_the_oldest_is_offered) {
@@ -129,61 +127,6 @@ TEST(the_queue_is_as_a_table_of_bytes) {
     CHECK_EQUAL(found, expected);
   }
   CHECK(last > 400);
-}
-
-TEST(the_resident_set_is_as_a_table_of_bytes) {
-  constexpr std::size_t kEnd = 300;
-  std::mt19937_64 random(7);
-  ResidentSet set;
-  std::vector<bool> table(2 * kEnd);
-  const auto count = [&](std::size_t from, std::size_t to) {
-    return static_cast<std::size_t>(std::count(table.begin() + static_cast<std::ptrdiff_t>(from),
-                                               table.begin() + static_cast<std::ptrdiff_t>(to),
-                                               true));
-  };
-  for (int step = 0; step < 20000; ++step) {
-    const Range range = random_range(random, kEnd);
-    const bool comes = random() % 2 == 0;
-    comes ? set.insert(range) : set.erase(range);
-    std::fill_n(table.begin() + static_cast<std::ptrdiff_t>(range.address), range.bytes, comes);
-    CHECK_EQUAL(set.bytes(), count(0, table.size()));
-    const Range asked = random_range(random, kEnd);
-    CHECK_EQUAL(set.covered_bytes(asked), count(asked.address, end_of(asked)));
-    std::size_t runs = table[0];
-    for (std::size_t i = 1; i < table.size(); ++i) runs += table[i] && !table[i - 1];
-    CHECK_EQUAL(set.pieces(), runs);  // neighbours are one
-  }
-}
-
-// Host blocks lie at one distance from their ranges.
-TEST(kept_contents_are_as_a_table_of_bytes) {
-  constexpr std::size_t kEnd = 200, kDistance = 1000;
-  std::mt19937_64 random(11);
-  KeptContents kept;
-  std::vector<bool> table(2 * kEnd);
-  for (int step = 0; step < 3000; ++step) {
-    const Range range = random_range(random, kEnd);
-    const std::uintptr_t host = range.address + kDistance;
-    const std::size_t choice = random() % 3;
-    if (choice == 0) {
-      kept.add(range, host);
-      CHECK(kept.holds(range, host));
-      CHECK(!kept.holds(range, host + 1));
-    } else if (choice == 1) {
-      kept.drop(range);
-    } else {  // whole entries go, so it is asked for with all that it touches
-      kept.drop({0, 2 * kEnd});
-      kept.add(range, host);
-      kept.drop_host({host - 1, 1});
-      CHECK(kept.holds(range, host));
-      kept.drop_host({host, 1});
-      table.assign(table.size(), false);
-    }
-    if (choice != 2)
-      std::fill_n(table.begin() + static_cast<std::ptrdiff_t>(range.address), range.bytes,
-                  choice == 0);
-    for (std::size_t i = 0; i < kEnd; ++i) CHECK_EQUAL(kept.overlaps({i, 1}), table[i]);
-  }
 }
 
 }  // namespace

@@ -2,8 +2,8 @@
 //
 // Usage: hint_stress [steps [seed]]. `steps` is the total over all threads, 60,000 by default.
 //
-// The threads submit all operations, alone and in batches, record and release events, let streams
-// finish, forget and unmap memory, change budgets and make calls fail. Between rounds all is let
+// The threads submit all operations, alone and in batches behind the work of streams, let streams
+// finish, forget and unmap memory, and make calls fail. Between rounds all is let
 // go, and the books must balance.
 #include <barrier>
 #include <random>
@@ -17,7 +17,6 @@ constexpr std::size_t kThreads = 6;
 constexpr std::size_t kRounds = 4;
 constexpr std::size_t kSharedBlocks = 200;
 constexpr std::size_t kOwnBlocks = 40;  // of each thread, which unmaps them at times
-constexpr std::uintptr_t kHost = std::uintptr_t{1} << 44;
 constexpr int kDevices = 2;
 
 class Submitter {
@@ -26,7 +25,7 @@ class Submitter {
       : number_(number), random_(seed * 1000 + number), engine_(engine), driver_(driver) {}
 
   void step() {
-    switch (below(21)) {
+    switch (below(19)) {
       case 0:
         return forget();
       case 1:
@@ -34,39 +33,27 @@ class Submitter {
       case 2:
         return driver_.finish(device(), stream());
       case 3:
-        return record();
-      case 4:
-        return release();
-      case 5:
-        engine_.set_budget(device(), below(3) * 64 * MiB);
-        return;
-      case 6:
-        engine_.set_resident(device(), range(), below(2) == 0);
-        return;
-      case 7:
         if (!tickets_.empty()) engine_.mark_needed({tickets_[below(tickets_.size())]});
         return;
-      case 8:
+      case 4:
         if (!tickets_.empty()) engine_.wait(tickets_[below(tickets_.size())], 10'000);
         return;
-      case 9:
+      case 5:
         if (below(10) == 0) engine_.statistics();
         if (below(10) == 0)
-          driver_.fail(std::array{"open", "query", "prefetch", "evict", "discard", "copy", "advise",
-                                  "synchronize", "record"}[below(9)],
+          driver_.fail(std::array{"open", "query", "prefetch", "evict", "advise", "synchronize",
+                                  "record"}[below(7)],
                        static_cast<int>(1 + below(3)));
         return;
-      case 10:
+      case 6:
+      case 7:
+      case 8:
         return fire();
       default:
         return submit();
     }
   }
 
-  // With no further steps until settled.
-  void end_round() {
-    while (!events_.empty()) release();
-  }
   void expect_settled() {
     for (const Ticket ticket : tickets_) {
       // Long ago: its record has given way to a newer one.
@@ -92,17 +79,10 @@ class Submitter {
   }
 
   void submit() {
-    HintRequest request{.op = static_cast<HintOp>(below(kHintOps)),
+    const HintRequest request{.op = static_cast<HintOp>(below(kHintOps)),
                         .range = range(),
                         .device = device(),
                         .tensor_class = static_cast<TensorClass>(below(kClasses))};
-    request.host_address = kHost + request.range.address;
-    if (!events_.empty() && below(2) == 0) {
-      request.event = events_[below(events_.size())].first;
-      request.device = events_.back().second;
-    } else if (below(50) == 0) {
-      request.event = kNoEvent;
-    }
     const Ticket ticket = engine_.submit(request);
     ++(ticket != 0 ? accepted : refused);
     if (ticket == 0) return;
@@ -113,7 +93,7 @@ class Submitter {
   void fire() {
     std::vector<HintRequest> requests;
     for (std::size_t left = 1 + below(8); left != 0; --left)
-      requests.push_back({.op = static_cast<HintOp>(below(3)), .range = range()});
+      requests.push_back({.op = static_cast<HintOp>(below(2)), .range = range()});
     HintBatch batch(device(), requests);
     if (below(3) == 0) {  // skipped
       batch.set_address(0, 0);
@@ -126,18 +106,6 @@ class Submitter {
     }
     accepted += span.last + 1 - span.first;
     refused += requests.size() - (span.last + 1 - span.first);
-  }
-
-  void record() {
-    if (events_.size() == 20) release();
-    const int on = device();
-    if (const EventId event = engine_.record(on, stream()); event != kNoEvent)
-      events_.push_back({event, on});
-  }
-  void release() {
-    if (events_.empty()) return;
-    engine_.release(events_.front().first);
-    events_.erase(events_.begin());
   }
 
   void forget() {
@@ -153,7 +121,6 @@ class Submitter {
   HintEngine& engine_;
   FakeHintDriver& driver_;
   std::vector<Ticket> tickets_;
-  std::vector<std::pair<EventId, int>> events_;  // with their devices
 };
 
 void run(std::size_t steps, std::uint64_t seed) {
@@ -174,8 +141,7 @@ void run(std::size_t steps, std::uint64_t seed) {
       Submitter& submitter = *submitters[number];
       for (std::size_t round = 0; round < kRounds; ++round) {
         for (std::size_t i = 0; i < steps / kThreads / kRounds; ++i) submitter.step();
-        submitter.end_round();
-        barrier.arrive_and_wait();  // nobody needs streams, budgets or events any more
+        barrier.arrive_and_wait();  // nobody needs streams any more
         barrier.arrive_and_wait();
         submitter.expect_settled();
         barrier.arrive_and_wait();
@@ -185,10 +151,8 @@ void run(std::size_t steps, std::uint64_t seed) {
 
   for (std::size_t round = 0; round < kRounds; ++round) {
     barrier.arrive_and_wait();
-    for (int device = 0; device < kDevices; ++device) {
-      machine.engine.set_budget(device, 0);
+    for (int device = 0; device < kDevices; ++device)
       for (StreamId stream = 1; stream <= 3; ++stream) machine.driver.finish(device, stream);
-    }
     barrier.arrive_and_wait();
     barrier.arrive_and_wait();
     const HintStatistics stats = machine.engine.statistics();

@@ -63,17 +63,15 @@ TEST(between_two_chunks_there_is_a_check) {
 // A program submits a whole step ahead of the GPU: "in again, much later" must not undo "out, now".
 TEST(a_request_replaces_nothing_before_its_event) {
   HintMachine machine(kOneLane);
-  const EventId later = machine.busy_event(kStream);
   occupy(machine, HintOp::evict);
   const Ticket out = machine.evict(blocks(0, 1));
-  const Ticket in = machine.prefetch(blocks(0, 1), later);
+  const Ticket in = machine.ask_behind_work(HintOp::prefetch, blocks(0, 1), kStream);
   machine.expect_open(out);
   machine.driver.let_go("evict");
   machine.expect_done(out);
   machine.expect_open(in);
   machine.driver.finish(0, kStream);
   machine.expect_done(in);
-  machine.engine.release(later);
 }
 
 TEST(a_request_replaces_one_that_still_waits) {
@@ -95,12 +93,10 @@ TEST(which_replaces_which) {
   using enum HintOp;
   for (const auto& [older, newer, replaced] : {
            Pair{prefetch, prefetch, false}, Pair{prefetch, evict, true},
-           Pair{prefetch, discard, true},   Pair{prefetch, advise, false},
-           Pair{evict, prefetch, true},     Pair{evict, evict, false},
-           Pair{evict, discard, true},      Pair{evict, advise, false},
-           Pair{discard, prefetch, true},   Pair{discard, evict, false},
-           Pair{discard, discard, false},   Pair{advise, advise, true},
-           Pair{advise, prefetch, false},   Pair{advise, discard, false},
+           Pair{prefetch, advise, false},   Pair{evict, prefetch, true},
+           Pair{evict, evict, false},       Pair{evict, advise, false},
+           Pair{advise, advise, true},      Pair{advise, prefetch, false},
+           Pair{advise, evict, false},
        }) {
     HintMachine machine(kOneLane);
     occupy(machine, prefetch);
@@ -117,8 +113,8 @@ TEST(which_replaces_which) {
 TEST(the_newer_device_wins) {
   HintMachine machine(kOneLane);
   occupy(machine, HintOp::prefetch);
-  const Ticket to_0 = machine.ask(HintOp::prefetch, blocks(0, 1), 0, 0);
-  const Ticket to_1 = machine.ask(HintOp::prefetch, blocks(0, 1), 0, 1);
+  const Ticket to_0 = machine.ask(HintOp::prefetch, blocks(0, 1), 0);
+  const Ticket to_1 = machine.ask(HintOp::prefetch, blocks(0, 1), 1);
   machine.expect(to_0, Outcome::superseded);
   machine.driver.let_go("prefetch");
   machine.expect_done(to_1);

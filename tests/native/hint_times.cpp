@@ -1,5 +1,4 @@
 // Lateness of requests, and the engine's statistics.
-#include <algorithm>
 #include <sys/resource.h>
 
 #include "fake_hint_driver.hpp"
@@ -13,13 +12,11 @@ TEST(late_and_early) {
   HintMachine machine;
   const Ticket early = machine.prefetch(blocks(0, 1));
   machine.expect_done(early);
-  std::this_thread::sleep_for(std::chrono::nanoseconds(kSoonNs));
   machine.engine.mark_needed({early});
   machine.engine.mark_needed({early});  // the first time counts
   HintCounts counts = machine.counts(HintOp::prefetch);
   CHECK_EQUAL(counts.early, 1U);
   CHECK_EQUAL(counts.late, 0U);
-  CHECK(counts.early_ns >= kSoonNs);
 
   const Ticket late = machine.hold(HintOp::prefetch, blocks(10, 1));
   machine.engine.mark_needed({late});
@@ -31,9 +28,6 @@ TEST(late_and_early) {
   CHECK_EQUAL(counts.late, 1U);
   CHECK(counts.late_ns >= kSoonNs);
   CHECK(counts.driver_ns >= kSoonNs);
-  const HintRecord record = *machine.engine.find(late);
-  CHECK(record.asked_ns <= record.ready_ns && record.ready_ns <= record.issued_ns);
-  CHECK(record.issued_ns < record.needed_ns && record.needed_ns < record.done_ns);
 }
 
 TEST(needed_but_never_there) {
@@ -82,9 +76,8 @@ TEST(old_records_give_way) {
   const Ticket first = machine.prefetch(blocks(0, 1));
   machine.expect_done(first);
   for (int i = 0; i < 9; ++i) machine.expect_done(machine.prefetch(blocks(0, 1)));
-  CHECK(machine.engine.find(first).has_value());
+  CHECK(machine.engine.wait(first, 0) == Outcome::done);
   machine.expect_done(machine.prefetch(blocks(0, 1)));
-  CHECK(!machine.engine.find(first).has_value());
   CHECK(!machine.engine.wait(first, kPatienceNs).has_value());
   CHECK(!machine.engine.wait(10'000, kPatienceNs).has_value());
   machine.engine.mark_needed({first});
@@ -105,7 +98,8 @@ TEST(what_has_ended_is_known_without_a_lock) {
   machine.driver.let_go("prefetch");
   machine.expect_done(done);
   CHECK(machine.engine.ended(done) == Outcome::done);
-  const Ticket dropped = machine.prefetch(blocks(0, 1), kNoEvent);
+  machine.driver.fail("record", 1);
+  const Ticket dropped = machine.ask_behind(HintOp::prefetch, blocks(0, 1));
   machine.expect(dropped, Outcome::dropped);
   CHECK(machine.engine.ended(dropped) == Outcome::dropped);
   for (Ticket ticket = dropped + 1; ticket <= done + 10; ++ticket)
@@ -114,21 +108,6 @@ TEST(what_has_ended_is_known_without_a_lock) {
   CHECK(!machine.engine.ended(done).has_value());
   CHECK(machine.engine.shutdown(kPatienceNs));
   CHECK(machine.engine.ended(done + 10) == Outcome::done);
-}
-
-// A copy's reader looks at the memory as soon as the outcome says so.
-TEST(what_has_ended_can_be_read) {
-  HintEngine engine({}, std::make_unique<HostHintDriver>(1, 0.0));
-  std::array<char, 64> from{}, to{};
-  for (int i = 1; i < 200; ++i) {
-    from[0] = static_cast<char>(i);
-    const Ticket ticket =
-        engine.submit({.op = HintOp::copy_out,
-                       .range = {reinterpret_cast<std::uintptr_t>(from.data()), from.size()},
-                       .host_address = reinterpret_cast<std::uintptr_t>(to.data())});
-    while (engine.ended(ticket) != Outcome::done) std::this_thread::yield();
-    CHECK_EQUAL(to[0], static_cast<char>(i));
-  }
 }
 
 // An old request that ends late costs no newer one its record, and has one of its own.
@@ -144,7 +123,6 @@ TEST(late_ends_are_on_record_too) {
   machine.driver.finish(0, 7);
   machine.expect_done(old);
   CHECK(machine.engine.ended(last) == Outcome::done);
-  CHECK(machine.engine.find(last).has_value());
   machine.engine.mark_needed({old});
   CHECK_EQUAL(machine.counts(HintOp::prefetch).early, 1U);
 }
@@ -156,23 +134,20 @@ TEST(driver_time_is_the_links) {
     HintEngine engine({.chunk_bytes = 8 * MiB, .prefetch_workers = workers},
                       std::make_unique<HostHintDriver>(1, kBytesPerSecond));
     engine.start(0);
+    const std::int64_t start_ns = monotonic_ns();
     std::vector<Ticket> tickets;
     for (std::size_t i = 0; i < 16; ++i)
       tickets.push_back(engine.submit({.range = blocks(4 * i, 4)}));
     for (const Ticket ticket : tickets) CHECK(engine.wait(ticket, kPatienceNs) == Outcome::done);
+    const double wall_s = static_cast<double>(monotonic_ns() - start_ns) / 1e9;
     const HintCounts counts = engine.statistics().counts[0][static_cast<std::size_t>(
         TensorClass::other)];
-    // With several workers, another request than the last may end last.
-    auto end_ns = engine.find(tickets.back())->done_ns;
-    for (const Ticket ticket : tickets) end_ns = std::max(end_ns, engine.find(ticket)->done_ns);
-    const double wall_s =
-        static_cast<double>(end_ns - engine.find(tickets.front())->issued_ns) / 1e9;
     const double driver_s = static_cast<double>(counts.driver_ns) / 1e9;
     std::cout << workers << " workers: " << driver_s << " s in calls, " << wall_s << " s in all"
               << std::endl;
     // The link alone takes this long; the calls never take longer than the wall.
     CHECK(driver_s >= static_cast<double>(counts.moved_bytes) / kBytesPerSecond * 0.99);
-    CHECK(driver_s <= wall_s * 1.01);
+    CHECK(driver_s <= wall_s);
   }
 }
 
@@ -191,7 +166,7 @@ TEST(whoever_waits_sleeps) {
 }
 
 // What needs no worker wakes none: the thread that trains pays for each.
-TEST(marks_and_events_wake_nobody) {
+TEST(marks_wake_nobody) {
   Inbox inbox;
   std::vector<Message> messages;
   const std::uint64_t rings = inbox.take(messages);
@@ -200,14 +175,14 @@ TEST(marks_and_events_wake_nobody) {
     inbox.wait(rings, kSoonNs);
     return monotonic_ns() - before < kSoonNs;
   };
-  for (const Message::Kind kind :
-       {Message::Kind::needed, Message::Kind::recorded, Message::Kind::release})
-    inbox.put({.kind = kind, .tickets = {1, 2, 3}});
+  inbox.put({.needed = {1, 2, 3}});
+  CHECK_EQUAL(inbox.put({.needed = {4}}), 6U);  // read by a caller in the end
   CHECK(!rung());
-  CHECK_EQUAL(inbox.put({.kind = Message::Kind::budget}), 13U);  // read by a caller in the end
+  std::size_t unread = 0;
+  CHECK_EQUAL(inbox.submit({}, 0, 1, unread), 1U);
   CHECK(rung());
   inbox.take(messages);
-  CHECK_EQUAL(messages.size(), 4U);
+  CHECK_EQUAL(messages.size(), 3U);
 }
 
 // A caller that marks without end while no worker reads: memory stays bounded.

@@ -27,10 +27,7 @@ struct Both {
 TEST(queued_hints_are_forgotten) {
   Both both;
   const Range range = both.allocate(32 * MiB);
-  both.hints.driver.launch(0, 3);
-  const EventId event = both.hints.engine.record(0, 3);
-  const Ticket ticket = both.hints.prefetch(range, event);
-  both.hints.engine.release(event);
+  const Ticket ticket = both.hints.ask_behind_work(HintOp::prefetch, range, 3);
   both.allocator.device(0).free(range.address);
   both.hints.expect_open(ticket);  // cached, not given back
   both.allocator.empty_cache();
@@ -95,27 +92,8 @@ TEST(all_are_forgotten_at_once) {
   CHECK_EQUAL(both.source->given_back.load(), 8);
 }
 
-// A copy may be writing to it.
-TEST(a_host_block_is_waited_for) {
-  Config config;
-  for (ClassSetting& setting : config.classes) setting.kind = MemoryKind::pinned;
-  Both both(config);
-  const Range block = both.allocate(32 * MiB);
-  both.hints.driver.hold("copy");
-  const Ticket ticket = both.hints.engine.submit(
-      {.op = HintOp::copy_out, .range = blocks(0, 16), .host_address = block.address});
-  both.hints.driver.wait_until_held("copy");
-  both.allocator.device(0).free(block.address);
-  Releasing releasing(both.allocator);
-  both.hints.driver.let_go("copy");
-  releasing.join();
-  both.hints.expect(ticket, Outcome::done);
-}
-
 TEST(every_way_back_is_heard) {
   HintMachine hints;
-  hints.driver.launch(0, 3);
-  const EventId event = hints.engine.record(0, 3);
   Ticket freed = 0, live = 0;
   {
     Allocator allocator(Config{}, std::make_unique<WatchedSource>(hints.driver),
@@ -125,25 +103,21 @@ TEST(every_way_back_is_heard) {
       return Range{reinterpret_cast<std::uintptr_t>(allocator.allocate(4 * MiB, 0, 0)), 4 * MiB};
     };
     const Range range = allocate();
-    freed = hints.prefetch(range, event);
+    freed = hints.ask_behind_work(HintOp::prefetch, range);
     allocator.device(0).free(range.address);
     allocator.empty_cache();
     hints.expect(freed, Outcome::forgotten);
-    live = hints.prefetch(allocate(), event);
+    live = hints.ask_behind_work(HintOp::prefetch, allocate());
     hints.expect_open(live);
   }
   hints.expect(live, Outcome::forgotten);
-  hints.engine.release(event);
 }
 
 TEST(without_a_listener_nothing_is_forgotten) {
   Both both;
   const Range range = both.allocate(32 * MiB);
   both.allocator.set_release_listener(nullptr);
-  both.hints.driver.launch(0, 3);
-  const EventId event = both.hints.engine.record(0, 3);
-  const Ticket ticket = both.hints.prefetch(range, event);
-  both.hints.engine.release(event);
+  const Ticket ticket = both.hints.ask_behind_work(HintOp::prefetch, range, 3);
   both.allocator.device(0).free(range.address);
   both.allocator.empty_cache();
   both.hints.expect_open(ticket);

@@ -107,7 +107,7 @@ TEST(a_range_is_walked_by_its_allocations) {
   const std::vector<Range> known = {{4 * MiB, 4 * MiB}, {8 * MiB, 2 * MiB}};
   const auto find = [&](std::uintptr_t address, Range& found) {
     for (const Range& range : known)
-      if (lies_in({address, 1}, range)) {
+      if (overlap({address, 1}, range)) {
         found = range;
         return 0;
       }

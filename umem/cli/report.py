@@ -141,8 +141,7 @@ def _print_hints(console: Console, hints: HintReport) -> None:
     late_s = sum(use.late_s for use in hints.uses)
     console.print(
         f"{format_milliseconds(late_s)} ms late in all, {hints.refused:,} requests refused, "
-        f"{hints.failures:,} driver calls failed, {format_bytes(hints.over_budget_bytes)} over the "
-        "budget"
+        f"{hints.failures:,} driver calls failed"
     )
 
 

@@ -208,7 +208,7 @@ class HintUse:
     """Hints of one operation on one class in one step, as the hint engine counts them."""
 
     op: str
-    """``prefetch``, ``evict``, ``discard``, ``copy_in``, ``copy_out`` or ``advise``."""
+    """``prefetch``, ``evict`` or ``advise``."""
     tensor_class: TensorClass
     asked: int
     """Requests that were made in the step."""
@@ -245,8 +245,6 @@ class HintReport:
     """Requests that the engine did not take."""
     failures: int
     """Driver calls that failed."""
-    over_budget_bytes: int
-    """Bytes brought to a device that was full by its budget."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,7 @@ __all__ = [
     "without",
 ]
 
-Refusable = Literal["second_context", "prefetch", "advice", "discard"]
+Refusable = Literal["second_context", "prefetch", "advice"]
 """Calls that a driver may refuse, and that umem then does without."""
 
 RESERVE_BYTES = 1 << 30

@@ -171,9 +171,6 @@ def gradient_hook(allocator: Allocator, wrapped: Callable[[Any], object]) -> Any
 
 # ---- the hint engine ----
 
-NO_EVENT: int
-"""What `HintEngine.record` gives where no event can be had: what waits for it is dropped."""
-
 class HintSettings:
     """How a hint engine is set up; a value that makes no sense is a ValueError of the engine."""
 
@@ -190,7 +187,6 @@ class HintSettings:
 class HintBatch:
     """Requests that are made together, checked once. Thread-safe."""
 
-    def __len__(self) -> int: ...
     def set_address(self, index: int, address: int) -> None:
         """0 skips the entry until it has an address again."""
     def tickets(self) -> tuple[int, int]:
@@ -199,9 +195,9 @@ class HintBatch:
 class HintEngine:
     """Native threads that ask the driver to move managed memory. Thread-safe.
 
-    Operations are `HintOp` numbers, outcomes are names of `umem.runtime.hints.HintOutcome` (`wait`:
-    their places in it); times are those of `time.monotonic_ns`. A ticket of 0: the queue is full or
-    the engine has stopped.
+    Operations are the numbers of `HintOp.PREFETCH` and `EVICT`, outcomes are names of
+    `umem.runtime.hints.HintOutcome` (`wait`: their places in it); times are those of
+    `time.monotonic_ns`. A ticket of 0: the queue is full or the engine has stopped.
     """
 
     @staticmethod
@@ -221,9 +217,7 @@ class HintEngine:
         address: int,
         size_bytes: int,
         device: int = 0,
-        event: int = 0,  # from `record`; 0: nothing to wait for
         tensor_class: int = 5,
-        host_address: int = 0,  # copies: the host-resident block
     ) -> int: ...
     def advise(
         self,
@@ -233,7 +227,6 @@ class HintEngine:
         accessed_by_device: bool = False,
         read_mostly: bool = False,
         device: int = 0,
-        event: int = 0,
         tensor_class: int = 5,
     ) -> int: ...
     @staticmethod
@@ -243,16 +236,9 @@ class HintEngine:
     def fire(self, batch: HintBatch, stream: int, after: Sequence[int] = ()) -> int:
         """The last ticket of consecutive ones; 0 when nothing was taken."""
     def mark_needed(self, tickets: tuple[int, ...]) -> None: ...
-    def record(self, device: int, stream: int) -> int: ...
-    def release(self, event: int) -> None: ...
-    def set_budget(self, device: int, size_bytes: int) -> None: ...
-    def set_resident(self, device: int, address: int, size_bytes: int, resident: bool) -> None: ...
     def forget(self, address: int, size_bytes: int, timeout_s: float) -> bool: ...
     def wait(self, ticket: int, timeout_s: float) -> int | None:
         """The outcome, 0 (open) when the time ran out; None for a ticket not on record."""
-    def find(self, ticket: int) -> dict[str, Any] | None:
-        """op, tensor_class, address, size_bytes, moved_bytes, outcome, asked_ns, ready_ns,
-        issued_ns, done_ns, needed_ns (0: not yet)."""
     def statistics(self) -> dict[str, Any]:
         """counts by (op, class), failures as (call, error, text, count), and the rest by name.
 

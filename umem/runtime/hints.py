@@ -1,7 +1,7 @@
 """The hint engine: native threads that move managed memory ahead of need, and their statistics.
 
 :meth:`HintEngine.submit` only queues a request about an address range: bring it to the device, send
-it to the host, drop its contents. The engine's threads wait for the GPU's work where the request
+it to the host. The engine's threads wait for the GPU's work where the request
 says so, call the driver and record the times. ``docs/hints.md`` explains the engine.
 """
 
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from umem.core.classes import TensorClass
 from umem.core.errors import NativeLibraryError, UnsupportedError
@@ -34,19 +34,12 @@ __all__ = [
     "HintOutcome",
     "HintSettings",
     "HintStatistics",
-    "HintTimes",
     "OpName",
 ]
 
-OpName = Literal["prefetch", "evict", "discard", "copy_in", "copy_out", "advise"]
-_OP_NAMES: dict[int, OpName] = {
-    HintOp.PREFETCH: "prefetch",
-    HintOp.EVICT: "evict",
-    HintOp.DISCARD: "discard",
-    HintOp.COPY_IN: "copy_in",
-    HintOp.COPY_OUT: "copy_out",
-    5: "advise",  # moves nothing, and so is no `HintOp`; native requests have no write-backs
-}
+OpName = Literal["prefetch", "evict", "advise"]
+_OP_NAMES: tuple[OpName, ...] = get_args(OpName)
+"""In the order of the native numbers. Advice moves nothing, and so is no `HintOp`."""
 _CLASSES = tuple(TensorClass)
 
 
@@ -70,28 +63,6 @@ class HintOutcome(StrEnum):
 
 
 _OUTCOMES = tuple(HintOutcome)
-_LATER_TIMES = ("ready_ns", "issued_ns", "done_ns", "needed_ns")
-"""0 in the native records until they are known."""
-
-
-@dataclass(frozen=True)
-class HintTimes:
-    """The history of one request. Times are those of `time.monotonic_ns`; None: not yet."""
-
-    op: OpName
-    tensor_class: TensorClass
-    address: int
-    size_bytes: int
-    moved_bytes: int
-    outcome: HintOutcome
-    asked_ns: int
-    ready_ns: int | None
-    """The event that it waited for was complete."""
-    issued_ns: int | None
-    """Its first driver call began."""
-    done_ns: int | None
-    needed_ns: int | None
-    """The phase that needs it began."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +76,6 @@ class HintCounts:
     """Superseded, forgotten, dropped or failed."""
     calls: int
     """Chunks issued; one may serve several requests."""
-    event_wait_s: float
-    """From asked to ready."""
-    queued_s: float
-    """From ready to issued: behind other requests, or for room on the device."""
     driver_s: float
     """In driver calls. Concurrent calls in one direction share its link and the time, so that
     ``moved_bytes / driver_s`` is the link's rate for any number of workers. The time of a call that
@@ -118,7 +85,6 @@ class HintCounts:
     late_s: float
     early: int
     """Requests that were done before that phase began."""
-    early_s: float
     missed: int
     """Requests that were needed but never wholly done."""
 
@@ -143,16 +109,6 @@ class HintStatistics:
     refused: int
     """Requests without a ticket."""
     open_requests: int
-    peak_open_requests: int
-    queued_bytes: int
-    in_flight_bytes: tuple[int, int]
-    """To the device, to the host."""
-    room_waits: int
-    """Requests that found the device full."""
-    resident_bytes: Mapping[int, int]
-    """By device, as far as the engine moved them or was told about them."""
-    over_budget_bytes: int
-    """Prefetched to a full device, because no request submitted before could make room."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +121,8 @@ class HintSettings:
     in_flight_bytes: int = 256 << 20
     """Most bytes in driver calls at once, in each direction, at least 2 MiB."""
     capacity: int = 8192
-    """Most requests that are open at once; further ones are refused. The history of as many ended
-    requests is kept."""
+    """Most requests that are open at once; further ones are refused. The outcomes of as many
+    ended requests are kept."""
     prefetch_workers: int = 2
     """Threads for the direction to the device, 1 to 16. The other direction always has one."""
     poll_s: float = 100e-6
@@ -186,9 +142,6 @@ class HintBatch:
 
     def __init__(self, batch: _native.HintBatch) -> None:
         self._native = batch
-
-    def __len__(self) -> int:
-        return len(self._native)
 
     def set_address(self, index: int, address: int) -> None:
         """Replace an entry's address; 0 skips the entry until it has one again.
@@ -260,9 +213,9 @@ class HintEngine:
         Requests for a device beyond `devices` fail. `bytes_per_s` simulates the link in each
         direction, shared by the direction's workers; 0 for moves that take no time. `fail` names
         calls that fail once: ``{"evict": 2}`` for the second eviction. The names are those of
-        :attr:`HintStatistics.failures`: ``record``, ``open``, ``second_context``, ``load``,
-        ``query``, ``prefetch``, ``evict``, ``discard``, ``copy``, ``advise``, ``synchronize``. A
-        call that cannot fail and settings out of range raise ValueError.
+        :attr:`HintStatistics.failures`: ``record``, ``open``, ``second_context``, ``query``,
+        ``prefetch``, ``evict``, ``advise``, ``synchronize``. A call that cannot fail and settings
+        out of range raise ValueError.
         """
         return cls(
             native().HintEngine.on_host(
@@ -284,27 +237,20 @@ class HintEngine:
         size_bytes: int,
         *,
         device: int = 0,
-        event: int = 0,
         tensor_class: TensorClass = TensorClass.OTHER,
-        host_address: int = 0,
     ) -> int:
         """Queue a request about a range of managed memory. No driver call is made here.
 
-        ``DISCARD`` and ``COPY_OUT`` leave undefined contents at `address`: call :meth:`forget`, or
-        wait for the ticket, before anything writes there again. The range moves to `device` or
-        leaves it. The request waits until the work before `event`, from :meth:`record`, is done; 0
-        is no wait. It is counted in the statistics of `tensor_class`. For copies, `host_address` is
-        the host-resident block, as long as the range.
+        `op` is ``PREFETCH`` or ``EVICT``: the range moves to `device` or leaves it. The request
+        waits for no work of the GPU. It is counted in the statistics of `tensor_class`.
 
         Returns
         -------
         int
-            A ticket; 0 when the queue is full or the engine has stopped. An invalid range, device
-            or copy raises ValueError.
+            A ticket; 0 when the queue is full or the engine has stopped. Another operation and an
+            invalid range or device raise ValueError.
         """
-        return self._native.submit(
-            op, address, size_bytes, device, event, tensor_class.number, host_address
-        )
+        return self._native.submit(op, address, size_bytes, device, tensor_class.number)
 
     def advise(
         self,
@@ -315,7 +261,6 @@ class HintEngine:
         accessed_by_device: bool = False,
         read_mostly: bool = False,
         device: int = 0,
-        event: int = 0,
         tensor_class: TensorClass = TensorClass.OTHER,
     ) -> int:
         """Queue standing advice, which replaces the advice that the range had.
@@ -326,7 +271,7 @@ class HintEngine:
         """
         number = tensor_class.number
         return self._native.advise(
-            address, size_bytes, placement, accessed_by_device, read_mostly, device, event, number
+            address, size_bytes, placement, accessed_by_device, read_mostly, device, number
         )
 
     def batch(
@@ -339,9 +284,9 @@ class HintEngine:
     ) -> HintBatch:
         """Check n requests once, to submit them together with :meth:`submit_batch` repeatedly.
 
-        Operations are ``PREFETCH``, ``EVICT`` or ``DISCARD``. An entry with address 0 is skipped
-        until :meth:`HintBatch.set_address` gives it one. Sizes are bytes. Lengths that differ,
-        copies, and entries that :meth:`submit` would refuse raise ValueError.
+        Operations are ``PREFETCH`` or ``EVICT``. An entry with address 0 is skipped until
+        :meth:`HintBatch.set_address` gives it one. Sizes are bytes. Lengths that differ, and
+        entries that :meth:`submit` would refuse, raise ValueError.
         """
         numbers = [of.number if isinstance(of, TensorClass) else int(of) for of in classes]
         kinds, places, lengths = ([int(it) for it in column] for column in (ops, addresses, sizes))
@@ -352,10 +297,9 @@ class HintEngine:
 
         It takes one driver call, which records an event, and one lock. `stream` is a handle of the
         batch's device. `after` has for each entry, skipped ones included, the ticket of an eviction
-        or discard on the same device, 0 for none; another length raises ValueError. A prefetch
-        waits until that request and all evictions and discards submitted before it have ended, in
-        any way, so that no other thread has to wait for the room that they make. Later prefetches
-        do not overtake it.
+        on the same device, 0 for none; another length raises ValueError. A prefetch waits until
+        that request and all evictions submitted before it have ended, in any way, so that no other
+        thread has to wait for the room that they make. Later prefetches do not overtake it.
 
         Returns
         -------
@@ -370,38 +314,11 @@ class HintEngine:
         """Record that the phase that needs these requests begins now. Tickets of 0 are ignored."""
         self._native.mark_needed(tickets)
 
-    def record(self, device: int, stream: int) -> int:
-        """Record an event behind the work now queued on a stream, for :meth:`submit`.
-
-        `stream` is a handle, such as ``torch.cuda.current_stream().cuda_stream``. Pass the event to
-        :meth:`release` later. If none can be recorded, as during the capture of a CUDA graph, the
-        event's requests are dropped.
-        """
-        return self._native.record(device, stream)
-
-    def release(self, event: int) -> None:
-        """Release an event, once all requests that wait for it are submitted."""
-        self._native.release(event)
-
-    def set_budget(self, device: int, size_bytes: int) -> None:
-        """Limit the bytes that prefetches make resident on a device. 0: no limit.
-
-        At the limit a prefetch waits for the evictions, discards and copies out that were submitted
-        before it. When these have ended it goes on, over the budget: evictions that are submitted
-        later may depend on it.
-        """
-        self._native.set_budget(device, size_bytes)
-
-    def set_resident(self, device: int, address: int, size_bytes: int, *, resident: bool) -> None:
-        """Report a range that became resident on a device, or left it, without a hint."""
-        self._native.set_resident(device, address, size_bytes, resident)
-
     def forget(self, address: int, size_bytes: int, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """Drop the queued requests of a range, and wait until no driver call works on it.
 
-        The range may also be the host block of copies, or a part of one. True: the memory may be
-        unmapped or written. False: the time ran out first. An invalid range or a time below 0
-        raises ValueError.
+        True: the memory may be unmapped or written. False: the time ran out first. An invalid
+        range or a time below 0 raises ValueError.
         """
         return self._native.forget(address, size_bytes, timeout_s)
 
@@ -409,14 +326,14 @@ class HintEngine:
         """Forget every segment before the allocator returns it to its source.
 
         One engine per allocator. ``allocator.set_release_listener(None)`` ends it. Blocks that the
-        allocator keeps in its cache are not forgotten: do not discard an allocator's blocks.
+        allocator keeps in its cache are not forgotten.
         """
         allocator.set_release_listener(self._native)
 
     def wait(self, ticket: int, *, timeout_s: float) -> HintOutcome:
         """Wait until a request has ended; ``OPEN`` if the time ran out first.
 
-        If it has ended already, no lock is taken. A ticket whose history is not kept any more, or
+        If it has ended already, no lock is taken. A ticket whose outcome is not kept any more, or
         that never was, as 0, raises KeyError; a time below 0 raises ValueError.
         """
         outcome = self._native.wait(ticket, timeout_s)
@@ -435,17 +352,6 @@ class HintEngine:
                 return False
             time.sleep(_FINISH_POLL_S)
         return True
-
-    def times(self, ticket: int) -> HintTimes:
-        """Look up the history of one request, with the errors of :meth:`wait`."""
-        found = self._native.find(ticket)
-        if found is None:
-            raise KeyError(f"no hint on record has ticket {ticket}")
-        found |= {name: found[name] or None for name in _LATER_TIMES}
-        found["op"] = _OP_NAMES[found["op"]]
-        found["tensor_class"] = _CLASSES[found["tensor_class"]]
-        found["outcome"] = HintOutcome(found["outcome"])
-        return HintTimes(**found)
 
     def statistics(self) -> HintStatistics:
         """Take a snapshot of all counters."""

@@ -33,7 +33,7 @@ from umem.telemetry.reports import HINT_FIGURES, HINT_OPS, HINT_TOTALS
 
 __all__ = ["PROFILE_COLUMNS", "ProfileHeader", "load_recording", "save_recording"]
 
-PROFILE_FORMAT = "umem-profile/3"
+PROFILE_FORMAT = "umem-profile/4"
 
 MAX_MARKS = 2**16
 """Most steps, phases and notes."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from umem.core.classes import TensorClass
-from umem.core.report import Cause, Direction, HintReport, HintUse, MeasuredReport, Traffic
+from umem.core.report import Direction, HintReport, HintUse, MeasuredReport, Traffic
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
     DIRECTION_OF_KIND,
@@ -261,8 +261,8 @@ def _sums(values: Integers, cell: npt.NDArray[Any], size: int) -> Integers:
 
 # --------------------------------------------------------------------------------------- hints
 
-HINT_OPS = ("prefetch", "evict", "discard", "copy_in", "copy_out", "advise")
-"""Operations of the hint engine, in the order of their numbers in saved profiles."""
+HINT_OPS = ("prefetch", "evict", "advise")
+"""Operations of the hint engine, in the order of reports."""
 
 HINT_FIGURES = tuple(it.name for it in fields(HintUse) if it.name not in ("op", "tensor_class"))
 """Figures by operation and class."""
@@ -273,12 +273,7 @@ HINT_COUNTS = ("asked", "done", "late", "early", "missed", "wasted")
 HINT_TOTALS = tuple(it.name for it in fields(HintReport) if it.name != "uses")
 """Figures of a whole engine."""
 
-_MOVES: dict[str, tuple[Direction, Cause]] = {
-    "prefetch": ("to_device", "hint"),
-    "evict": ("to_host", "hint"),
-    "copy_in": ("to_device", "copy"),
-    "copy_out": ("to_host", "copy"),
-}
+_MOVES: dict[str, Direction] = {"prefetch": "to_device", "evict": "to_host"}
 _WASTED = ("superseded", "forgotten", "dropped", "failed")
 
 
@@ -311,7 +306,7 @@ def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintR
 def hint_traffic(report: HintReport) -> tuple[Traffic, ...]:
     """What hints moved, as the engine counts it, with its driver calls in place of transfers."""
     moved = [
-        Traffic(*_MOVES[use.op], use.tensor_class, use.moved_bytes, use.driver_s, use.calls)
+        Traffic(_MOVES[use.op], "hint", use.tensor_class, use.moved_bytes, use.driver_s, use.calls)
         for use in report.uses
         if use.op in _MOVES and use.moved_bytes
     ]

@@ -74,7 +74,6 @@ def manager_facts(manager: Manager) -> dict[str, Any]:
         "diverged_steps": status.diverged_steps,
         "wait_timeouts": status.wait_timeouts,
         "failures": [failure.text for failure in statistics.failures],
-        "over_budget_bytes": statistics.over_budget_bytes,
         "moved_bytes": sum(of.moved_bytes for of in statistics.counts.values()),
         "moved_activation_bytes": sum(
             of.moved_bytes
@@ -207,9 +206,8 @@ def disturbed(steps: int) -> dict[str, Any]:
         kind = chance.choice(["prefetch", "evict", "map", "unmap", "activations"])
         if kind in ("prefetch", "evict"):
             op = HintOp.PREFETCH if kind == "prefetch" else HintOp.EVICT
-            event = engine.record(0, torch.cuda.current_stream().cuda_stream)
-            engine.submit(op, address, size_bytes, event=event)
-            engine.release(event)
+            batch = engine.batch([op], [address], [size_bytes], [TensorClass.OTHER])
+            engine.submit_batch(batch, torch.cuda.current_stream().cuda_stream)
         elif kind == "activations":
             for group in list(manager.store._groups):
                 getattr(manager.store, chance.choice(["send", "release", "fetch"]))(group)

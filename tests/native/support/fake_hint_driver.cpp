@@ -39,12 +39,6 @@ int FakeHintDriver::separate(Lane lane, int device) noexcept {
   return enter({"second_context", lane, device}, lock);
 }
 
-int FakeHintDriver::load(Lane lane, int device) noexcept {
-  std::unique_lock lock(mutex_);
-  CHECK(opened_.contains({lane.number, device}));
-  return enter({"load", lane, device}, lock);
-}
-
 void FakeHintDriver::close(Lane lane) noexcept {
   std::unique_lock lock(mutex_);
   enter({"close", lane}, lock);
@@ -62,16 +56,6 @@ int FakeHintDriver::query(Lane lane, int device, EventId id, bool& finished) noe
   CHECK(events_.contains(id));  // the engine still holds it
   finished = streams_[{event.device, event.stream}].done >= event.mark;
   return 0;
-}
-
-int FakeHintDriver::copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
-                         std::size_t bytes) noexcept {
-  const bool in = lane.direction == Direction::to_device;
-  return work({"copy", lane, device, {to, bytes}, from}, {in ? to : from, bytes});
-}
-
-int FakeHintDriver::advise(Lane lane, int device, Range range, Advice advice) noexcept {
-  return work({"advise", lane, device, range, 0, advice}, range);
 }
 
 int FakeHintDriver::synchronize(Lane lane, int device) noexcept {
@@ -184,7 +168,8 @@ int FakeHintDriver::enter(const HintCall& call, std::unique_lock<std::mutex>& lo
   return fails(call.name);
 }
 
-int FakeHintDriver::work(const HintCall& call, Range range) {
+int FakeHintDriver::work(const HintCall& call) {
+  const Range range = call.range;
   std::unique_lock lock(mutex_);
   CHECK(opened_.contains({call.lane.number, call.device}));
   CHECK(range.bytes != 0);
@@ -204,8 +189,7 @@ int FakeHintDriver::work(const HintCall& call, Range range) {
   if (comes) move(range, true);  // pages fill from the start of the call ...
   const int error = enter(call, lock);
   if (error != 0 && comes) move(range, false);
-  if (error == 0 && (call.name == "evict" || call.name == "discard"))
-    move(range, false);  // ... and leave by its end
+  if (error == 0 && call.name == "evict") move(range, false);  // ... and leave by its end
   return error;
 }
 
@@ -251,14 +235,19 @@ HintMachine::HintMachine(const HintSettings& settings, std::unique_ptr<FakeHintD
   driver.forbid_this_thread();
 }
 
-Ticket HintMachine::ask(HintOp op, Range range, EventId event, int device) {
-  return engine.submit({.op = op, .range = range, .device = device, .event = event});
+Ticket HintMachine::ask(HintOp op, Range range, int device) {
+  return engine.submit({.op = op, .range = range, .device = device});
 }
 
-Ticket HintMachine::hold(HintOp op, Range range, EventId event) {
+Ticket HintMachine::ask_behind(HintOp op, Range range, StreamId stream, int device, Ticket after) {
+  HintBatch batch(device, {{.op = op, .range = range}});
+  return engine.submit_batch(batch, stream, std::vector<Ticket>{after}).last;
+}
+
+Ticket HintMachine::hold(HintOp op, Range range) {
   const std::string name = op == HintOp::prefetch ? "prefetch" : "evict";
   driver.hold(name);
-  const Ticket ticket = ask(op, range, event);
+  const Ticket ticket = ask(op, range);
   driver.wait_until_held(name);
   return ticket;
 }

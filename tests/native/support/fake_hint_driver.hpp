@@ -38,7 +38,6 @@ struct HintCall {
   Lane lane;
   int device = 0;
   Range range{};
-  std::uintptr_t from = 0;  // copy; `range` is its destination
   Advice advice{};
 };
 
@@ -53,21 +52,17 @@ class FakeHintDriver final : public HintDriver, Locked {
   void recycle(EventId event) noexcept override;
   int open(Lane lane, int device) noexcept override;
   int separate(Lane lane, int device) noexcept override;
-  int load(Lane lane, int device) noexcept override;
   void close(Lane lane) noexcept override;
   int query(Lane lane, int device, EventId id, bool& finished) noexcept override;
   int prefetch(Lane lane, int device, Range range) noexcept override {
-    return work({"prefetch", lane, device, range}, range);
+    return work({"prefetch", lane, device, range});
   }
   int evict(Lane lane, int device, Range range) noexcept override {
-    return work({"evict", lane, device, range}, range);
+    return work({"evict", lane, device, range});
   }
-  int discard(Lane lane, int device, Range range) noexcept override {
-    return work({"discard", lane, device, range}, range);
+  int advise(Lane lane, int device, Range range, Advice advice) noexcept override {
+    return work({"advise", lane, device, range, advice});
   }
-  int copy(Lane lane, int device, std::uintptr_t to, std::uintptr_t from,
-           std::size_t bytes) noexcept override;
-  int advise(Lane lane, int device, Range range, Advice advice) noexcept override;
   int synchronize(Lane lane, int device) noexcept override;
   std::string describe(int error) const override;
 
@@ -99,7 +94,7 @@ class FakeHintDriver final : public HintDriver, Locked {
 
   // ---- what tests ask ----
 
-  // Calls that move, discard, copy or advise, in the order in which they began.
+  // Calls that move or advise, in the order in which they began.
   std::vector<HintCall> calls() { return read(calls_); }
   std::size_t count(const std::string& name);
   std::size_t events() { return read(events_).size(); }
@@ -122,7 +117,7 @@ class FakeHintDriver final : public HintDriver, Locked {
   int fails(const std::string& name);
   int enter(const HintCall& call, std::unique_lock<std::mutex>& lock);
   // The bytes are in use from here to the end of the lane's next synchronize.
-  int work(const HintCall& call, Range range);
+  int work(const HintCall& call);
   void move(Range range, bool comes);
 
   Faults faults_;
@@ -160,28 +155,18 @@ class HintMachine {
  public:
   explicit HintMachine(const HintSettings& settings = {});
 
-  Ticket ask(HintOp op, Range range, EventId event = 0, int device = 0);
-  Ticket prefetch(Range range, EventId event = 0) { return ask(HintOp::prefetch, range, event); }
-  Ticket evict(Range range, EventId event = 0) { return ask(HintOp::evict, range, event); }
+  Ticket ask(HintOp op, Range range, int device = 0);
+  Ticket prefetch(Range range) { return ask(HintOp::prefetch, range); }
+  Ticket evict(Range range) { return ask(HintOp::evict, range); }
 
   // Held up in its call of the driver, as all calls of this name until let_go.
-  Ticket hold(HintOp op, Range range, EventId event = 0);
-  // An event behind work that has not ended.
-  EventId busy_event(StreamId stream = 7) {
-    driver.launch(0, stream);
-    return engine.record(0, stream);
-  }
-  // Behind work that has not ended, with an event that nobody else has.
+  Ticket hold(HintOp op, Range range);
+  // Behind what the stream holds now. Without an answer if the queue is full.
+  Ticket ask_behind(HintOp op, Range range, StreamId stream = 7, int device = 0, Ticket after = 0);
+  // Behind work that has not ended.
   Ticket ask_behind_work(HintOp op, Range range, StreamId stream = 7) {
-    const EventId event = busy_event(stream);
-    const Ticket ticket = ask(op, range, event);
-    engine.release(event);
-    return ticket;
-  }
-  // Device 0 has a budget, and holds these bytes.
-  void fill(std::size_t budget_bytes, Range resident) {
-    engine.set_budget(0, budget_bytes);
-    engine.set_resident(0, resident, true);
+    driver.launch(0, stream);
+    return ask_behind(op, range, stream);
   }
 
   void expect(Ticket ticket, Outcome outcome);
