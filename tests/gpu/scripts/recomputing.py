@@ -72,7 +72,7 @@ def plan_for_a_slow_link() -> None:
         rates = {f"{it}_bytes_per_s": 1e9 for it in names}
         begin(self, tuned, steps, replace(hardware, **rates), *others)
 
-    Planning.__init__ = slowed  # type: ignore[method-assign]
+    Planning.__init__ = slowed  # type: ignore[method-assign,assignment]
 
 
 def main(mode: str, steps: int) -> dict[str, Any]:
