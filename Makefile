@@ -50,7 +50,7 @@ LOCKS := 12 13
 EMULATOR_SKIPS := pinned_memory hint_load
 # Before version 8 it also keeps a table of all pages of address space that a test reserves, tens of
 # gigabytes, and fails an assertion of its own where threads start in a forked child.
-EMULATOR_SKIPS_7 := aliases chaos device_budget expandable_segments hint_fork pause pause_threads stress
+EMULATOR_SKIPS_7 := aliases device_budget driver_failures expandable_segments hint_fork pause pause_threads stress
 # Pages of 64 KiB, as Grace's kernels often have: QEMU before version 9 pretends to have them. It loses
 # a mapping of class_context.
 EMULATOR_SKIPS_64K := class_context

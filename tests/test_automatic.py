@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from other_process import run_python
+from other_process import run_forked
 from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
 
@@ -35,7 +35,7 @@ print(before, "umem.managing" in sys.modules)
 
 @pytest.mark.slow
 def test_the_executor_is_loaded_for_a_training_and_its_refusal_stops_nothing() -> None:
-    assert run_python("-c", SCRIPT).split() == ["False", "True"]
+    assert run_forked(SCRIPT).split() == ["False", "True"]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from other_process import run_python
+from other_process import run_forked
 
 from umem.core.errors import UnsupportedError
 from umem.hardware import capabilities
@@ -290,5 +290,5 @@ def test_detect_without_a_gpu_is_an_error_and_does_not_start_cuda_in_torch() -> 
         "    print(error)\n"
         "assert not torch.cuda.is_initialized()\n"
     )
-    said = run_python("-c", code, CUDA_VISIBLE_DEVICES="")
+    said = run_forked(code, CUDA_VISIBLE_DEVICES="")
     assert "no NVIDIA driver" in said or "sees no GPU" in said

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_lanes import LazyLanes
+from pairs import pairs
 from streamed_programs import UNITS, Net, Program, Tied, begin, compare
 from torch import nn
 
@@ -179,13 +180,17 @@ CHANGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("copied", "returning"), [(UNITS, {}), (UNITS, BACK), (SOME, {})])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "copies", "eagerness"),
+    pairs(CHANGES, [(UNITS, {}), (UNITS, BACK), (SOME, {})], [0.0, 0.8]),
+)
 def test_no_bit_changes(
-    change: Callable[[Program], None], copied: frozenset[str], returning: dict[str, str]
+    change: Callable[[Program], None],
+    copies: tuple[frozenset[str], dict[str, str]],
+    eagerness: float,
 ) -> None:
-    for eagerness in (0.0, 0.8):
-        compare(change, eagerness, copied_gradients=copied, returning=returning)
+    copied, returning = copies
+    compare(change, eagerness, copied_gradients=copied, returning=returning)
 
 
 @pytest.mark.slow

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from other_process import run_forked
 
 SCRIPT = """
 import os, sys
@@ -33,9 +31,4 @@ print("not destroyed")
 
 @pytest.mark.slow
 def test_only_the_process_that_made_them_destroys_them() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stderr == ""
-    assert done.stdout == "0\n"
-    assert done.returncode == 7
+    assert run_forked(SCRIPT, status=7) == "0\n"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_lanes import LazyLanes
+from pairs import pairs
 from rank_processes import one_rank
 from streamed_programs import WIDTH, Net, Program
 from torch import distributed, nn
@@ -120,9 +121,10 @@ def values(program: Program) -> list[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("eagerness", [0.0, 0.8])
-@pytest.mark.parametrize("temporary", [TemporaryPlan(), TEMPORARY], ids=["", "temporary"])
+@pytest.mark.parametrize(
+    ("use", "eagerness", "temporary"),
+    pairs([*USES], [0.0, 0.8], [TemporaryPlan(), TEMPORARY]),
+)
 def test_all_bits_are_stocks(use: str, eagerness: float, temporary: TemporaryPlan) -> None:
     counts = compare(USES[use], eagerness, temporary=temporary).training.counts
     assert counts.streamed > 0

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from other_process import run_python
+from other_process import run_forked, run_python
 
 import umem
 
@@ -79,7 +79,7 @@ print(json.dumps([enabled, order, len(functions), sorted(functions.values()), st
 def test_the_swap_comes_after_everything_that_can_fail(guard: bool) -> None:
     """Torch gets every entry point first; then a training goes on as before."""
     enabled, order, setters, addresses, blocks, summary, budgets, kinds, managers = json.loads(
-        python(STAND_INS, *(["guarded"] if guard else []))
+        run_forked(STAND_INS, *(["guarded"] if guard else []), CUDA_VISIBLE_DEVICES="")
     )
     assert enabled is True
     functions: list[Any] = ["umem_malloc and umem_free of umem.so"]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lazy_lanes import LazyLanes
+from pairs import pairs
 from streamed_programs import UNITS, Net, NetWithFlat, Program, begin, compare
 from torch import nn
 
@@ -97,9 +98,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("of", [weights, moments])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("way", "of", "name"), pairs(WAYS, [weights, moments], [*PROGRAMS]))
 def test_kept_addresses_have_stocks_values_after_each_step(
     way: Callable[[list[torch.Tensor]], Any],
     of: Callable[[Program], list[torch.Tensor]],

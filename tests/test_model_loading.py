@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from loading_memory import HostLoadingMemory
+from other_process import run_forked
 
 from umem.runtime import model_loading
 from umem.runtime.model_loading import load_weight
@@ -158,7 +156,4 @@ print("loaded")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_loads_each_weight_once_to_its_place(dtype: str) -> None:
     pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
-    command = [sys.executable, "-c", SCRIPT, dtype]
-    environment = {"PYTHONPATH": str(Path(__file__).parent / "support"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split()[-1] == "loaded"
+    assert "loaded\n" in run_forked(SCRIPT, dtype)

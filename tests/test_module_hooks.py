@@ -11,7 +11,6 @@ import gc
 import io
 import multiprocessing
 import pickle
-import subprocess
 import sys
 import weakref
 from collections import OrderedDict
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_lanes import LazyLanes
+from other_process import run_forked
 from streamed_programs import WIDTH, Net, Program, bits
 from torch import nn
 
@@ -379,8 +379,7 @@ def test_a_saved_model_loads_where_there_is_no_umem(tmp_path: Path, *, weights_o
         torch.save(run.model, file)
         if run.is_stock:
             return [run.model(torch.ones(3, WIDTH)), *map(torch.clone, run.model.parameters())]
-        arguments = [sys.executable, "-c", code, str(SUPPORT), str(file), str(result)]
-        subprocess.run(arguments, check=True)
+        run_forked(code, str(SUPPORT), str(file), str(result))
         return torch.load(result)
 
     compare(save, "weights", make_model=plain_net)

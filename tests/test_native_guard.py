@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from other_process import run_python
+from other_process import run_forked
 
 from umem.runtime import native_guard
 from umem.runtime.native_guard import guard_problem, guard_remedy
@@ -118,7 +118,7 @@ def test_out_of_memory_is_torchs_own_error(tmp_path: Path) -> None:
     options = ["-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{ROOT / 'allocators'}"]
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True)
-    assert run_python("-c", ALLOCATE, str(library)).splitlines() == [
+    assert run_forked(ALLOCATE, str(library)).splitlines() == [
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate %s",
         "builtins.RuntimeError: paused",
     ]
@@ -149,7 +149,7 @@ print(has_guard(), are_plain([weight]), guard_of(weight), weight.sum().item())
 @pytest.mark.parametrize("words", OBSTACLES)
 def test_a_key_that_is_taken_or_not_asked_is_no_guard(words: str) -> None:
     code = f"import torch\n{OBSTACLES[words]}\n{LOAD}"
-    problem, state = run_python("-c", code).splitlines()
+    problem, state = run_forked(code).splitlines()
     assert words in problem
     assert torch.__version__ in problem
     assert state == "False False None 2.0"

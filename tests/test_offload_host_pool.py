@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import KIB, TENSOR_BYTES, chain, gradient, make_input, saved
-from other_process import run_python
+from other_process import run_forked
 
 from umem.offloading import ActivationStore, CudaMover, HostMover
 from umem.offloading.movers import HostPool
@@ -148,7 +148,7 @@ if os.fork() == 0:
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 assert memory.eq(7).all()
 """
-    run_python("-c", code)
+    run_forked(code)
 
 
 def test_a_forked_child_makes_no_cuda_calls() -> None:

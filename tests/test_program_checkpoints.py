@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from repeated_blocks import (
     CHANGING_BUFFERS,
     LAYERS,
@@ -127,10 +128,15 @@ def left_out(activations: CopiedActivations) -> set[str]:
     return {name for name, it in activations.proofs.items() if it.checkpointed_bytes}
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("call", [around_the_block, around_its_call])
-# A checkpoint's input may not change in place.
-@pytest.mark.parametrize("kind", [*REPEATABLE, *(it for it in OTHERS if it is not InPlaceHead)])
+@pytest.mark.parametrize(
+    ("kind", "call", "autocast"),
+    pairs(
+        # A checkpoint's input may not change in place.
+        [*REPEATABLE, *(it for it in OTHERS if it is not InPlaceHead)],
+        [around_the_block, around_its_call],
+        [False, True],
+    ),
+)
 def test_all_bits_are_stocks(kind: type[Layer], call: Call, autocast: bool) -> None:
     stock = run(Wrapped(kind, call), lambda _: None, autocast=autocast)
     model = Wrapped(kind, call)

@@ -24,6 +24,7 @@ from measured_models import (
 )
 from measured_models import Net as TunedNet
 from measured_models import batch as inputs
+from pairs import pairs
 from streamed_programs import bits
 from torch import nn
 from torch.nn.functional import softplus
@@ -537,13 +538,17 @@ PROGRAMS = [step_of_each, adversaries, with_scaler, with_closures, loaded, in_tu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("parts", [[halves], [one, one], [halves, one]])
-@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize(
+    ("program", "parts", "share"),
+    pairs(
+        PROGRAMS,
+        [[halves], [one, one], [halves, one]],
+        [0.3, 1.0],
+        allowed=lambda program, parts, _: program is not adversaries or len(parts) == 2,
+    ),
+)
 def test_no_bit_changes(program: Callable[[Process], None], parts: list[Any], share: float) -> None:
     least_bytes = 2 * LAYER_STATE * len(parts)
-    if program is adversaries and len(parts) == 1:
-        pytest.skip("they are two models")
     graphs = 3 if program is adversaries else 1
     more_bytes = graphs * MODEL_SAVED + least_bytes + int(share * MODEL_STATE * len(parts))
     # In turns, each model has a part of the iterations only.

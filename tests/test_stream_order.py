@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
 import torch
+from other_process import run_forked
 
 from umem import patches
 from umem.patches import PATCHES
@@ -364,5 +363,4 @@ for use in (lambda: torch.Event(device="cpu").record(), lambda: stream.wait_stre
     else:
         raise AssertionError("no error")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_forked(code)

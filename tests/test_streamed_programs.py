@@ -6,7 +6,6 @@ The tests of an engine's own behaviour have files of their own.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import LazyLanes
+from pairs import pairs
 from streamed_models import Cached, Packed, QLoRA, adamw_of_trained, one_in_a_group
 from streamed_programs import (
     BACK,
@@ -196,16 +196,23 @@ ENGINES = {
 
 
 OFTEN = frozenset(("state", "weights", "in-backward"))
-"""Engines of the fast tests. The others use the same parts, and all of them take a minute."""
+"""Engines of the fast tests. The others use the same parts."""
 
 
 def cases() -> Iterator[Any]:
-    """Use, engine and eagerness; by use first, whose stock runs are kept for all its engines."""
-    for use, (name, engine) in itertools.product(USES, ENGINES.items()):
-        if use.__name__ not in engine.leaves_out:
-            for eagerness in engine.eagerness:
+    """Use, engine and eagerness; by use first, whose stock runs are kept for all its engines.
+
+    Slow ones have one eagerness by turns, so that each use and each engine meets all.
+    """
+    for number, use in enumerate(USES):
+        for turn, (name, engine) in enumerate(ENGINES.items(), number):
+            if use.__name__ in engine.leaves_out:
+                continue
+            is_often = name in OFTEN
+            chosen = engine.eagerness[turn % len(engine.eagerness)]
+            for eagerness in engine.eagerness if is_often else (chosen,):
                 case_id = f"{use.__name__}-{name}-{eagerness}"
-                marks = () if name in OFTEN else (pytest.mark.slow,)
+                marks = () if is_often else (pytest.mark.slow,)
                 yield pytest.param(use, engine, eagerness, id=case_id, marks=marks)
 
 
@@ -324,10 +331,12 @@ class SeveralOptimizers(Program):
         self.is_skipped = not self.is_skipped
 
 
-@pytest.mark.parametrize("eagerness", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("streams_weights", [False, True])
-@pytest.mark.parametrize("batches", [1, 2])
-@pytest.mark.parametrize("make_optimizers", [adamw_and_sgd, muon_and_adamw, one_for_each_block])
+@pytest.mark.parametrize(
+    ("make_optimizers", "streams_weights", "batches", "eagerness"),
+    pairs(
+        [adamw_and_sgd, muon_and_adamw, one_for_each_block], [False, True], [1, 2], [0.0, 0.5, 0.9]
+    ),
+)
 def test_optimizers_of_one_model(
     make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
     streams_weights: bool,
@@ -370,7 +379,7 @@ LAST = frozenset(["layers.3", "norm", "head"])
 
 def shapes(name: str, *models: type[Net], **axes: tuple[Any, ...]) -> Iterator[Any]:
     """A model, a way to stream it, and values of further options."""
-    for make_model, values in itertools.product(models, itertools.product(*axes.values())):
+    for make_model, *values in pairs(models, *axes.values()):
         options = {**ENGINES[name].options, **dict(zip(axes, values, strict=True))}
         words = [make_model.__name__, name]
         words += [f"{axis}={_short(value)}" for axis, value in zip(axes, values, strict=True)]

@@ -22,6 +22,7 @@ import pytest
 import torch
 from fresh_attributes import forget_guards
 from lazy_lanes import HostStateMemory, LazyLanes
+from pairs import pairs
 from streamed_programs import (
     WIDTH,
     Adapters,
@@ -263,22 +264,15 @@ def by_data_that_is_kept(layer: Any) -> None:
         kept.mul_(0.99)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 8])
-@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+WRITES = [
+    *(by_data, by_data_of_views, by_data_in_a_list, by_data_that_is_kept),
+    *(by_storage, by_storage_of_a_view, by_array),
+]
+MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
+
+
 @pytest.mark.parametrize(
-    "mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda it: it.__name__
-)
-@pytest.mark.parametrize(
-    "do",
-    [
-        by_data,
-        by_data_of_views,
-        by_data_in_a_list,
-        by_storage,
-        by_storage_of_a_view,
-        by_array,
-        by_data_that_is_kept,
-    ],
+    ("do", "mode", "slots", "eagerness"), pairs(WRITES, MODES, [1, 2, 8], [0.0, 0.5])
 )
 def test_what_a_block_writes_past_its_weights_stays(
     do: Callable[[Any], None],
@@ -603,7 +597,7 @@ CHANGES = [
     turn_in_place,
     keep_views,
     backward_twice,
-    pytest.param(differentiate_twice, marks=pytest.mark.filterwarnings("ignore:Using backward")),
+    differentiate_twice,
     two_graphs,
     gradient_of_inputs,
     fail_in_a_layer,
@@ -628,14 +622,19 @@ class AmidInferences:
         infer(program)
 
 
-@pytest.mark.parametrize("make_model", [Net, Checkpointed, Adapters])
-@pytest.mark.parametrize("slots", [2, 8])
-@pytest.mark.parametrize("change", CHANGES)
+def is_possible(change: object, make_model: object, _slots: int) -> bool:
+    """torch.func takes no checkpoints."""
+    return not (make_model is Checkpointed and change is per_sample)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize(
+    ("change", "make_model", "slots"),
+    pairs(CHANGES, [Net, Checkpointed, Adapters], [2, 8], allowed=is_possible),
+)
 def test_no_bit_changes_where_weights_are_used_otherwise(
     change: Callable[[Program], None], slots: int, make_model: Callable[[], nn.Module]
 ) -> None:
-    if make_model is Checkpointed and change is per_sample:
-        pytest.skip("torch.func takes no checkpoints")
     compare(change, slots=slots, make_model=make_model, eagerness=0.5)
 
 
@@ -777,10 +776,11 @@ def write_tables(program: Program) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cached_share", [0.0, 0.2])
-@pytest.mark.parametrize("make_model", [Mixture, MixtureBesideDense])
-@pytest.mark.parametrize("slots", [2, 8])
-@pytest.mark.parametrize("change", [nothing, write_tables, *CHANGES])
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize(
+    ("change", "slots", "make_model", "cached_share"),
+    pairs([nothing, write_tables, *CHANGES], [2, 8], [Mixture, MixtureBesideDense], [0.0, 0.2]),
+)
 def test_no_bit_changes_where_few_experts_are_used(
     change: Callable[[Program], None],
     slots: int,

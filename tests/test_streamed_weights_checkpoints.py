@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from safetensors.torch import load_file, save_file
 from streamed_programs import Program, bits
 from streamed_programs import compare as compare_programs
@@ -131,9 +132,9 @@ BOTH: list[Callable[[Program], None]] = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("eagerness", [0.0, 0.8])
-@pytest.mark.parametrize("slots", [2, 8])
-@pytest.mark.parametrize("use", [*SAVES, *LOADS, *BOTH])
+@pytest.mark.parametrize(
+    ("use", "slots", "eagerness"), pairs([*SAVES, *LOADS, *BOTH], [2, 8], [0.0, 0.8])
+)
 def test_no_bit_changes_where_checkpoints_are_saved_or_loaded(
     use: Callable[[Program], None], slots: int, eagerness: float
 ) -> None:

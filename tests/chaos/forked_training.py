@@ -64,7 +64,7 @@ def _in_child(program: RandomProgram) -> str:
 
 
 def train_beside_loaders(seed: int, method: str) -> None:
-    """Train on the batches of a DataLoader with two workers, made while updates are under way."""
+    """Train on the batches of a DataLoader with workers, made while updates are under way."""
     pair = Pair(seed)
     pair.train(random.Random(seed).randint(1, 3))
     loaders = [_loader(it, method) for it in pair.programs]
@@ -81,6 +81,11 @@ def train_beside_loaders(seed: int, method: str) -> None:
 def _loader(program: RandomProgram, method: str) -> Iterator[Any]:
     program.plan = Step()
     program.step()
-    # A spawned worker would get the weight's memory itself, and see it change.
-    scale = program.model.scale if method == "fork" else None
-    return iter(DataLoader(_Rows(scale, 6), None, num_workers=2, multiprocessing_context=method))
+    if method == "fork":
+        rows, workers = _Rows(program.model.scale, 6), 2
+    else:
+        # A spawned worker would get the weight's memory itself, and see it change. Each one imports
+        # torch, and stock's would send the same batches.
+        rows, workers = _Rows(None, 6), 0 if program.is_stock else 1
+    context = method if workers else None
+    return iter(DataLoader(rows, None, num_workers=workers, multiprocessing_context=context))

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 from late_runs import LateRun
+from pairs import pairs
 from small_trainings import HOST_SIZE, Program, Run
 from sound_programs import PROGRAMS
 
@@ -31,9 +32,11 @@ def trained(program: Program, run: Run) -> dict[str, str]:
         run.close()
 
 
-@pytest.mark.parametrize("eagerness", [0.0, 0.7])
-@pytest.mark.parametrize("streams_weights", [False, True])
-@pytest.mark.parametrize("program", ON_HOST, ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("program", "streams_weights", "eagerness"),
+    pairs(ON_HOST, [False, True], [0.0, 0.7]),
+    ids=lambda each: getattr(each, "name", None),
+)
 def test_every_step_is_stocks(program: Program, streams_weights: bool, eagerness: float) -> None:
     run = LateRun(eagerness, streams_weights=streams_weights)
     assert trained(program, run) == stock(program)

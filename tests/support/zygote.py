@@ -1,9 +1,10 @@
 """Starts programs over and over by ``fork``, with all imported already: ``zygote.py MODULE...``.
 
 It says ``ready`` once it has imported the modules, or why it cannot start anything. Each line of
-standard input is a job as JSON: arguments, of which the first is ``umem`` or a program's file,
-variables of the environment, folder, files of standard output and error. The answers are the number
-of the process and, when it has ended, its status. A process ends as Python does.
+standard input is a job as JSON: arguments, of which the first is ``umem``, a program's file or
+``-c``, with a program behind it; variables of the environment, folder, files of standard output and
+error. The answers are the number of the process and, when it has ended, its status. A process ends
+as Python does.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def run(program: str) -> None:
         from umem.__main__ import main
 
         main()
+    elif program == "-c":
+        exec(sys.argv.pop(1), {"__name__": "__main__"})
     else:
         sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
