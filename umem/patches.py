@@ -484,6 +484,17 @@ PATCHES: Mapping[str, Patch] = {
         Way.CALLED,
     ),
     **_patches(
+        "hardware/measure.py",
+        "`umem hardware measure`, for each of its measurements",
+        "the end of that measurement",
+        "a card would be measured in the program's own precision, or another card",
+        {
+            "measured_device": "torch.cuda:set_device",
+            "measured_precision": "torch:set_float32_matmul_precision",
+        },
+        Way.CALLED,
+    ),
+    **_patches(
         "core/compiled.py",
         "the import of a planner or a simulator",
         _NEVER,

@@ -284,6 +284,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {"foreach_multiply": "torch:_foreach_mul_", "foreach_norm": "torch:_foreach_norm"},
     ),
     **_names(
+        "gives all buffers of a block their values again, in one call",
+        "blocks with averages, such as BatchNorm's, would be copied, and never computed again",
+        {"foreach_copy": "torch:_foreach_copy_"},
+    ),
+    **_names(
         "the class of what runs a process group's collectives on one kind of device",
         "a collective may read weights whose update is under way",
         {"ProcessGroupBackend": "torch.distributed:_Backend"},
@@ -480,6 +485,7 @@ flash_attention_backward: Any
 flash_attention_cpu: Any
 flash_attention_cpu_backward: Any
 foreach_add: Callable[..., None]
+foreach_copy: Callable[..., None]
 function_transform_level: Callable[[], int | None]
 """None outside of all transforms of ``torch.func``."""
 fused_adam: Callable[..., None]

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from umem.torch_compat import foreach_copy
+
 __all__ = ["BufferValues"]
 
 
@@ -46,7 +48,7 @@ class BufferValues:
         """Give the buffers these values again."""
         if self.buffers:
             with torch.no_grad():
-                torch._foreach_copy_(self.buffers, self._values)
+                foreach_copy(self.buffers, self._values)
 
     @contextmanager
     def put_back_at_end(self) -> Iterator[None]:

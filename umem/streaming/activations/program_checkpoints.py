@@ -134,5 +134,5 @@ def _module_of(function: Any) -> nn.Module | None:
     if isinstance(function, nn.Module):
         return function
     owner = getattr(function, "__self__", None)
-    is_call = getattr(function, "__func__", None) in (nn.Module.__call__, nn.Module._call_impl)
+    is_call = getattr(function, "__func__", None) is nn.Module.__call__
     return owner if is_call and isinstance(owner, nn.Module) else None
