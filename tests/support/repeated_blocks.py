@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,34 @@ class CountingInABuffer(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1.0
         return super().forward(x) * (1.0 + 0.01 * self.calls)
+
+
+class SaveUnset(torch.autograd.Function):
+    """Saves memory as it is found, as attention without dropout does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, torch.tensor([time.perf_counter_ns(), 0]))
+        return 2.0 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        _x, _unset = ctx.saved_tensors
+        return 2.0 * gradients[0]
+
+
+class WithUnsetMemory(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        apply: Any = SaveUnset.apply
+        y: torch.Tensor = apply(super().forward(x))
+        return y
+
+
+class DroppingWithUnsetMemory(WithUnsetMemory):
+    """The numbers might be drawn."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3, self.training)
 
 
 class Counting(Layer):
@@ -175,12 +204,12 @@ class Checkpointed(Layer):
 
 CHANGING_BUFFERS = [Averaging, CountingInABuffer]
 REPEATABLE = [
-    *(Layer, Dropping, Attending, Frozen, Checkpointed, WithACompiledFunction),
+    *(Layer, Dropping, Attending, Frozen, Checkpointed, WithACompiledFunction, WithUnsetMemory),
     *CHANGING_BUFFERS,
 ]
 OTHERS = [
     *(InPlaceHead, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
-    *(Drifting, CountingInAGlobal, SummingInAGlobal, Hooked),
+    *(DroppingWithUnsetMemory, Drifting, CountingInAGlobal, SummingInAGlobal, Hooked),
 ]
 
 

@@ -42,6 +42,8 @@ _CONTAINERS = (list, dict, set, deque)
 _CHANGING = (*_CONTAINERS, torch.Tensor, torch.Generator)
 _MOST_BUFFER_BYTES = 1 << 20
 """Buffers that a call may change: they are kept once more for each call."""
+_MOST_SEEDS = 2
+"""Numbers of 64 bits in which attention notes where its dropout begins."""
 _Saved = tuple[torch.Tensor, bool]
 """A tensor that autograd saves, and whether it stays in any case."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -163,7 +165,7 @@ class WatchedCall:
         is_random = not _are_equal(self._random.values(), random_after.values())
         freed_bytes = checkpointed_bytes = 0
         if self._around is None:
-            if not self._is_repeated(self._saved, output):
+            if not self._is_repeated(self._saved, output, is_random=is_random):
                 return None
             freed_bytes = self._freed_bytes(self._saved, output)
         checkpoints = [*self._within, *filter(None, [self._around])]
@@ -175,7 +177,7 @@ class WatchedCall:
             with leaving_out():
                 saved, again = self._run_again()
                 if (
-                    self._is_repeated(saved, output)
+                    self._is_repeated(saved, output, is_random=is_random)
                     and _are_all_alike(output, again)
                     # The program may change a result in place that a checkpoint does not save.
                     and _saved_results(saved, again) <= _saved_results(self._saved, output)
@@ -188,14 +190,15 @@ class WatchedCall:
             self._signature, is_random, freed_bytes, max(0, checkpointed_bytes), tuple(changed)
         )
 
-    def _is_repeated(self, saved: list[_Saved], output: object) -> bool:
+    def _is_repeated(self, saved: list[_Saved], output: object, *, is_random: bool) -> bool:
         """Whether another run saves and returns the same."""
         others, again = self._run_again()
         return (
             len(saved) == len(others)
             and _are_all_alike(output, again)
             and all(
-                stays == stays_too and _are_alike(tensor, other)
+                stays == stays_too
+                and (_are_alike(tensor, other) or (not is_random and _are_seeds(tensor, other)))
                 for (tensor, stays), (other, stays_too) in zip(saved, others, strict=True)
             )
         )
@@ -315,6 +318,15 @@ def _restore(states: Mapping[torch.device, torch.Tensor]) -> None:
 
 def _are_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
     return all(map(_have_equal_bits, some, others))
+
+
+def _are_seeds(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors may be where attention notes what its dropout was drawn from.
+
+    Without dropout it saves that memory as it finds it.
+    """
+    kinds = torch.int64, torch.uint64
+    return all(it.dtype in kinds and it.numel() <= _MOST_SEEDS for it in (tensor, other))
 
 
 def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
