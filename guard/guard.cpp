@@ -98,7 +98,7 @@ class Guard {
 
   void hold(
       const py::list& tensors, std::optional<std::vector<Event>> events,
-      std::optional<py::list> held);
+      std::optional<py::list> held, bool denies_pointer);
   void release();
   void give_back(const py::list& tensors);
   bool holds(const at::Tensor& tensor);
@@ -112,9 +112,10 @@ class Guard {
   void drop(const void* memory, c10::TensorImpl* tensor);
 
   std::unordered_map<c10::TensorImpl*, const void*> held_;  // with their memory
-  bool denies_pointer() const { return events_ && !events_->empty(); }
+  bool denies_pointer() const { return denies_ || (events_ && !events_->empty()); }
 
   std::optional<std::vector<Event>> events_;  // none: only Python can wait
+  bool denies_ = false;
   bool was_used_ = false;
 };
 
@@ -138,10 +139,11 @@ auto find(std::vector<Entry>& some, c10::TensorImpl* tensor) {
 
 void Guard::hold(
     const py::list& tensors, std::optional<std::vector<Event>> events,
-    std::optional<py::list> held) {
+    std::optional<py::list> held, bool denies_pointer) {
   const py::handle self = py::cast(this);
   const std::lock_guard lock(mutex);
   events_ = std::move(events);
+  denies_ = denies_pointer;
   was_used_ = false;
   for (const py::handle object : tensors) {
     auto* tensor = THPVariable_Unpack(object.ptr()).unsafeGetTensorImpl();
@@ -158,7 +160,7 @@ void Guard::hold(
     some.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(strong), this, self});
     held_[tensor] = memory;
     set_key(tensor, true);
-    if (denies_pointer()) deny_pointer(tensor, true);
+    if (this->denies_pointer()) deny_pointer(tensor, true);
     if (held) held->append(object);
   }
 }
@@ -182,6 +184,7 @@ void Guard::release() {
   for (const auto& [tensor, memory] : held_) drop(memory, tensor);
   held_.clear();
   events_.reset();
+  denies_ = false;
 }
 
 void Guard::give_back(const py::list& tensors) {

@@ -145,10 +145,11 @@ def order() -> Iterator[StreamOrder]:
     patches.undo(*METHODS)
 
 
-@pytest.fixture
-def training(order: StreamOrder) -> Stream:
+@pytest.fixture(params=["an event", "an event that comes later"])
+def training(request: pytest.FixtureRequest, order: StreamOrder) -> Stream:
     """A stream whose step is deferred: its updates are under way, and it has not waited."""
-    order.add(CURRENT[0], Event({"update"}, has_passed=False))
+    event = Event({"update"}, has_passed=False)
+    order.add(CURRENT[0], event if request.param == "an event" else lambda: event)
     return CURRENT[0]
 
 

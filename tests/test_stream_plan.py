@@ -22,8 +22,11 @@ from umem.streaming.plan import (
     StreamProblem,
     StreamUnit,
     TemporarySlot,
+    TrainingPlan,
     largest_slot_bytes,
     plan_stream,
+    plan_training,
+    plan_with_host_updates,
     simulate_lanes,
     simulate_stream,
 )
@@ -289,6 +292,27 @@ def test_clipping_takes_no_longer_where_updates_have_copies_of_gradients(two_way
 
     assert step_s(stages_operands=True) == pytest.approx((2 * 3 + 2 + 5) * MS)
     assert step_s(stages_operands=False) > (2 * 3 + 2 + 5.5) * MS
+
+
+def test_the_host_updates_a_unit_beside_the_passes(two_way: Hardware) -> None:
+    """Its gradient leaves in 0.5 ms, then its weights; 140 MiB take the host 1 ms."""
+    hardware = replace(two_way, host_update_bytes_per_s=140 * MIB / MS)
+    units = [replace(BACK, gradient_bytes=20 * MIB, name=name) for name in ("first", "second")]
+    for number, step in enumerate((0.5 + 0.5 + 1 + 0.5, 0.5 + 0.5 + 1 + 0.5 - 0.25)):
+        timing = simulate_stream(
+            units,
+            [1 - number],
+            0,
+            hardware=hardware,
+            copied_gradients=[number],
+            hosts=[number],
+        )
+        # The other unit is updated by the program, before it goes on.
+        hidden = 0.5 if number == 0 else 0.5 + 0.5
+        assert timing.step_s == pytest.approx((2 * 1.25 + 0.5 + step - hidden) * MS), number
+        assert timing.compute_s == pytest.approx((2 * 1.25 + 0.5) * MS)
+        assert timing.to_host_bytes[TensorClass.WEIGHTS] == 20 * MIB
+        assert timing.to_device_bytes == {TensorClass.WEIGHTS: 20 * MIB}
 
 
 @pytest.mark.parametrize(
@@ -976,3 +1000,61 @@ def test_measured_steps_are_predicted_within_a_twentieth() -> None:
         StreamProblem(units, budget_bytes=16 * 2**30, hardware=hardware, other_s=clipping_s)
     )
     assert plan.predicted.step_s == pytest.approx(1.61, rel=0.05)
+
+
+# ---------------------------------------------------------------------------------- the host
+
+
+def planned_with_the_host(name: str, gib: int, **options: Any) -> tuple[TrainingPlan, TrainingPlan]:
+    """Llama-2-7B in float32, whose gradients are there from the backward pass to the updates."""
+    hardware = load_hardware(name)
+    units = llama_2_7b(hardware)
+    gradients = [it.state_bytes // 2 for it in units]
+    units = [
+        replace(
+            it,
+            gradient_bytes=gradients[number],
+            forward_peak_bytes=sum(gradients[number:]),
+            backward_peak_bytes=sum(gradients[number:]),
+        )
+        for number, it in enumerate(units)
+    ]
+    given: dict[str, Any] = {
+        "budget_bytes": gib << 30,
+        "hardware": hardware,
+        "step_peak_bytes": sum(gradients),
+        "holds_gradients": True,
+        **options,
+    }
+    return plan_training(units, None, **given), plan_with_host_updates(units, None, **given)
+
+
+def test_the_host_updates_some_units_of_those_that_are_streamed() -> None:
+    without, plan = planned_with_the_host("h200", 48)
+    hosts = plan.stream.hosts
+    assert 3 < len(hosts) < 15
+    assert hosts.isdisjoint(plan.stream.resident)
+    assert hosts <= plan.stream.copied_gradients
+    assert hosts.isdisjoint(plan.stream.returning_gradients)
+    assert plan.step_s < 0.92 * without.step_s
+    # Its gradients make room for the state of others.
+    assert len(plan.stream.resident) > len(without.stream.resident)
+    assert plan.device_bytes <= 48 << 30
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "options"),
+    [
+        ("gh200-96", 48, {}),  # whose link is as fast as the host
+        ("h200", 100, {}),  # room for all
+        ("h200", 48, {"is_deferred": False}),
+        ("h200", 48, {"in_backward": True}),
+        ("h200", 48, {"is_trial": True}),
+    ],
+)
+def test_the_host_updates_nothing_where_that_gains_nothing(
+    name: str, gib: int, options: dict[str, Any]
+) -> None:
+    without, plan = planned_with_the_host(name, gib, **options)
+    assert plan == without
+    assert not plan.stream.hosts

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import LazyMover
+from host_updates import StockHost
 from lazy_lanes import HostStateMemory, LazyLanes
 from measured_models import (
     BASE,
@@ -260,6 +261,7 @@ class Training:
         streams_weights: bool = False,
         share: float = 1.0,
         hardware: Hardware | None = None,
+        has_weights: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.machine = machine or Machine()
@@ -274,7 +276,9 @@ class Training:
         self.step()
         if machine is None:
             return
-        self.memory = memory = HostStateMemory(1024)
+        self.memory = memory = HostStateMemory(
+            1024, parameters=self.model.parameters(), has_weights=has_weights
+        )
         for state in list(self.optimizer.state.values())[:born_on_device]:
             memory.place(state["exp_avg"], on_device=True)
             memory.place(state["exp_avg_sq"], on_device=True)
@@ -349,6 +353,57 @@ def exact(machine: Machine, steps: int = 8, **options: Any) -> Training:
     stock = Training(**{name: it for name, it in options.items() if name in of_stock})
     assert run.run(steps) == stock.run(steps)
     return run
+
+
+SLOW_LINK = replace(
+    load_hardware("h200"),
+    copy_to_device_bytes_per_s=2e3,
+    copy_to_host_bytes_per_s=2e3,
+    copy_link_bytes_per_s=4e3,
+    host_update_bytes_per_s=1e5,
+)
+"""A layer's state takes 16 s each way, and the host's update of it 1 to 2 s."""
+
+HOSTS: dict[str, Any] = {
+    "hardware": SLOW_LINK,
+    "copies_gradients": True,
+    "has_weights": True,
+    "share": 0.0,
+}
+
+
+def test_the_host_updates_units_where_the_link_is_slow(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(StreamedTraining, "host_updater", lambda it: StockHost(it.optimizer))
+    run = exact(Machine(2 * LAYER_STATE + LAYERS * SAVED), **HOSTS)
+    plan = run.tuner.plan
+    assert plan.hosts
+    assert plan.hosts <= plan.copied_gradients
+    assert plan.hosts.isdisjoint(plan.resident)
+    assert run.training.counts.by_host >= 2 * len(plan.hosts)
+
+
+def test_the_host_updates_nothing_that_it_has_no_form_for(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(StreamedTraining, "host_updater", lambda _: None)
+    run = exact(Machine(2 * LAYER_STATE + LAYERS * SAVED), **HOSTS)
+    assert run.tuner.status().state == TuningState.PLANNED
+    assert not run.tuner.plan.hosts
+
+
+def test_a_host_that_cannot_update_has_no_units_any_more(monkeypatch: Patch) -> None:
+    host: Any = None
+
+    def make(training: Any) -> StockHost:
+        nonlocal host
+        host = StockHost(training.optimizer)
+        host.refuses = lambda: True
+        return host
+
+    monkeypatch.setattr(StreamedTraining, "host_updater", make)
+    run = exact(Machine(2 * LAYER_STATE + LAYERS * SAVED), 12, **HOSTS)
+    assert host is not None
+    assert host.updates == 0
+    assert run.tuner.status().state == TuningState.PLANNED
+    assert not run.tuner.plan.hosts
 
 
 LAYER_WEIGHTS = 4 * 2 * WIDTH * 2 * WIDTH
@@ -440,7 +495,7 @@ def test_a_step_in_the_backward_pass_is_planned_anew() -> None:
 def test_no_plan_is_made_for_a_step_that_will_move_into_the_backward_pass(caplog: Log) -> None:
     """The plan for gradients that are all kept would be for a budget that it is too large for."""
     caplog.set_level(logging.INFO, "umem")
-    run = Training(Machine(2 * LAYER_STATE + 4 * SAVED), clips=False)
+    run = Training(Machine(10**8), clips=False)
     run.training.move_into_backward()
     while not run.training.status().step_in_backward:
         run.step()
@@ -572,7 +627,7 @@ def test_a_training_that_rests_keeps_no_state_of_an_optimizer_that_is_gone() -> 
 @pytest.mark.slow
 def test_what_does_not_fit_is_streamed_and_copied() -> None:
     # Beside two slots there is room for the activations of four of six layers.
-    machine = Machine(2 * LAYER_STATE + 4 * SAVED)
+    machine = Machine(10**8)
     run = Training(machine)
     machine.highest = 0
     assert run.run(10) == Training().run(10)
@@ -653,8 +708,8 @@ def test_a_step_that_waits_has_slots_where_activations_were(
 
 @pytest.mark.slow
 def test_state_that_was_made_on_the_device_counts_once() -> None:
-    expected = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED))
-    run = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED), born_on_device=4)
+    expected = Training(Machine(10**8))
+    run = Training(Machine(10**8), born_on_device=4)
     assert run.run(8) == expected.run(8)
     assert run.status.plan == expected.status.plan is not None
 
@@ -663,7 +718,7 @@ def test_state_that_was_made_on_the_device_counts_once() -> None:
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_no_bit_changes(is_checkpointed: bool, batches: int) -> None:
-    run = Training(Machine(2 * LAYER_STATE + 4 * SAVED), is_checkpointed=is_checkpointed)
+    run = Training(Machine(10**8), is_checkpointed=is_checkpointed)
     expected = Training(is_checkpointed=is_checkpointed)
     assert run.run(10, batches=batches) == expected.run(10, batches=batches)
 
@@ -990,7 +1045,7 @@ def test_they_stay_where_little_memory_is_lacking(lacking: int, leave: bool) -> 
 
 @pytest.mark.slow
 def test_a_training_that_is_closed_is_stock() -> None:
-    run, expected = Training(Machine(2 * LAYER_STATE + 4 * SAVED)), Training()
+    run, expected = Training(Machine(10**8)), Training()
     run.run(8)
     expected.run(8)
     run.training.close()

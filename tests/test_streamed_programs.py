@@ -99,6 +99,10 @@ def units_are_updated_in_the_backward_pass(run: Any) -> None:
     assert run.training.counts.ahead >= 8 * (run.plain - 2)
 
 
+def the_host_updates(run: Any) -> None:
+    assert run.training.counts.by_host
+
+
 def state_is_in_four_pieces(run: Any) -> None:
     assert [len(it) for it in run.training.step.units.sizes().values() if len(it) > 2] == [4]
 
@@ -132,6 +136,9 @@ def in_backward(plain: int, **options: Any) -> dict[str, Any]:
     return {"in_backward": True, "clips": False, "plain": plain, "seed": 7, **options}
 
 
+HOSTS = frozenset(("stem", "layers.1", "layers.2"))
+"""Units that the host updates."""
+
 ENGINES = {
     "state": Engine({"seed": 7}),
     "state-in-pieces": Engine(
@@ -149,6 +156,17 @@ ENGINES = {
     ),
     "gradients": Engine({"copied_gradients": UNITS}, (0.0,)),
     "returning-gradients": Engine({"copied_gradients": UNITS, "returning": BACK}),
+    "host": Engine({"hosts": HOSTS, "copied_gradients": UNITS}, check=the_host_updates),
+    "host-in-pieces": Engine(
+        {
+            "hosts": HOSTS,
+            "copied_gradients": HOSTS,
+            "make_model": NetWithFlat,
+            "defers_reads": True,
+        },
+        (0.5,),
+        the_host_updates,
+    ),
     "weights": Engine({"kind": WeightProgram}),
     "weights-and-state": Engine({"streams_weights": True}, check=weights_are_fetched),
     "recomputed": Engine({"recomputes": True}, (0.5,), blocks_run_again),

@@ -43,6 +43,12 @@ STREAMED_MODES = (
 )
 POISONED_MODES = ("averaged_beside", "captured", "gradients_clipped", "scaled", "rate_changed")
 """Run once more with memory that is overwritten when it is freed and when it is new."""
+HOST_MODES = (
+    *("plain", "averaged_beside", "averaged_behind_an_event", "read_behind_a_host_wait"),
+    *("copied_behind_any_event", "norm_logged", "saved_and_loaded", "in_a_thread"),
+    *("gradients_clipped", "scaled", "storages_kept"),
+)
+"""Run once more with some units updated by the host."""
 ADDRESS_MODES = (
     "weights_in_arrays",
     "state_in_arrays",
@@ -129,6 +135,23 @@ def test_nothing_reads_freed_or_new_memory(mode: str, pairs: Pairs, start: Start
     facts = start("streaming.py", mode, str(STEPS), UMEM_POISON="1", **settings).facts()
     assert values(facts) == values(pairs(mode)[0])
     assert facts["streaming"]["streamed"] >= STEPS - 1
+
+
+@pytest.mark.parametrize("is_poisoned", [False, True])
+@pytest.mark.parametrize("mode", HOST_MODES)
+def test_the_host_updates_some_units(
+    mode: str, is_poisoned: bool, pairs: Pairs, start: Start, tmp_path: Path
+) -> None:
+    policy = tmp_path / "hosts.yaml"
+    policy.write_text("name: hosts\nextends: sft\nhost_update: auto\n")
+    settings = common(mode) | tight(mode) | {"UMEM_POLICY": str(policy)}
+    settings |= {"UMEM_POISON": "1"} if is_poisoned else {}
+    facts = start("streaming.py", mode, str(STEPS), HOST_UPDATES="1", **settings).facts()
+    print(facts["streaming"])
+    assert values(facts) == values(pairs(mode)[0])
+    assert facts["streaming"]["streamed"] >= STEPS - 1
+    # A gradient scaler's steps are the device's.
+    assert (facts["streaming"]["host_updates"] > 0) == (mode != "scaled")
 
 
 def test_a_scaler_has_skipped_steps(pairs: Pairs) -> None:

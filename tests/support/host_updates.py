@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,7 +26,8 @@ from umem.streaming.host_share.forms import (
     constants,
     kind_of,
 )
-from umem.streaming.host_share.proof import Elements
+from umem.streaming.host_share.host_update import HostSpan
+from umem.streaming.host_share.proof import DeviceOptimizer, Elements
 
 CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "fused AdamW": (torch.optim.AdamW, {"fused": True, "weight_decay": 0.1}),
@@ -209,3 +214,84 @@ class NumpyDevice:
     def powers(self, base: float, first: int, count: int) -> np.ndarray:
         exponents = np.arange(first, first + count, dtype=np.float32)
         return np.power(np.float32(base), exponents)
+
+
+class _LateFuture(Future[None]):
+    """Runs when somebody waits for it, with all that was queued before, or when chance will."""
+
+    def __init__(self, host: StockHost, work: Callable[[], None]) -> None:
+        super().__init__()
+        self.host, self.work = host, work
+
+    def done(self) -> bool:
+        if not super().done() and self.host.random.random() < 0.5:
+            self.host.run(self)
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> None:
+        self.host.run(self)
+        return super().result(timeout)
+
+
+class StockHost:
+    """A host whose updates are stock's by definition: torch's own kernels of the CPU make them.
+
+    So only what is around the update can show in the bits. It runs as late as the waits allow, in
+    a thread of its own.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.random = random.Random(0)
+        self.refuses: Callable[[], bool] = lambda: False
+        """Asked before each unit's update."""
+        self.fails: Callable[[], bool] = lambda: False
+        """Asked in each parameter's update."""
+        self.updates = 0
+        """Of parameters."""
+        self._optimizer = optimizer
+        self._device = DeviceOptimizer(optimizer, "cpu")
+        self._queue: deque[_LateFuture] = deque()
+        self._thread = ThreadPoolExecutor(1)
+
+    def covers(self, settings: Hyperparameters, dtype: torch.dtype) -> bool:
+        return not self.refuses() and kind_of(self._optimizer, settings, dtype) is not None
+
+    def update(
+        self,
+        spans: Sequence[HostSpan],
+        settings: Callable[[], Hyperparameters],
+        dtype: torch.dtype,
+    ) -> Future[None]:
+        assert dtype is torch.float32
+        self._queue.append(_LateFuture(self, lambda: self._update(spans, settings())))
+        return self._queue[-1]
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def run(self, last: _LateFuture) -> None:
+        while not Future.done(last):
+            future = self._queue.popleft()
+            error = self._thread.submit(future.work).exception()
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+    def _update(self, spans: Sequence[HostSpan], settings: Hyperparameters) -> None:
+        if self.fails():
+            raise RuntimeError("the host has failed")
+        kind = kind_of(self._optimizer, settings, torch.float32)
+        assert kind is not None
+        for span in spans if not settings.found_inf else ():
+            addresses = span[:4] if span.second else span[:3]
+            arrays = [_array_at(it, span.elements) for it in addresses]
+            before = Elements(*arrays, *[np.zeros_like(arrays[0])] * (4 - len(arrays)))
+            after = self._device.step(before, settings, kind)
+            for name in ("weight", "first", *(["second"] if span.second else [])):
+                getattr(before, name)[:] = getattr(after, name)
+            self.updates += 1
+
+
+def _array_at(address: int, count: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))

@@ -288,6 +288,7 @@ class HostStateMemory(StateMemory):
 
     The "device" has room for `most_buffers`, or for any number, and gradients of `parameters`.
     Requests for memory that `refuses` holds for find none. With `lanes`, buffers are filled late.
+    With `has_weights` the parameters are on the "device".
     """
 
     def __init__(
@@ -297,8 +298,10 @@ class HostStateMemory(StateMemory):
         most_buffers: int | None = None,
         parameters: Iterable[nn.Parameter] = (),
         lanes: Lanes | None = None,
+        has_weights: bool = False,
     ) -> None:
         self._parameters = list(parameters)
+        self._has_weights = has_weights
         self._lanes = lanes
         self.staged_bytes = staged_bytes
         self._most_buffers = most_buffers
@@ -319,7 +322,8 @@ class HostStateMemory(StateMemory):
         if self.was_sent_home(tensor):
             return True
         is_gradient = any(it.grad is tensor for it in self._parameters)
-        return not is_gradient and tensor.data_ptr() not in self._on_device
+        is_weight = self._has_weights and any(it is tensor for it in self._parameters)
+        return not (is_gradient or is_weight) and tensor.data_ptr() not in self._on_device
 
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Move to other memory."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from activation_chain import LazyMover
+from host_updates import StockHost
 from lazy_lanes import HostStateMemory, LazyLanes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -220,6 +221,8 @@ class Program:
     """Backward passes in a step."""
     streams_weights: bool = False
     """Whether weights are streamed too, all that can be."""
+    hosts: frozenset[str] = frozenset()
+    """Units that the host updates, in a run that streams."""
     watched: int = 0
     """The batch in which blocks are proved to be repeatable."""
     weights: Any = None
@@ -282,8 +285,13 @@ class Program:
         )
         self.training.temporary.set_plan(self.temporary)
         self.training.step.units.set_plan(
-            self.resident, self.slots, temporary=len(self.temporary.made_in)
+            self.resident,
+            self.slots,
+            temporary=len(self.temporary.made_in),
+            hosts=self.hosts,
         )
+        if self.hosts:
+            self.training.step.hosts.updater = StockHost(self.optimizer)
         self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)
         if self.recomputes:
             self.activations = CopiedActivations(
@@ -304,6 +312,7 @@ class Program:
             most_buffers=self.most_buffers,
             parameters=self.model.parameters(),
             lanes=self.lazy,
+            has_weights=bool(self.hosts),
         )
         if self.streams_weights:
             self.weights = ModelWeights(

@@ -412,6 +412,9 @@ class Policy(_Record):
     """Whether blocks may run forward again in the backward pass, in place of copies of what they
     save, and the program's own checkpoints be left out where there is room: auto (where the plan is
     faster so, and a call has proved that it gives the same bits and does nothing else), never."""
+    host_update: Recompute = "never"
+    """Whether the host's cores may update a part of the state that is streamed: auto (where the
+    plan is faster so, and the host has proved that it gives the bits of torch's kernels), never."""
     share: tuple[ShareLibrary, ...] = Field(default=(), json_schema_extra={"uniqueItems": True})
     """Libraries whose arrays come from the same memory and count in the same statistics."""
     defaults: ClassRule = Field(default_factory=ClassRule)

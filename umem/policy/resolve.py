@@ -79,6 +79,8 @@ class ResolvedPolicy:
     share: tuple[ShareLibrary, ...]
     recomputes: bool
     """Whether blocks may run forward again in the backward pass, in place of copies."""
+    updates_on_host: bool
+    """Whether the host may update a part of the state that is streamed."""
 
     @property
     def streams_state(self) -> bool:
@@ -176,6 +178,7 @@ def resolve(
         reasons=tuple(reason for _, reason in chosen),
         share=policy.share,
         recomputes=policy.recompute == "auto" and not hardware.one_pool,
+        updates_on_host=policy.host_update == "auto" and not hardware.one_pool,
     )
 
 

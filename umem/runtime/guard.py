@@ -84,25 +84,31 @@ class Guard(object if _native is None else _native.Guard):  # type: ignore[misc]
         raise NotImplementedError
 
     def hold(
-        self, tensors: Iterable[torch.Tensor], events: Collection[tuple[int, int]] | None = None
+        self,
+        tensors: Iterable[torch.Tensor],
+        events: Collection[tuple[int, int]] | None = None,
+        *,
+        is_on_host: bool = False,
     ) -> None:
         """Guard tensors, but those that another guard has, and keep them alive.
 
         `events` are handles of CUDA events, each with its device's number. To wait for them is
         enough for a thread that does not hold the interpreter's lock, which must not ask for it;
-        `was_used` tells of that. None where it is not.
+        `was_used` tells of that. None where it is not. With events, and `is_on_host`, code that
+        takes a tensor's memory and asks nobody gets an error.
         """
         some = list(tensors)
         if some:
             _guards.add(self)
             _see_attributes()
-            super().hold(some, None if events is None else list(events), self._tensors)
+            own = None if events is None else list(events)
+            super().hold(some, own, self._tensors, is_on_host)
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Guard tensors for as long as something else keeps them alive."""
         _guards.add(self)
         _see_attributes()
-        super().hold(list(tensors), None, None)
+        super().hold(list(tensors), None, None, False)
 
     def release(self) -> None:
         """Guard nothing any more. What an interrupt cuts short, another call completes."""

@@ -7,7 +7,7 @@ weight, has no memory of its own: the tensors inside it do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "optimizer_parameters",
     "optimizer_state",
     "parameter_names",
+    "plain_step",
     "plain_tensors",
     "storage_addresses",
     "tensors_in",
@@ -131,6 +132,15 @@ def weight_classes(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tenso
         (it, TensorClass.WEIGHTS if it.requires_grad else TensorClass.FROZEN_WEIGHTS)
         for it in sorted(parameters, key=lambda parameter: parameter.requires_grad)
     ]
+
+
+def plain_step(kind: Any) -> Callable[[Optimizer], Any]:
+    """The step of an optimizer's class, without torch's hooks, which run once for all of it."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    plain: Callable[[Optimizer], Any] = step
+    return plain
 
 
 def optimizer_state(

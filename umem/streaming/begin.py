@@ -83,7 +83,7 @@ def stream_state(
             shared=shared_budget(index),
             may_recompute=policy.recomputes,
         )
-    return StreamedTraining(
+    training = StreamedTraining(
         model,
         optimizer,
         cuda_lanes(device),
@@ -95,3 +95,5 @@ def stream_state(
         weights=weights,
         ring=others[0].step.units.ring if others else None,
     )
+    training.step.hosts.may_update = policy.updates_on_host
+    return training

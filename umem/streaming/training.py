@@ -37,6 +37,7 @@ from umem.runtime.torch_hooks.work_starts import before_work
 from umem.streaming.activations.copied_activations import is_compiled
 from umem.streaming.gradients.clipped_gradients import ClippedGradients
 from umem.streaming.gradients.copied_gradients import CopiedGradients
+from umem.streaming.host_share.host_update import HostUpdate
 from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Lanes
 from umem.streaming.stage.ring import Ring
@@ -486,6 +487,17 @@ class StreamedTraining(Listener):
     def step_has_failed(self, error: Exception) -> None:
         """Go on without umem."""
         self._fail(error)
+
+    def host_updater(self) -> HostUpdate | None:
+        """Make what updates on the host, and prove that it has the device's bits.
+
+        None where it has not, or not all parameters are in float32: a plan counts on all of them.
+        """
+        optimizer = self._optimizer()
+        every = [] if optimizer is None else list(optimizer_parameters(optimizer))
+        if optimizer is None or {it.dtype for it in every} != {torch.float32}:
+            return None
+        return HostUpdate.for_optimizer(optimizer, every[0].device)
 
     def gathered_parameters(self) -> GatheredParameters:
         """What a library gathers the model's parameters from."""

@@ -1,12 +1,13 @@
 """A training whose state may be streamed, in a process of its own: ``streaming.py MODE STEPS``.
 
 With ``UMEM_POLICY`` umem is enabled; ``ROWS`` is the size of a batch; with ``ADAPTED`` adapters are
-trained only. The last line is JSON: what the program saw, as checksums, and the memory in use on
-the card beyond that of CUDA and its libraries.
+trained only; with ``HOST_UPDATES`` the host updates some units. The last line is JSON: what the
+program saw, as checksums, and the memory in use on the card beyond that of CUDA and its libraries.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -26,6 +27,7 @@ from umem.cuda import bindings
 from umem.managing import managers
 from umem.runtime.state import runtime
 from umem.runtime.unguarded import addresses_of
+from umem.streaming.plan import StreamPlan, StreamProblem, host_updates, plan_stream
 from umem.streaming.stage import CudaStateMemory
 from umem.streaming.training import streamed_trainings
 
@@ -427,8 +429,26 @@ MODES: dict[str, Callable[[Training], None]] = {
 }
 
 
+def have_host_update() -> None:
+    """Have each plan leave every second unit whose state is streamed to the host."""
+
+    def with_hosts(problem: StreamProblem, best: StreamPlan) -> StreamPlan:
+        streamed = [
+            number
+            for number, unit in enumerate(problem.units)
+            if unit.state_bytes and unit.gradient_bytes and number not in best.resident
+        ]
+        hosts = frozenset(streamed[::2])
+        return plan_stream(dataclasses.replace(problem, hosts=hosts))
+
+    host_updates._LEAST_GAIN = -1e9
+    host_updates._fastest = with_hosts
+
+
 def main() -> None:
     begin()
+    if os.environ.get("HOST_UPDATES"):
+        have_host_update()
     card = CardMemory()
     between = MODES[sys.argv[1]]
     training = Training(
@@ -470,6 +490,7 @@ def main() -> None:
             "waited": counts.waited - waited,
             "early": counts.early,
             "ahead": counts.ahead,
+            "host_updates": counts.by_host,
             "pinned_bytes": kinds["pinned"]["reserved_bytes"],
             "managed_bytes": kinds["managed"]["reserved_bytes"],
             "budget_peak_bytes": runtime().allocator.stats(0)["budget_bytes"]["peak"],

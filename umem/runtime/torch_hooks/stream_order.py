@@ -62,7 +62,8 @@ class StreamOrder:
     def add(self, stream: Any, event: Any) -> None:
         """Count the work before an event as part of a stream, in place of what was added before.
 
-        `event` must be recorded after everything that was added for this stream earlier.
+        `event` must be recorded after everything that was added for this stream earlier. In the
+        place of an event that is recorded later, a function waits for that, and returns it.
         """
         self._behind[_key(stream)] = event
         self.install()
@@ -96,7 +97,7 @@ class StreamOrder:
         """Let a stream wait for what an event carries."""
         stream = self._of_class(stream)
         if behind is not None and not self._is_capturing(stream.cuda_stream):
-            self._wait(behind, stream)
+            self._wait(_event_of(behind), stream)
 
     def _has_waited(self, stream: Any, behind: Any = None) -> None:
         """Complete a stream's wait, for what carries `behind`. None is the current stream."""
@@ -130,12 +131,12 @@ class StreamOrder:
         def synchronize(event: Any) -> None:
             order._synchronize(event)
             if (behind := _behind(event)) is not None:
-                order._synchronize(behind)
+                order._synchronize(_event_of(behind))
 
         @functools.wraps(self._query)
         def query(event: Any) -> bool:
             behind = _behind(event)
-            return order._query(event) and (behind is None or order._query(behind))
+            return order._query(event) and (behind is None or order._query(_event_of(behind)))
 
         _replace(
             "cuda_event",
@@ -201,14 +202,14 @@ class StreamOrder:
         def any_finish(stream: Any) -> None:
             finish(stream)
             if (behind := order._behind_of(stream)) is not None:
-                order._synchronize(behind)
+                order._synchronize(_event_of(behind))
 
         @functools.wraps(is_finished)
         def any_is_finished(stream: Any) -> bool:
             if not is_finished(stream):
                 return False
             behind = order._behind_of(stream)
-            return behind is None or order._query(behind)
+            return behind is None or order._query(_event_of(behind))
 
         _replace(key, kind, synchronize=any_finish, query=any_is_finished)
 
@@ -220,6 +221,11 @@ def _replace(key: str, kind: Any, **methods: Callable[..., Any]) -> None:
 
 def _behind(event: Any) -> Any:
     return getattr(event, "umem_behind", None)
+
+
+def _event_of(behind: Any) -> Any:
+    """What an event carries, which may be a function that waits until it is recorded."""
+    return behind() if callable(behind) else behind
 
 
 def _key(stream: Any) -> tuple[int, int]:

@@ -26,8 +26,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from umem.runtime.guard import PLAIN_CLASSES
+from umem.runtime.model_parts import plain_step
 from umem.runtime.native_library import native
-from umem.streaming.step.known_optimizers import plain_step
 
 __all__ = [
     "Ahead",
@@ -171,12 +171,12 @@ class StepKind:
 def kind_of(optimizer: Optimizer, settings: Hyperparameters, dtype: torch.dtype) -> StepKind | None:
     """Tell the kind of an optimizer's step on a CUDA device; None where no table has it."""
     group = settings.group
-    step = plain_step(optimizer)
-    is_adam = step in (_step_of(torch.optim.Adam), _step_of(torch.optim.AdamW))
+    step = plain_step(type(optimizer))
+    is_adam = step in map(plain_step, (torch.optim.Adam, torch.optim.AdamW))
     is_fused = bool(group.get("fused"))
     numbers = ("lr", "weight_decay", "eps", "momentum", "dampening")
     is_known = (
-        (is_adam or step is _step_of(torch.optim.SGD))
+        (is_adam or step is plain_step(torch.optim.SGD))
         and (is_fused or group.get("foreach") is not False)
         and not any(group.get(it) for it in ("amsgrad", "differentiable", "capturable"))
         and all(isinstance(group.get(it, 0), int | float) for it in numbers)
@@ -203,10 +203,6 @@ def kind_of(optimizer: Optimizer, settings: Hyperparameters, dtype: torch.dtype)
         has_average=is_adam or settings.has_average,
         unscales=settings.grad_scale is not None,
     )
-
-
-def _step_of(kind: type[Optimizer]) -> Any:
-    return plain_step(object.__new__(kind))
 
 
 def forms_of(kind: StepKind) -> Iterator[Form]:

@@ -24,7 +24,12 @@ from umem.streaming.host_share.forms import (
     constants,
     kind_of,
 )
-from umem.streaming.host_share.proof import DeviceOptimizer, OptimizerDevice, prove
+from umem.streaming.host_share.proof import (
+    DeviceOptimizer,
+    OptimizerDevice,
+    prove,
+    without_parameters,
+)
 
 __all__ = ["HostSpan", "HostUpdate", "near_cpus"]
 
@@ -67,7 +72,7 @@ class HostUpdate:
         threads: int,
         cpus: Sequence[int],
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer = without_parameters(optimizer)
         self._device = device
         self._workers = native().HostWorkers(threads, list(cpus))
         self._powers = Powers(device.powers)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
+from umem.runtime.model_parts import plain_step
 from umem.runtime.native_library import native
 from umem.streaming.host_share.forms import (
     Form,
@@ -27,7 +28,6 @@ from umem.streaming.host_share.forms import (
     constants,
     forms_of,
 )
-from umem.streaming.step.known_optimizers import plain_step
 from umem.torch_compat import foreach_multiply
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "prove",
     "random_elements",
     "telling",
+    "without_parameters",
 ]
 
 PARTS = ("weight", "gradient", "first", "second", "NaN")
@@ -150,6 +151,16 @@ class OptimizerDevice(Protocol):
         """Powers of a base in float32, from the first exponent on."""
 
 
+def without_parameters(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class and settings, which keeps nothing of the first one alive."""
+    found = object.__new__(type(optimizer))
+    left_out = ("param_groups", "state")
+    for name, value in vars(optimizer).items():
+        if name not in left_out and not name.endswith("_hooks") and not callable(value):
+            setattr(found, name, value)
+    return found
+
+
 class DeviceOptimizer:
     """An optimizer's own step on a device of torch.
 
@@ -162,7 +173,7 @@ class DeviceOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device | str) -> None:
-        self._optimizer = optimizer
+        self._optimizer = without_parameters(optimizer)
         self._device = torch.device(device)
 
     def step(self, elements: Elements, settings: Hyperparameters, kind: StepKind) -> Elements:
@@ -185,7 +196,7 @@ class DeviceOptimizer:
         if settings.grad_scale is not None:
             shadow.grad_scale = self._number(settings.grad_scale)
             shadow.found_inf = self._number(settings.found_inf)
-        plain_step(shadow)(shadow)
+        plain_step(type(shadow))(shadow)
         if not kind.is_adam:
             first = shadow.state[parameter]["momentum_buffer"]
         return Elements(*map(_array, (parameter.detach(), gradient, first, second)))

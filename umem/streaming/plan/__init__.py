@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from umem.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from umem.streaming.plan.host_updates import plan_with_host_updates
     from umem.streaming.plan.lane_simulation import LaneKind, LaneReport, LaneTasks, simulate_lanes
     from umem.streaming.plan.recomputation import (
         plan_with_recomputation,
@@ -47,6 +48,7 @@ __all__ = [
     "plan_stream",
     "plan_training",
     "plan_weights",
+    "plan_with_host_updates",
     "plan_with_recomputation",
     "simulate_lanes",
     "simulate_plan",
@@ -60,6 +62,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "host_updates": "plan_with_host_updates",
         "lane_simulation": "LaneKind LaneReport LaneTasks simulate_lanes",
         "recomputation": "plan_with_recomputation with_recomputed without_checkpoints",
         "state_plan": "StreamPlan StreamProblem least_slack_bytes plan_stream simulate_plan",

@@ -114,6 +114,8 @@ class StreamPlan:
     peak_bytes: int
     """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming
+    hosts: frozenset[int] = frozenset()
+    """Units that the host updates."""
 
     @property
     def copied(self) -> frozenset[int]:
@@ -171,6 +173,9 @@ class StreamProblem:
     """
     stages_operands: bool = False
     """Whether slots have room for gradients and weights at home. Found too."""
+    hosts: frozenset[int] = frozenset()
+    """Numbers of the units that the host updates, at home. Chosen by
+    :mod:`umem.streaming.plan.host_updates`."""
     fewest_slots: int = _SLOTS[0]
     """Slots to be content with: less where :mod:`umem.streaming.plan.overflow` makes room."""
     least_ahead: int = _FETCH_AHEAD[0]
@@ -178,8 +183,9 @@ class StreamProblem:
 
     @cached_property
     def size(self) -> ByteCounts:
-        """State of each unit, int64[N]."""
-        return np.array([unit.state_bytes for unit in self.units], np.int64)
+        """State of each unit, but of the host's, int64[N]."""
+        every = [0 if i in self.hosts else unit.state_bytes for i, unit in enumerate(self.units)]
+        return np.array(every, np.int64)
 
     @cached_property
     def staged(self) -> ByteCounts:
@@ -202,6 +208,7 @@ class StreamProblem:
             self.copied_gradients,
             self.batches,
             self.holds_gradients,
+            self.hosts,
         )
 
     @cached_property
@@ -224,7 +231,7 @@ class StreamProblem:
     def with_copied_gradients(self) -> frozenset[int]:
         """Numbers of the units whose gradients are copied out."""
         count = len(self.units)
-        return frozenset(range(count - self.copied_gradients, count))
+        return self.hosts.union(range(count - self.copied_gradients, count))
 
 
 def plan_stream(problem: StreamProblem) -> StreamPlan:
@@ -299,6 +306,7 @@ def simulate_plan(
         returning_gradients=plan.returning_gradients,
         stages_operands=plan.stages_operands,
         temporary=plan.temporary,
+        hosts=plan.hosts,
         **options,
     )
 
@@ -354,7 +362,7 @@ class _Choice:
     @cached_property
     def resident(self) -> frozenset[int]:
         """Numbers of the resident units."""
-        return frozenset(self.order[: self.count].tolist())
+        return frozenset(self.order[: self.count].tolist()) - self.problem.hosts
 
     @cached_property
     def streamed(self) -> ByteCounts:
@@ -434,6 +442,7 @@ class _Choice:
             weight_slots=problem.weight_slots,
             stages_operands=problem.stages_operands,
             temporary=temporary,
+            hosts=problem.hosts,
         )
         planned_bytes = problem.memory.planned(*self.passes).bytes_with(temporary, self.slot_bytes)
         return StreamPlan(
@@ -448,6 +457,7 @@ class _Choice:
             temporary=tuple(temporary),
             peak_bytes=self.state_bytes + planned_bytes,
             predicted=timing,
+            hosts=problem.hosts,
         )
 
     def lower_bound_s(self) -> float:
@@ -463,7 +473,8 @@ class _Choice:
         saved_bytes = problem.batches * float(problem.memory.left_bytes[self.copied])
         all_bytes = size.sum() + saved_bytes
         passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
-        compute_s = passes_s + problem.other_s + sum(unit.update_s for unit in units)
+        updates_s = sum(unit.update_s for i, unit in enumerate(units) if i not in problem.hosts)
+        compute_s = passes_s + problem.other_s + updates_s
         bounds = [
             compute_s + 2.0 * all_bytes * slowdown,
             all_bytes / min(in_rate, out_rate, both_rate / 2.0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,8 @@ class MemoryByMoment:
         Forward and backward passes in a step.
     holds_gradients
         Whether forward passes have the gradients of updates to come.
+    hosts
+        Numbers of the units that the host updates, whose gradients leave and do not come back.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class MemoryByMoment:
         copied_gradients: int,
         batches: int,
         holds_gradients: bool,
+        hosts: Collection[int] = (),
     ) -> None:
         self.count = len(units)
+        self._hosts = hosts
         self.step_bytes = step_peak_bytes
         self.update_bytes = update_peak_bytes
         self.gradient_bytes = [0] * self.count
@@ -63,9 +67,11 @@ class MemoryByMoment:
         """Whether the backward pass is known to come to a unit in its turn, by its gradients."""
         forward = np.array([unit.forward_peak_bytes for unit in units], np.int64)
         backward = np.array([unit.backward_peak_bytes for unit in units], np.int64)
-        if copied_gradients:
+        if copied_gradients or hosts:
             every = np.array([unit.gradient_bytes for unit in units], np.int64)
-            copied = np.where(np.arange(self.count) >= self.count - copied_gradients, every, 0)
+            leave = np.arange(self.count) >= self.count - copied_gradients
+            leave[list(hosts)] = True
+            copied = np.where(leave, every, 0)
             copied_bytes = int(copied.sum())
             self.gradient_bytes = copied.tolist()
             # Those of a unit have left when the backward pass begins with the unit so far ahead.
@@ -165,7 +171,8 @@ class MemoryByMoment:
             further = slice(max(0, number - UNITS_WITH_GRADIENTS))
             has_room = behind[further] >= all_bytes + size_bytes
             fits = np.flatnonzero(has_room & self._makes_gradients[further])
-            if size_bytes and len(fits) and (forward[: number + 1] >= size_bytes).all():
+            may_return = size_bytes and number not in self._hosts
+            if may_return and len(fits) and (forward[: number + 1] >= size_bytes).all():
                 found[number] = int(fits[-1])
                 all_bytes += size_bytes
                 forward[: number + 1] -= size_bytes

@@ -150,7 +150,7 @@ class StreamTiming:
 
     step_s: float
     compute_s: float
-    """Computation with everything on the device: updates and passes."""
+    """Computation with everything on the device: updates, but the host's, and passes."""
     slowed_s: float
     """Time that copies add to the computation beside them."""
     exposed_s: float
@@ -175,7 +175,11 @@ class _Lane(IntEnum):
     ACTIVATIONS_OUT = 4
     GRADIENTS_IN = 5
     WEIGHTS_IN = 6
-    PASSES = 7
+    HOST = 7
+    UPDATED_OUT = 8
+    """Weights that the host updates."""
+    UPDATED_IN = 9
+    PASSES = 10
 
 
 _KINDS = tuple(
@@ -183,6 +187,8 @@ _KINDS = tuple(
     if lane.name.endswith("_IN")
     else LaneKind.TO_HOST
     if lane.name.endswith("_OUT")
+    else LaneKind.HOST
+    if lane is _Lane.HOST
     else LaneKind.COMPUTE
     for lane in _Lane
 )
@@ -206,6 +212,7 @@ def simulate_stream(
     weights_ahead: int = 0,
     stages_operands: bool = True,
     temporary: Sequence[TemporarySlot] = (),
+    hosts: Collection[int] = (),
 ) -> StreamTiming:
     """Predict a step's time for given resident units, slots and copied activations.
 
@@ -236,6 +243,10 @@ def simulate_stream(
       queue of their own, in the order of the passes. A buffer is free after the pass that used it
       last. Where the backward pass turns, the buffers' last units are there already; so are those
       of the next forward pass, but for what an update changes on the host meanwhile.
+    * Units of the host have their state at home for good. Their gradients leave as all that are
+      copied. When the last gradient is clipped their weights, as many bytes, leave in a queue of
+      their own. The host updates them, unit by unit in forward order, and they come back for the
+      unit's forward pass.
     * Both directions share the link. Updates and passes share the device: at each moment one of
       them computes, more slowly while copies run beside it. An update comes before the passes,
       which it interrupts: both use the same processors and memory, an update waits only for the end
@@ -278,6 +289,9 @@ def simulate_stream(
         Whether slots have room for weights and gradients.
     temporary
         Further slots. Not with `in_backward`.
+    hosts
+        Numbers of the units that the host updates, whose gradients are copied out. Not with
+        `in_backward`.
 
     Raises
     ------
@@ -285,6 +299,7 @@ def simulate_stream(
         If weights are streamed and there is no buffer for them.
     """
     stays = set(resident)
+    stays.update(hosts)
     streamed = [i for i, unit in enumerate(units) if unit.state_bytes and i not in stays]
     with_weights = [i for i, unit in enumerate(units) if unit.weight_bytes]
     if with_weights and weight_slots < 1:
@@ -296,6 +311,7 @@ def simulate_stream(
         streamed,
         set(copied_gradients),
         returning_gradients,
+        sorted(hosts),
         in_backward=in_backward,
         stages_operands=stages_operands and slots > 0,
         has_slots=slots > 0,
@@ -306,6 +322,7 @@ def simulate_stream(
     step.add_gradient_copies()
     step.add_updates()
     step.add_state_copies(slots, temporary)
+    step.add_updates_of_the_host()
     step.add_waits_for_updates(is_deferred=is_deferred)
     fetched_bytes = step.add_weight_copies(with_weights, weight_slots, weights_ahead)
 
@@ -313,7 +330,7 @@ def simulate_stream(
     to_device_bytes, to_host_bytes = step.moved_bytes(leaving, fetched_bytes)
     return StreamTiming(
         step_s=report.step_s,
-        compute_s=sum(unit.update_s for unit in units)
+        compute_s=sum(unit.update_s for i, unit in enumerate(units) if i not in hosts)
         + batches * sum(unit.forward_s + unit.backward_s for unit in units)
         + other_s,
         slowed_s=report.slowed_s,
@@ -354,6 +371,7 @@ class _StepTasks:
         streamed: Sequence[int],
         copied_gradients: Collection[int],
         returning_gradients: Mapping[int, int],
+        hosts: Sequence[int],
         *,
         in_backward: bool,
         stages_operands: bool,
@@ -363,6 +381,7 @@ class _StepTasks:
         self._units = units
         self._hardware = hardware
         self._streamed = streamed
+        self._hosts = hosts
         self._in_slots = set(streamed) if stages_operands else set()
         """Units whose weights and gradients are staged beside their state."""
         self._at_home = set() if has_slots else set(streamed)
@@ -380,7 +399,7 @@ class _StepTasks:
         self._in_order = with_state[::-1] if in_backward else list(streamed)
         """Units that are updated beside the program, in the order of their updates."""
         # After the step before, the program updates other units in its own stream.
-        beside = set(self._in_order)
+        beside = {*self._in_order, *hosts}
         in_line_s = sum(self._in_place_s(i) for i in range(len(units)) if i not in beside)
         self._in_line = self.tasks.add(_Lane.PASSES, in_line_s)
         self._batches: list[_Passes] = []
@@ -435,7 +454,11 @@ class _StepTasks:
             self._units,
             other_s,
             sum(staying_bytes) if len(self._batches) > 1 else 0,
-            sum(it for i, it in enumerate(staying_bytes) if i not in self._in_slots),
+            sum(
+                it
+                for i, it in enumerate(staying_bytes)
+                if i not in self._in_slots and i not in self._hosts
+            ),
             self._hardware,
         )
         self._clipped = self.tasks.add(_Lane.PASSES, other_s + clipping_s)
@@ -525,6 +548,18 @@ class _StepTasks:
             # It makes room for the slot's first piece of the next step.
             tasks.wait(fetched[slot], home[place], steps_before=1)
 
+    def add_updates_of_the_host(self) -> None:
+        """Add the host's updates, with the copies of weights out and in."""
+        tasks = self.tasks
+        for number in self._hosts:
+            unit = self._units[number]
+            weight_bytes = unit.gradient_bytes
+            left = tasks.add(_Lane.UPDATED_OUT, weight_bytes, self._clipped)
+            # A gradient is read; weights and state are read and written.
+            moved_bytes = 3 * weight_bytes + 2 * unit.state_bytes
+            updated = tasks.add(_Lane.HOST, moved_bytes, left)
+            self._done[number] = tasks.add(_Lane.UPDATED_IN, weight_bytes, updated)
+
     def _made(self, slot: TemporarySlot, ahead: Task) -> Task:
         """What a temporary slot is made after; `ahead` is the end of the forward pass."""
         if slot.made_in is None:
@@ -538,9 +573,11 @@ class _StepTasks:
         if is_deferred or self._in_backward:
             for number, moment in done.items():
                 self.tasks.wait(forward[number], moment, steps_before=1)
-        elif self._streamed:
+        else:
             # Updates run in order: after the last one, all are done.
-            self.tasks.wait(forward[0], done[self._in_order[-1]], steps_before=1)
+            for last in (self._in_order[-1:], self._hosts[-1:]):
+                for number in last:
+                    self.tasks.wait(forward[0], done[number], steps_before=1)
 
     def add_weight_copies(self, with_weights: Sequence[int], slots: int, ahead: int) -> int:
         """Add the copies of weights to the device, and return their bytes in a step.
@@ -589,6 +626,7 @@ class _StepTasks:
         }
         in_slots = [i for i in self._streamed if i in self._in_slots]
         updated_bytes = sum(units[i].trained_weight_bytes for i in in_slots)
+        updated_bytes += sum(units[i].gradient_bytes for i in self._hosts)
         returned_bytes = sum(self._leaving_bytes[i] for i in self._returning)
         to_device = both_ways | {
             TensorClass.GRADIENTS: returned_bytes + sum(self._staying_bytes[i] for i in in_slots),
@@ -604,9 +642,9 @@ class _StepTasks:
         """End of each unit's update, as :class:`StreamTiming` has it."""
         # What the program updates itself is part of the next step.
         in_line_end_s = report.end_s[_Lane.PASSES][self._in_line.number] + report.step_s
-        end_s, updates = report.end_s[_Lane.UPDATES], self._updates
+        updates = self._updates | {i: self._done[i] for i in self._hosts}
         return tuple(
-            end_s[updates[i].number] if i in updates else in_line_end_s
+            report.end_s[updates[i].lane][updates[i].number] if i in updates else in_line_end_s
             for i in range(len(self._units))
         )
 

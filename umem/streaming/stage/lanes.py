@@ -35,15 +35,18 @@ class Lane(IntEnum):
     COPY_OUT = 2
     WEIGHTS_IN = 3
     """Apart from the copies of state, all of which stand in their queue from `step()` on."""
+    WEIGHTS_OUT = 4
+    """Of units that the host updates; apart from the copies of state, which wait for updates."""
 
 
-_LONG_LANES = (Lane.COPY_IN, Lane.COPY_OUT)
+_LONG_LANES = (Lane.COPY_IN, Lane.COPY_OUT, Lane.WEIGHTS_OUT)
 """Lanes whose copies all stand in their queue from `step()` on. They give way after each chunk."""
 
 _DIRECTIONS: dict[Lane, Direction] = {
     Lane.COPY_IN: "to_device",
     Lane.COPY_OUT: "to_host",
     Lane.WEIGHTS_IN: "to_device",
+    Lane.WEIGHTS_OUT: "to_host",
 }
 
 Moment = Any
@@ -110,7 +113,8 @@ class Lanes(Protocol):
         """Count a moment as part of the stream of a call of :meth:`mark`, which does not wait.
 
         Events that the program records on that stream from now on, and streams that wait for it,
-        wait for the moment too. It takes the place of an earlier one.
+        wait for the moment too. It takes the place of an earlier one. In the place of a moment that
+        is known later, a function waits for that in the calling thread, and returns it.
         """
 
     def leave_out(self, stream: Any) -> None:
@@ -291,7 +295,8 @@ class CudaLanes(Lanes):
 
     def count_behind(self, marked: Moment, moment: Moment) -> None:
         """Wrap torch's events."""
-        cuda_stream_order().add(marked.stream, moment.event)
+        later = (lambda: moment().event) if callable(moment) else moment.event
+        cuda_stream_order().add(marked.stream, later)
 
     def leave_out(self, stream: Any) -> None:
         """Leave it out of the order that :meth:`count_behind` makes."""

@@ -358,6 +358,14 @@ class Ring:
         # Where the device has no room for one, the next step asks again.
         self.is_current = bool(self.slots) or not wanted
 
+    def lend(self, bundles: Sequence[Bundle]) -> None:
+        """Let bundles of no user have slots for one use, as far as they are large enough."""
+        for number, bundle in enumerate(bundles):
+            self.send_home(bundle)
+            slot = self.slots[number % len(self.slots)] if self.slots else None
+            fits = slot is not None and slot.memory.nbytes >= bundle.size_bytes
+            bundle.bind(slot if fits else None)
+
     def take_back(self) -> None:
         """Let the stream wait until all bundles are at home, and free all slots."""
         self.is_current = False  # first: an interrupt leaves them to be made anew

@@ -11,9 +11,10 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
 from umem.core.interrupts import call_all
+from umem.runtime.model_parts import plain_step
 from umem.streaming.stage.lanes import Lanes
 from umem.streaming.stage.sharded_tensors import local_parts
-from umem.streaming.step.known_optimizers import plain_step, replaces_state
+from umem.streaming.step.known_optimizers import replaces_state
 from umem.torch_compat import version_counter
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class StepCall:
         """Keeps tensors alive, whose ``id`` would be another one's otherwise."""
         self._signature = _signature(optimizer)
         self._replaces_state = replaces_state(optimizer)
-        self._plain_step = plain_step(optimizer)
+        self._plain_step = plain_step(type(optimizer))
         self.has_failed = False
         """Whether the optimizer's own step has raised, as it would have without umem."""
         self.ready = lanes.mark()
@@ -76,6 +77,10 @@ class StepCall:
         if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
             return tuple(map(self._fixed, value))
         return value
+
+    def fuses(self, number: int) -> bool:
+        """Whether a fused kernel updates the parameters of a group."""
+        return bool(self._groups[number].get("fused"))
 
     def has_hyperparameters_of(self, optimizer: Optimizer) -> bool:
         """Whether the hyperparameters are the same now. Nothing waits for the device."""

@@ -9,7 +9,6 @@ for a whole group, is looked up before each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -19,14 +18,13 @@ from torch.optim.optimizer import Optimizer
 from umem.adapters import ADAPTERS, adapter_of
 from umem.adapters.interface import KnownStep, full_name
 from umem.runtime.guard import PLAIN_CLASSES
-from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.model_parts import optimizer_parameters, plain_step
 from umem.streaming.gradients.freed_gradient import is_freed
 from umem.streaming.stage.sharded_tensors import are_sharded
 
 __all__ = [
     "PER_PARAMETER_OPTIMIZERS",
     "is_elementwise",
-    "plain_step",
     "refusal",
     "replaces_state",
     "whole_step_reason",
@@ -58,19 +56,6 @@ _HARMLESS = frozenset(
     )
 )
 """What a subclass may define, and still has the step of its base: arguments, and names."""
-
-
-def plain_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The step without torch's hooks around it, which run once for the whole step."""
-    return _plain_step(type(optimizer))
-
-
-def _plain_step(kind: Any) -> Callable[[Optimizer], Any]:
-    step: Any = kind.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    plain: Callable[[Optimizer], Any] = step
-    return plain
 
 
 def _refuses_mixed_eps(optimizer: Any) -> str:
@@ -113,7 +98,7 @@ def _known_step(kind: type) -> KnownStep:
             known = adapter.step(base)
         if known is not None:
             # torch itself sets `step` of each class, with its hooks.
-            return known if _plain_step(kind) is _plain_step(base) else _UNKNOWN
+            return known if plain_step(kind) is plain_step(base) else _UNKNOWN
         if not _HARMLESS.issuperset(vars(base).keys() - {"step"}):
             break
     return _UNKNOWN

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,7 @@ from umem.streaming.stage.lanes import Lane, Lanes, Moment
 from umem.streaming.stage.sharded_tensors import ShardedStep, ShardedUnit
 from umem.streaming.stage.staged_state import StagedState
 from umem.streaming.step.call import ParameterGroups, StepCall, parameters_of
+from umem.streaming.step.host_units import HostUnits, HostUpdater
 from umem.streaming.step.pieces import PieceUpdates, are_staged, need_whole
 from umem.streaming.step.unit import (
     PendingUpdate,
@@ -70,6 +72,8 @@ class StepCounts:
     """Units that something used before their block's forward pass."""
     ahead: int = 0
     """Units that were updated in the backward pass, before ``step()``."""
+    by_host: int = 0
+    """Units that the host has updated."""
 
 
 @dataclass(slots=True)
@@ -112,6 +116,9 @@ class StepOwner(Protocol):
     def step_has_failed(self, error: Exception) -> None:
         """An error of umem has come up in a step, which was made whole behind it."""
 
+    def host_updater(self) -> HostUpdater | None:
+        """Make what updates on the host; None where no update can be the host's."""
+
     def gathered_parameters(self) -> GatheredParameters:
         """What a library gathers the parameters of the model from."""
 
@@ -153,6 +160,10 @@ class StreamedStep:
         self._updates = PieceUpdates(units, lanes, clipped)
         self._uses = UnitUses()
         self._owner = owner
+        self.hosts = HostUnits(
+            lanes, units.memory, clipped, owner.step_has_failed, owner.host_updater
+        )
+        """Updates that the host makes."""
         self._defers_outside = True
         """Whether the present step defers units outside of blocks too."""
         self.is_begun = False
@@ -220,6 +231,7 @@ class StreamedStep:
         self.waits = not self.may_defer
         sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
         self._updates.begin()
+        self.hosts.begin()
         self.is_begun = self._may_be_under_way = True
         try:
             updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
@@ -227,7 +239,8 @@ class StreamedStep:
                 self._lanes.wait(moment)
                 self.counts.waited += 1
             if any(unit.pending is not None for unit in self.units):
-                self._lanes.count_behind(call.ready, self._updates.last)
+                last = self.hosts.all_updated(self._updates.last, self.lock)
+                self._lanes.count_behind(call.ready, last)
             # Not left to the program's own step, before which an interrupt may come.
             call.run(shadow, note=shadow.param_groups.clear)
         except BaseException as error:
@@ -244,6 +257,10 @@ class StreamedStep:
 
     def _end_lanes(self) -> None:
         """Let the program's stream wait for all that is queued, behind an error amid a step."""
+        for unit in self.units:
+            if unit.host_work is not None:
+                self._end_host(unit)
+                self._lanes.wait(unit.updated)
         self._wait_for(Lane.COPY_IN, Lane.UPDATE)
         self._updates.end(self._lanes.mark())
         self._wait_for(Lane.COPY_OUT)
@@ -426,6 +443,10 @@ class StreamedStep:
 
     def _launch(self, update: _UnitUpdate, call: StepCall) -> Moment:
         """Queue copies and updates. Returns the moment behind which gradients may be used."""
+        if update.unit.is_hosts:
+            if self._launch_on_host(update, call):
+                return call.ready
+            self.units.ring.lend(update.unit.pieces)
         pieces = self._updates.of(update.unit, update.part)
         if update.is_plain:
             are_alone = update.sharded is None and not update.is_shared
@@ -442,8 +463,29 @@ class StreamedStep:
             update.sharded, update.is_shared = None, True
         return ready
 
+    def _launch_on_host(self, update: _UnitUpdate, call: StepCall) -> bool:
+        """Have the host make an update, if it can."""
+        unit, are_home = update.unit, len(update.held) == len(update.parameters)
+        self.hosts.asked += 1
+        if not (update.is_plain and are_home and update.sharded is None and not update.is_shared):
+            return False
+        for piece in unit.pieces:  # a step before may have lent them slots
+            self.units.ring.send_home(piece)
+            piece.bind(None)
+        part = unit.queued if update.part is None else update.part
+        note = partial(self._updates.queued.update, unit.pieces)
+        is_begun = self.hosts.launch(unit, [it for it in part if it[1]], call, note)
+        self.counts.by_host += is_begun
+        return is_begun
+
+    def _end_host(self, unit: StreamedUnit) -> None:
+        """Wait until the host has updated a unit, if it is about to."""
+        if unit.host_work is not None:
+            unit.host_work.end()
+
     def _end_of(self, update: _UnitUpdate) -> Moment:
         """The moment behind an update that the program's stream waits for."""
+        self._end_host(update.unit)
         if not update.state.is_shared:
             return update.unit.updated
         # Behind all copies back, and the last update: a piece without an alias copies nothing.
@@ -460,14 +502,15 @@ class StreamedStep:
         """Have whatever uses the unit wait for its update."""
         self._guard_gathering(update)
         unit, sharded = update.unit, update.sharded
-        guards, events = self._guards(unit), self._lanes.events_of(unit.updated)
+        guards, is_hosts = self._guards(unit), unit.host_work is not None
+        events = None if is_hosts else self._lanes.events_of(unit.updated)
         kept = [it.grad for it in update.held]
         if kept:
             self._clipped.update_begins(kept, lambda: self._use_gradient(unit))
         unit.pending = PendingUpdate(ready, (guards.gradients, guards.parameters), kept)
         if sharded is None:
             guards.gradients.hold(update.free, events)
-            guards.parameters.hold(update.parameters, events)
+            guards.parameters.hold(update.parameters, events, is_on_host=is_hosts)
             return
         # Sharded gradients have memory of a stream of the library's. It may be used anew as soon as
         # it is given back, after the program's stream: that stream waits for this one before it
@@ -562,6 +605,8 @@ class StreamedStep:
         """Send state home and wait for a block's update, before a pass through it."""
         if self.units.ring.here:
             self.units.ring.write_back()
+        with self.lock:
+            self.hosts.fetch()
         self.wait(name, now)
 
     def wait(self, name: str, now: Pass) -> None:
@@ -602,6 +647,7 @@ class StreamedStep:
                 return
             if is_early:
                 self._uses.early(unit.name)
+            self._end_host(unit)
             self._lanes.wait(unit.updated)
             self._lanes.wait_on_stream_of(pending.asked, unit.updated)
             if pending.kept:
@@ -614,7 +660,11 @@ class StreamedStep:
     def update_of(self, name: str) -> Moment:
         """The moment after a unit's update that nothing has waited for yet, or None."""
         unit = self.units.get(name)
-        return None if unit is None or unit.pending is None else unit.updated
+        if unit is None or unit.pending is None:
+            return None
+        with self.lock:
+            self._end_host(unit)
+        return unit.updated
 
     def _use_gradient(self, unit: StreamedUnit) -> None:
         if unit.pending is not None:
@@ -636,6 +686,7 @@ class StreamedStep:
             self.units.clear()
             self.units.ring.leave(self.units.staged, is_over=True)
             self._updates.begin()  # which forgets the pieces of the last step
+            self.hosts.close()
 
 
 def _without(groups: ParameterGroups, left_out: frozenset[Any]) -> ParameterGroups:

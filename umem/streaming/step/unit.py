@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from umem.streaming.stage.lanes import Lane, Lanes, Moment
 from umem.streaming.stage.ring import Bundle, Slot
 from umem.streaming.stage.staged_state import StagedState
 from umem.streaming.step.call import ParameterGroups, parameters_of
+
+if TYPE_CHECKING:
+    from umem.streaming.step.host_units import HostWork
 
 __all__ = ["PendingUpdate", "Piece", "StreamedUnit", "UnitGuards"]
 
@@ -128,6 +131,13 @@ class StreamedUnit:
         """Those of them that stay in host memory, whatever a plan says: something else sees it."""
         self.home_bytes = 0
         """Parameters that were moved to host memory."""
+        self.is_hosts = False
+        """Whether the host makes its updates, where it can: its pieces have no slots of their
+        own."""
+        self.host_work: HostWork | None = None
+        """The host's update that nothing has waited for yet."""
+        self.host_homes: dict[Any, torch.Tensor] = {}
+        """Host memory for the weights that the host updates."""
 
     def queue(self, parameters: Collection[Any]) -> None:
         """Set the parameters whose updates are queued, some of the unit's."""

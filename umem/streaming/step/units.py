@@ -71,6 +71,8 @@ class StreamedUnits:
         self._piece_bytes = piece_bytes
         self._resident: frozenset[str] | None = None
         """Units whose state is to stay on the device; None to leave all state where it is."""
+        self._hosts: frozenset[str] = frozenset()
+        """Units that the host updates."""
         self.stages_operands = True
         """Whether the plan has weights and gradients at home come beside the slots."""
         self._units: dict[str, StreamedUnit] = {}
@@ -99,18 +101,20 @@ class StreamedUnits:
         *,
         stages_operands: bool = True,
         temporary: int = 0,
+        hosts: frozenset[str] = frozenset(),
     ) -> None:
         """Set the units whose state stays on the device, and the number of buffers for the others.
 
         It counts from the next step on, which moves the state. With 0 buffers, state is updated in
         host memory. With `stages_operands` the buffers
         are for weights and gradients at home, too. Behind the pieces that have the buffers first,
-        so many have `temporary` ones, where these are made.
+        so many have `temporary` ones, where these are made. The state of `hosts` stays in host
+        memory, where the host updates it.
         """
         with self.lock:
-            if resident != self._resident:
+            if (resident, hosts) != (self._resident, self._hosts):
                 self._seen = None
-            self._resident, self.stages_operands = resident, stages_operands
+            self._resident, self.stages_operands, self._hosts = resident, stages_operands, hosts
             self.ring.set_capacity(slots, temporary)
 
     def move_into_backward(self, moves: bool) -> None:
@@ -345,6 +349,7 @@ class StreamedUnits:
             if (placement.movable[parameter] and not on_device) or (values and self.runs_backward)
         }
         unit.queue(queued)
+        unit.is_hosts = unit.name in self._hosts and not on_device and not self.runs_backward
         if queued:
             unit.state = StagedState(queued, self.memory, views=views, on_parts=on_parts)
             if not all(map(self.memory.is_movable, unit.state.homes)):
@@ -365,6 +370,8 @@ class StreamedUnits:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
         with self.lock:
             unit.check_not_ahead()
+            if unit.host_work is not None:
+                unit.host_work.end()
             if self._lanes.is_capturing() and unit.state is not None:
                 note_export([*unit.state.homes, *unit.state.others])  # replays use these addresses
             for piece in unit.pieces:
@@ -378,8 +385,8 @@ class StreamedUnits:
         return [piece for unit in self._units.values() for piece in unit.pieces]
 
     def staged(self) -> list[Piece]:
-        """The pieces of state in host memory, in the order of a step."""
-        return [piece for piece in self._pieces() if piece.state.homes]
+        """The pieces of state that have slots, in the order of a step."""
+        return [it for it in self._pieces() if it.state.homes and not it.unit.is_hosts]
 
     def fetch_ahead(self) -> None:
         """Fill the slots for the next step: the state is not used before it.
@@ -387,7 +394,7 @@ class StreamedUnits:
         They are for the first pieces of all optimizers of the model together.
         """
         with self.lock:
-            streamed = [it for unit in self.queued for it in unit.pieces if it.slot]
+            streamed = [it for it in self.staged() if it.slot]
             if not streamed:
                 return  # and records no event, as every step does whose state is on the device
             count = len(self.ring.slots) - self.ring.place_of(self.staged)
@@ -425,6 +432,7 @@ class StreamedUnits:
             unit.state_guard.release()
         unit.state, unit.state_guard, unit.is_touched = None, None, False
         unit.pieces = []
+        unit.host_homes.clear()
 
     def clear(self) -> None:
         """Wait for the last copies, and give the optimizer's tensors free."""

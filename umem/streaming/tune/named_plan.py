@@ -43,6 +43,8 @@ class NamedPlan:
     """Units whose gradients are copied out."""
     returning: Mapping[str, str]
     """Those of them that come back, each with the unit at which they do."""
+    hosts: frozenset[str]
+    """Units that the host updates."""
     batches: int
     """Forward passes of a step."""
     order: tuple[str, ...]
@@ -51,7 +53,8 @@ class NamedPlan:
     @property
     def places(self) -> tuple[object, ...]:
         """What has to be laid out anew where it changes."""
-        return self.resident, self.slots, self.stages_operands, len(self.temporary.made_in)
+        temporary = len(self.temporary.made_in)
+        return self.resident, self.slots, self.stages_operands, temporary, self.hosts
 
     @classmethod
     def of(cls, whole: TrainingPlan, batches: int) -> NamedPlan:
@@ -82,6 +85,7 @@ class NamedPlan:
             ),
             copied_gradients=frozenset(order[n] for n in plan.copied_gradients),
             returning={order[n]: order[at] for n, at in plan.returning_gradients.items()},
+            hosts=frozenset(order[n] for n in plan.hosts),
             batches=batches,
             order=order,
         )

@@ -51,6 +51,7 @@ class TunedOptimizer:
                 plan.slots,
                 stages_operands=plan.stages_operands,
                 temporary=len(plan.temporary.made_in),
+                hosts=plan.hosts,
             )
 
 
@@ -119,6 +120,17 @@ class TunedOptimizers(BudgetMember):
     def waits(self) -> bool:
         """Whether the program's stream waits for updates of one before the next forward pass."""
         return self.are_used_early or any(optimizer.step.waits for optimizer in self._all)
+
+    @property
+    def may_use_host(self) -> bool:
+        """Whether the host may update units, by all that is known so far."""
+        return len(self._all) == 1 and all(
+            it.gradients is not None and it.step.hosts.may_update for it in self._all
+        )
+
+    def prepare_host(self) -> bool:
+        """Have the host ready for updates; returns whether they have the device's bits."""
+        return all(optimizer.step.hosts.prepare() for optimizer in self._all)
 
     # ------------------------------------------------------------------ the member of the budget
 

@@ -10,6 +10,7 @@ from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.streaming.activations.repeatable import Proof
+from umem.streaming.plan.host_updates import plan_with_host_updates
 from umem.streaming.plan.recomputation import plan_with_recomputation
 from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes
 from umem.streaming.plan.step_timing import StreamUnit
@@ -144,6 +145,8 @@ class Planning:
             self._hardware.memory_bytes_per_s,
         )
         whole, error = self._plan(units, figures, more_slack_for)
+        if whole.stream.hosts and not self._tuned.prepare_host():
+            whole, error = self._plan(units, figures, None)
         if error and self._move_parameters_to_host():
             return TuningEvent.CHANGED
         self.stream, self.units = whole.stream, whole.units
@@ -228,7 +231,8 @@ class Planning:
             budget_bytes -= weights.device_bytes
             most_bytes = None if most_bytes is None else most_bytes - weights.device_bytes
             weights = None
-        return plan_training(
+        plan = plan_with_host_updates if self._tuned.may_use_host else plan_training
+        return plan(
             units,
             None if weights is None else weights.units,
             budget_bytes=budget_bytes,
@@ -275,6 +279,7 @@ class Planning:
             return True
         is_planned = self.stream is not None  # if none fits, all is streamed in either case
         has_other_uses = is_planned and self._tuned.are_used_early != self._are_used_early
+        has_other_uses |= bool(self._hosts) and not self._tuned.may_use_host
         return self.may_plan and (has_other_uses or self._tuned.state_sizes() != self._sizes)
 
     def _find_part(self) -> BudgetPart:
@@ -314,6 +319,10 @@ class Planning:
         """Activations that the plan copies out in each forward pass."""
         return sum(unit.saved_bytes for unit in self.units if unit.name in self.copied)
 
+    @property
+    def _hosts(self) -> frozenset[str]:
+        return frozenset() if self.named is None else self.named.hosts
+
     def gradient_bytes(self, names: Collection[str]) -> int:
         """Gradients of these units."""
         return sum(unit.gradient_bytes for unit in self.units if unit.name in names)
@@ -324,6 +333,7 @@ class Planning:
         weights = 0 if self._weights is None else self._weights.away_bytes
         weights += sum(self._tuned.parameters_at_home().values())
         gradients = self.gradient_bytes(self._tuned.copied_gradients)
+        gradients += self.gradient_bytes(self._hosts)  # and as many bytes of weights beside them
         return state_bytes + self.copied_bytes + gradients + weights
 
     def _warn(self, error: str, whole: TrainingPlan) -> None:
@@ -347,9 +357,9 @@ class Planning:
             peak_bytes += self._weights.device_bytes
         _LOG.info(
             "umem: plan %d: state of %d of %d blocks on the device (%s), %d slots of %s and %d "
-            "temporary ones, %d blocks computed twice, checkpoints of %d left out, activations of "
-            "%d (%s) and gradients of %d (%s, and %s back) copied, %s of host memory, %.3f s a "
-            "step predicted, %s of %s spare",
+            "temporary ones, %d updated by the host, %d blocks computed twice, checkpoints of %d "
+            "left out, activations of %d (%s) and gradients of %d (%s, and %s back) copied, %s of "
+            "host memory, %.3f s a step predicted, %s of %s spare",
             self.plans,
             sum(whole.units[number].state_bytes > 0 for number in plan.resident),
             sum(unit.state_bytes > 0 for unit in whole.units),
@@ -357,6 +367,7 @@ class Planning:
             plan.slots,
             format_bytes(plan.slot_bytes),
             len(plan.temporary),
+            len(plan.hosts),
             len(self.recomputed),
             len(self.left_out),
             len(self.copied),
