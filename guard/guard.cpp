@@ -109,6 +109,7 @@ class Guard {
 
  private:
   friend bool settle(const at::Tensor&, const c10::OperatorHandle*, torch::jit::Stack*);
+  friend void allow(const py::iterable&, bool);
   void drop(const void* memory, c10::TensorImpl* tensor);
 
   std::unordered_map<c10::TensorImpl*, const void*> held_;  // with their memory
@@ -220,6 +221,18 @@ bool are_plain(const py::iterable& tensors) {
     if (has_key(tensor.unsafeGetTensorImpl()) && !guard_of(tensor).is_none()) return false;
   }
   return true;
+}
+
+/// Has torch's own operators, past guards, use tensors whose pointers are denied; or no more.
+void allow(const py::iterable& tensors, bool is_allowed) {
+  const std::lock_guard lock(mutex);
+  for (const py::handle object : tensors) {
+    auto* tensor = THPVariable_Unpack(object.ptr()).unsafeGetTensorImpl();
+    const auto found = entries.find(memory_of(tensor));
+    if (found == entries.end()) continue;
+    for (const auto& entry : found->second)
+      if (entry.guard->denies_pointer()) deny_pointer(tensor, !is_allowed);
+  }
 }
 
 /// Where tensors begin in memory, also while their pointers are denied.
@@ -460,6 +473,7 @@ void bind_guard(py::module_& module) {
   module.def("guard_of", &guard_of);
   module.def("are_plain", &are_plain);
   module.def("addresses_of", &addresses_of);
+  module.def("allow", &allow);
   module.def("wait_for_use", &wait_for_use);
 }
 

@@ -272,3 +272,25 @@ def test_what_several_passes_save_before_a_backward_pass_adds_up() -> None:
         found.append(activations.saved_bytes)
     assert found[1] == {name: 3 * size_bytes for name, size_bytes in found[0].items()}
     assert found[2] == found[0]
+
+
+def test_an_argument_that_comes_twice_does_so_again() -> None:
+    class Asking(Layer):
+        """As torch's attention does."""
+
+        def forward(self, x: torch.Tensor, *, other: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x) if other is x else torch.sin(x) * torch.cos(x)
+
+    class Twice(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for layer in self.layers:
+                x = 0.9 * layer(x, other=x)
+            y: torch.Tensor = self.head(x)
+            return y
+
+    stock = run(Twice(Asking), lambda _: None)
+    model = Twice(Asking)
+    activations = managed(model)
+    assert run(model, plan(activations)) == stock
+    assert set(NAMES) <= activations.proofs.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest

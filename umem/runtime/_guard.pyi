@@ -25,8 +25,12 @@ class Guard:
         tensors: list[torch.Tensor],
         events: list[tuple[int, int]] | None,
         held: list[torch.Tensor] | None,
+        denies_pointer: bool,
     ) -> None:
-        """Guard tensors, and add those that had no guard to a list, which keeps them alive."""
+        """Guard tensors, and add those that had no guard to a list, which keeps them alive.
+
+        Where a pointer is denied, or there are events, code that takes it gets an error.
+        """
 
     def release(self) -> None:
         """Guard none any more."""
@@ -78,3 +82,6 @@ def allocate(bytes: int) -> int:
 
     Raises ``torch.OutOfMemoryError``.
     """
+
+def allow(tensors: Collection[torch.Tensor], is_allowed: bool) -> None:
+    """Have torch's operators, past guards, use tensors whose pointers are denied; or no more."""

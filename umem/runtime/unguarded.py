@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from umem.runtime.native_guard import native_guard
 from umem.torch_compat import DisableTorchFunctionSubclass
 
-__all__ = ["PastGuards", "Unguarded", "addresses_of"]
+__all__ = ["PastGuards", "Unguarded", "addresses_of", "allowed"]
 
 _native: Any = native_guard()
 
@@ -28,3 +28,16 @@ def addresses_of(tensors: Collection[torch.Tensor]) -> list[int]:
         return list(map(torch.Tensor.data_ptr, tensors))
     addresses: list[int] = _native.addresses_of(tensors)
     return addresses
+
+
+@contextmanager
+def allowed(tensors: Collection[torch.Tensor]) -> Iterator[None]:
+    """Let torch's operators, past guards, take the memory of tensors whose update is under way."""
+    if _native is None:
+        yield
+        return
+    _native.allow(tensors, True)
+    try:
+        yield
+    finally:
+        _native.allow(tensors, False)

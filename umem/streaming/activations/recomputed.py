@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues
 from umem.torch_compat import begin_checkpoint
 
@@ -43,17 +44,16 @@ class RecomputedCall:
         is_random: bool,
         buffers: Iterable[torch.Tensor] = (),
     ) -> None:
-        tensors: list[torch.Tensor] = []
-        given = _without_tensors((args, kwargs), tensors)
+        given = Arguments(args, kwargs)
         before = BufferValues.of(buffers)
 
         def call(*tensors: torch.Tensor) -> None:
-            args, kwargs = _with_tensors(given, tensors)
+            args, kwargs = given.with_tensors(tensors)
             with BufferValues.of(before.buffers).put_back_at_end():
                 before.put_back()
                 module(*args, **kwargs)
 
-        self._ends = begin_checkpoint(call, tensors, is_random=is_random)
+        self._ends = begin_checkpoint(call, given.take_tensors(), is_random=is_random)
 
     def end(self) -> None:
         """The call returns."""
@@ -62,30 +62,3 @@ class RecomputedCall:
     def abandon(self) -> None:
         """An exception has ended the call."""
         self._ends.close()
-
-
-class _Place(int):
-    """The number of a tensor that was there."""
-
-
-def _without_tensors(value: Any, found: list[torch.Tensor]) -> Any:
-    """Plain arguments with their tensors taken out into a list."""
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return _Place(len(found) - 1)
-    if type(value) in (tuple, list):
-        return type(value)(_without_tensors(it, found) for it in value)
-    if type(value) is dict:
-        return {name: _without_tensors(it, found) for name, it in value.items()}
-    return value
-
-
-def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The arguments with tensors in the same places."""
-    if isinstance(value, _Place):
-        return tensors[value]
-    if type(value) in (tuple, list):
-        return type(value)(_with_tensors(it, tensors) for it in value)
-    if type(value) is dict:
-        return {name: _with_tensors(it, tensors) for name, it in value.items()}
-    return value

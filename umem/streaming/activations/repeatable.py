@@ -29,6 +29,7 @@ from torch import nn
 from umem.capture.live.saved_tensors import SavedTensorHooks
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
+from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting
 from umem.torch_compat import is_distributed, storage_key, version_counter
@@ -229,7 +230,10 @@ class WatchedCall:
             with torch.random.fork_rng(devices), after.put_back_at_end():
                 _restore(self._random)
                 self._before.put_back()
-                output = self._module.forward(*self._args, **self._kwargs)
+                given = Arguments(self._args, self._kwargs)
+                # As in the backward pass, whose tensors are other objects.
+                args, kwargs = given.with_tensors([it.view_as(it) for it in given.take_tensors()])
+                output = self._module.forward(*args, **kwargs)
                 if not after.are_there():
                     raise ValueError("a second call leaves other values in buffers")
                 return saved, output

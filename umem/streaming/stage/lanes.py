@@ -217,12 +217,8 @@ class CudaLanes(Lanes):
         self._word = torch.zeros(1, dtype=torch.int32, device=device)
         self._current_stream = CurrentStream(device)
         self._queue_copies = native().queue_copies
-        # An update is short, and copies in both directions wait for it: it goes before the forward
-        # pass beside it.
-        self._streams = [
-            own_stream(device, lane.name, priority=-1 if lane is Lane.UPDATE else 0)
-            for lane in Lane
-        ]
+        self._streams: dict[Lane, torch.cuda.Stream] = {}
+        """Those that were used: each takes about 2 MiB of the card."""
         self._held = [HeldTensors(_has_passed) for _ in Lane]
 
     def mark(self) -> Moment:
@@ -234,6 +230,16 @@ class CudaLanes(Lanes):
         event.record(stream)
         return _Moment(event, stream)
 
+    def _stream_of(self, lane: Lane) -> torch.cuda.Stream:
+        stream = self._streams.get(lane)
+        if stream is None:
+            # An update is short, and copies in both directions wait for it: it goes before the
+            # forward pass beside it.
+            priority = -1 if lane is Lane.UPDATE else 0
+            stream = own_stream(self._device, lane.name, priority=priority)
+            self._streams[lane] = stream
+        return stream
+
     def run(
         self,
         lane: Lane,
@@ -242,7 +248,7 @@ class CudaLanes(Lanes):
         uses: Sequence[torch.Tensor] = (),
     ) -> Moment:
         """Launch the work on the lane's stream."""
-        stream = self._streams[lane]
+        stream = self._stream_of(lane)
         for moment in after:
             if moment.stream is not stream:
                 moment.event.wait(stream)
@@ -265,7 +271,7 @@ class CudaLanes(Lanes):
         copies lets them in: copies that came last, behind 6 GiB of state, then began after 4 ms
         instead of 130 (one H100, PCIe 5, driver 580.159, 2026-11-25).
         """
-        stream = self._streams[lane]
+        stream = self._stream_of(lane)
         word = self._word.data_ptr() if lane in _LONG_LANES else 0
         way = _DIRECTIONS[lane]
         all_bytes = sum(it.size_bytes for it in copies)
