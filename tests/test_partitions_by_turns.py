@@ -228,7 +228,7 @@ def test_state_is_streamed_beside_a_model_without_memory(
     counts, tuning = status.counts, status.tuning
     assert tuning is not None
     # The second one, as each partition is read right after its step.
-    plans = 2 if more_bytes == ROOM_FOR_SOME else 1
+    plans = 1 if more_bytes == ROOM_FOR_ALL else 2
     assert (tuning.plans, counts.in_line, counts.ahead) == (plans, 0, 0)
     assert (tuning.state == TuningState.NO_PLAN_FITS) == (more_bytes < 0)
     assert status.state_bytes == STATE

@@ -495,7 +495,7 @@ def test_a_step_in_the_backward_pass_is_planned_anew() -> None:
 def test_no_plan_is_made_for_a_step_that_will_move_into_the_backward_pass(caplog: Log) -> None:
     """The plan for gradients that are all kept would be for a budget that it is too large for."""
     caplog.set_level(logging.INFO, "umem")
-    run = Training(Machine(10**8), clips=False)
+    run = Training(Machine(2 * LAYER_STATE + 4 * SAVED), clips=False)
     run.training.move_into_backward()
     while not run.training.status().step_in_backward:
         run.step()
@@ -627,7 +627,7 @@ def test_a_training_that_rests_keeps_no_state_of_an_optimizer_that_is_gone() -> 
 @pytest.mark.slow
 def test_what_does_not_fit_is_streamed_and_copied() -> None:
     # Beside two slots there is room for the activations of four of six layers.
-    machine = Machine(10**8)
+    machine = Machine(2 * LAYER_STATE + 4 * SAVED)
     run = Training(machine)
     machine.highest = 0
     assert run.run(10) == Training().run(10)
@@ -708,8 +708,8 @@ def test_a_step_that_waits_has_slots_where_activations_were(
 
 @pytest.mark.slow
 def test_state_that_was_made_on_the_device_counts_once() -> None:
-    expected = Training(Machine(10**8))
-    run = Training(Machine(10**8), born_on_device=4)
+    expected = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED))
+    run = Training(Machine(4 * LAYER_STATE + LAYERS * SAVED), born_on_device=4)
     assert run.run(8) == expected.run(8)
     assert run.status.plan == expected.status.plan is not None
 
@@ -718,7 +718,7 @@ def test_state_that_was_made_on_the_device_counts_once() -> None:
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_no_bit_changes(is_checkpointed: bool, batches: int) -> None:
-    run = Training(Machine(10**8), is_checkpointed=is_checkpointed)
+    run = Training(Machine(2 * LAYER_STATE + 4 * SAVED), is_checkpointed=is_checkpointed)
     expected = Training(is_checkpointed=is_checkpointed)
     assert run.run(10, batches=batches) == expected.run(10, batches=batches)
 
@@ -1045,7 +1045,7 @@ def test_they_stay_where_little_memory_is_lacking(lacking: int, leave: bool) -> 
 
 @pytest.mark.slow
 def test_a_training_that_is_closed_is_stock() -> None:
-    run, expected = Training(Machine(10**8)), Training()
+    run, expected = Training(Machine(2 * LAYER_STATE + 4 * SAVED)), Training()
     run.run(8)
     expected.run(8)
     run.training.close()

@@ -148,7 +148,8 @@ class Streams:
             else:
                 room = Room(self._more_bytes)
                 hardware, ring = load_hardware("h200"), None
-                tuner = StreamTuner(model, hardware, room, room, store)
+                share = 0.0 if self._more_bytes < 0 else 1.0
+                tuner = StreamTuner(model, hardware, room, room, store, state_share=share)
         training = StreamedTraining(
             model,
             optimizer,
