@@ -28,7 +28,8 @@ MakeTrace = Callable[..., Trace]
 
 
 def policy_of(machine: Hardware, budget_bytes: int) -> ResolvedPolicy:
-    policy = load_policy({"name": "test", "device_budget": budget_bytes})
+    budget = None if budget_bytes is None else f"{budget_bytes} B"
+    policy = load_policy({"name": "test", "device_budget": budget})
     return resolve(policy, machine, environ={})
 
 

@@ -47,7 +47,14 @@ def policy_of(
     machine: Hardware, budget_bytes: int | None = None, **classes: dict[str, Any]
 ) -> ResolvedPolicy:
     """All classes in managed memory, but for what is said of some."""
-    policy = load_policy({"name": "test", "device_budget": budget_bytes, "classes": classes})
+    budget = None if budget_bytes is None else f"{budget_bytes} B"
+    policy = load_policy(
+        {
+            "name": "test",
+            "device_budget": budget,
+            "classes": classes,
+        }
+    )
     return resolve(policy, machine, environ={})
 
 

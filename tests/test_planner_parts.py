@@ -35,7 +35,8 @@ RandomTrace = Callable[..., Trace]
 
 
 def managed(machine: Hardware, budget_bytes: int | None = None) -> ResolvedPolicy:
-    policy = load_policy({"name": "test", "device_budget": budget_bytes})
+    budget = None if budget_bytes is None else f"{budget_bytes} B"
+    policy = load_policy({"name": "test", "device_budget": budget})
     return resolve(policy, machine, environ={})
 
 

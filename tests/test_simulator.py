@@ -32,7 +32,7 @@ Hint = tuple[int, HintOp, str]
 
 def policy_of(machine: Hardware, blocks: float | None = None) -> ResolvedPolicy:
     """All classes in managed memory, with a budget of so many blocks."""
-    budget = None if blocks is None else int(blocks * BLOCK)
+    budget = None if blocks is None else f"{int(blocks * BLOCK)} B"
     return resolve(load_policy({"name": "test", "device_budget": budget}), machine, environ={})
 
 

@@ -384,7 +384,7 @@ def _print_one(
         if way.why_not:
             console.print(f"{_WAYS[way.name]} does not fit: {plain(way.why_not)}")
     console.print()
-    if any(it.choice != "kept" for it in answer.choices):
+    if answer.rates != "unknown" and any(it.choice != "kept" for it in answer.choices):
         output.print_choices(console, answer.choices)
         console.print()
     console.print(

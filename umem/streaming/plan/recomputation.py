@@ -159,19 +159,23 @@ def _leave_out(
     """The plan for as many units without their checkpoints as have room, or `best`."""
     # What is saved last is needed first.
     order = [unit.name for unit in reversed(units) if saved_bytes.get(unit.name) and unit.forward_s]
-    chosen, limit_s = frozenset[str](), (1.0 - _LEAST_GAIN) * best.step_s
     for share in _SHARES_LEFT_OUT if order else ():
         names = frozenset(order[: math.ceil(share * len(order))])
-        other, _ = _try(plan, without_checkpoints(units, saved_bytes, names), is_trial=True)
-        if other is not None and other.step_s < limit_s:
-            chosen, limit_s = names, (1.0 - _EQUAL) * other.step_s
-            if other.lost_s <= _EQUAL * other.step_s:
+        changed = without_checkpoints(units, saved_bytes, names)
+        for is_trial in (True, False):
+            other, _ = _try(plan, changed, is_trial=is_trial)
+            if other is None or not _gains(other, best):
                 break
-    if chosen:
-        other, _ = _try(plan, without_checkpoints(units, saved_bytes, chosen))
-        if other is not None and other.step_s < (1.0 - _LEAST_GAIN) * best.step_s:
-            return replace(other, left_out=chosen)
+        else:
+            assert other is not None
+            return replace(other, left_out=names)
     return best
+
+
+def _gains(other: TrainingPlan, best: TrainingPlan) -> bool:
+    """Whether a step is shorter, and nothing is waited for instead."""
+    is_shorter = other.step_s < (1.0 - _LEAST_GAIN) * best.step_s
+    return is_shorter and other.lost_s <= _LEAST_GAIN * other.step_s
 
 
 def _best_in_trials(
