@@ -177,8 +177,11 @@ class Processes:
             assert content == content[:1] * CHECKPOINT_BYTES
         for path in (self._root / "cache").rglob("*"):
             if path.is_file():
-                with suppress(UmemError):
-                    load_trace(path)
+                with suppress(UmemError, ValueError):
+                    if path.suffix == ".json":
+                        json.loads(path.read_bytes())
+                    else:
+                        load_trace(path)
                     continue
                 raise AssertionError(f"{path} is damaged")
         found = [it.name for it in (self._root / "tmp").iterdir()]
