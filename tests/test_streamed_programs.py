@@ -162,7 +162,6 @@ ENGINES = {
             "hosts": HOSTS,
             "copied_gradients": HOSTS,
             "make_model": NetWithFlat,
-            "defers_reads": True,
         },
         (0.5,),
         the_host_updates,

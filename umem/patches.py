@@ -306,6 +306,21 @@ PATCHES: Mapping[str, Patch] = {
         Way.CALLED,
     ),
     **_patches(
+        "runtime/torch_hooks/saved_tensors.py",
+        "the first pass in which umem sees saved tensors",
+        _NEVER,
+        "transforms of `torch.func` in such a pass would raise",
+        {"disabled_saved_tensors": "torch.autograd.graph:disable_saved_tensors_hooks"},
+    ),
+    **_patches(
+        "runtime/torch_hooks/saved_tensors.py",
+        "the end of such a transform",
+        "the end of the pass",
+        "what is saved behind it would stay on the device",
+        {"returned_hooks": PRIVATE_NAMES["push_saved_tensor_hooks"].path},
+        Way.CALLED,
+    ),
+    **_patches(
         "streaming/activations/program_checkpoints.py",
         "the first training with a budget whose policy lets blocks run twice",
         _NEVER,

@@ -99,3 +99,14 @@ def test_any_readers_at_any_moments(
         streams_weights=streams_weights,
         slots=slots,
     )
+
+
+@pytest.mark.parametrize("tensor", ["first state", "weight"])
+def test_transforms_between_blocks_whose_weights_are_streamed(tensor: str) -> None:
+    """torch refuses them where there are hooks on saved tensors."""
+    readings = [
+        Reading(reader=it, moment="between blocks", tensor=tensor, place=1, block=1)
+        for it in ("gradient_by_func", "captured_by_a_gradient")
+        if tensor == "weight" or it == "captured_by_a_gradient"
+    ]
+    check(readings, eagerness=0.0, seed=915, streams_weights=True, slots=2)

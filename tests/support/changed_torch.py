@@ -85,6 +85,7 @@ USES: dict[str, Callable[[], object]] = {
     "accelerator_graph_replay": lambda: any_torch.accelerator.Graph.replay(None),
     "accelerator_graph_capture_begin": lambda: any_torch.accelerator.Graph.capture_begin(None),
     "scripted_method": lambda: torch.jit.script(nn.Linear(4, 4)).forward(tensor()),
+    "disabled_saved_tensors": lambda: torch.func.grad(torch.sum)(torch.ones(2)),
     "program_checkpoints": lambda: any_torch.utils.checkpoint.checkpoint(
         nn.Linear(4, 4), tensor(), use_reentrant=False
     ),

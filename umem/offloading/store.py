@@ -252,6 +252,7 @@ class _HookStack(threading.local):
 
     def push(self, hooks: Hooks | None) -> None:
         """Install hooks until the next `pop`; None installs nothing."""
+        saved_tensor_hooks.give_way_to_transforms()
         self._pushed.append(hooks)
         if hooks is not None:
             push_saved_tensor_hooks(*hooks)

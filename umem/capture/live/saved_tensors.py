@@ -83,6 +83,7 @@ class SavedTensorHooks:
             pass
 
     def _push(self, hooks: Hooks) -> None:
+        torch_hooks.give_way_to_transforms()
         pushed = self._pushed[get_ident()]
         call_all(partial(push_saved_tensor_hooks, *hooks), partial(pushed.append, hooks))
 

@@ -6,16 +6,21 @@ modifications in place to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
+from umem import patches
 from umem.core.interrupts import call_all
 from umem.runtime.model_parts import lies_in_memory
 from umem.torch_compat import (
     InferenceMode,
     pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
     storage_address,
     storage_key,
     top_saved_tensor_hooks,
@@ -29,6 +34,7 @@ __all__ = [
     "Kept",
     "check_version",
     "find_lent",
+    "give_way_to_transforms",
     "innermost",
     "is_lent",
     "keep",
@@ -78,6 +84,38 @@ def innermost() -> Hooks | None:
     """The pair that sees what this thread saves."""
     hooks: Hooks | None = top_saved_tensor_hooks(True)
     return hooks
+
+
+def give_way_to_transforms() -> None:
+    """From now on have transforms of ``torch.func``, which refuse pairs, find none of umem's."""
+    patches.wrap("disabled_saved_tensors", _giving_way)
+
+
+def _giving_way(original: Callable[[str], Any]) -> Callable[[str], Any]:
+    @wraps(original)
+    def disabled(message: str) -> Any:
+        return original(message) if is_compiling() else _without_own(original(message))
+
+    return disabled
+
+
+@contextmanager
+def _without_own(disabled: AbstractContextManager[None]) -> Iterator[None]:
+    taken: list[Hooks] = []
+    while (top := innermost()) is not None and _is_own(top[0]):
+        call_all(pop_saved_tensor_hooks, partial(taken.append, top))
+    try:
+        with disabled:
+            yield
+    finally:
+        for hooks in reversed(taken):
+            push_saved_tensor_hooks(*hooks)
+
+
+def _is_own(pack: Any) -> bool:
+    while isinstance(pack, partial):
+        pack = pack.func
+    return str(getattr(pack, "__module__", "")).startswith("umem.")
 
 
 def pop_if_innermost(hooks: Hooks, forget: Callable[[], object]) -> bool:
