@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import FIELDS
+from matrix import FIELDS, is_installed
+from matrix import SYSTEMS as EVERY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -53,6 +54,8 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ranks = 2 if request.param in TWO_GPUS else 1
     if torch.cuda.device_count() < ranks:
         pytest.skip("needs two GPUs")
+    if lacking := [it for it in EVERY[request.param].packages if not is_installed(it)]:
+        pytest.skip(f"it lacks {', '.join(lacking)}")
     file = tmp_path_factory.mktemp("systems") / "systems.jsonl"
     folders = (ROOT / "benchmarks", ROOT / "tests" / "support")
     paths = (*map(str, folders), os.environ.get("PYTHONPATH", ""))
@@ -70,8 +73,6 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     found = [json.loads(line) for line in file.read_text().splitlines()[1:]]
     by_variant: Rows = {row["variant"]: row for row in found}
     stock = by_variant["stock"]
-    if stock["state"] == "not installed":
-        pytest.skip(stock["reason"])
     assert stock["state"] == "measured", stock["reason"]
     return by_variant
 
