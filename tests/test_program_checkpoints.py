@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,9 +19,12 @@ from repeated_blocks import (
     Attending,
     Checkpointed,
     Dropping,
+    Failing,
     InPlaceHead,
     Layer,
     Net,
+    check_failing_steps,
+    check_same_step,
     managed,
     run,
     step,
@@ -235,52 +237,26 @@ def test_another_call_than_the_proved_one_keeps_its_checkpoint() -> None:
     model, stock = Wrapped(Dropping, around_the_block), Wrapped(Dropping, around_the_block)
     begin = plan(managed(model))
 
-    def both(number: int) -> None:
-        found = []
-        for it in (model, stock):
-            torch.manual_seed(number)
-            random.seed(number)
-            found.append(step(it, number))
-        assert found[0] == found[1]
-
     for number in range(2):
         begin(number)
-        both(number)
+        check_same_step(model, stock, number)
     calls: list[object] = []
     handles = []
     for net in (model, stock):
         layer: Any = net.layers[1]
         handles.append(layer.up.register_forward_hook(lambda *seen: calls.append(seen)))
-    both(2)
+    check_same_step(model, stock, 2)
     assert len(calls) == 4  # twice each
     for handle in handles:
         handle.remove()
     model.layers[2].eval()
     stock.layers[2].eval()
-    both(3)
+    check_same_step(model, stock, 3)
 
 
 def test_a_call_that_fails_leaves_nothing_behind() -> None:
-    class Failing(Layer):
-        fails = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            if self.fails:
-                raise ValueError("no")
-            return y
-
     model = Wrapped(Failing, around_the_block)
-    begin = plan(managed(model))
-    layer: Any = model.layers[2]
-    for number in range(3):
-        begin(number)
-        layer.fails = True
-        with pytest.raises(ValueError, match="no"):
-            step(model, number)
-        layer.fails = False
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        step(model, number)
+    check_failing_steps(model, plan(managed(model)))
 
 
 def test_copies_of_what_is_saved_without_a_checkpoint() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +17,11 @@ from repeated_blocks import (
     WIDTH,
     Attending,
     Dropping,
+    Failing,
     Layer,
     Net,
+    check_failing_steps,
+    check_same_step,
     managed,
     run,
     step,
@@ -161,51 +162,24 @@ def test_other_modes_and_hooks_are_copied_as_before() -> None:
     model, stock = Net(Dropping), Net(Dropping)
     begin = plan(activations := managed(model))
 
-    def both(number: int) -> None:
-        found = []
-        for it in (model, stock):
-            torch.manual_seed(number)
-            random.seed(number)
-            found.append(step(it, number))
-        assert found[0] == found[1]
-
     for number in range(2):
         begin(number)
-        both(number)
+        check_same_step(model, stock, number)
     assert activations.statistics.tensors_out == 0
     heard: list[object] = []
     handle = model.layers[1].up.register_forward_hook(lambda *it: heard.append(it))  # type: ignore[union-attr]
-    both(2)
+    check_same_step(model, stock, 2)
     assert len(heard) == 1
     assert activations.statistics.tensors_out > 0
     handle.remove()
     model.layers[2].eval()
     stock.layers[2].eval()
-    both(3)
+    check_same_step(model, stock, 3)
 
 
 def test_a_call_that_fails_leaves_nothing_behind() -> None:
-    class Failing(Layer):
-        fails = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            if self.fails:
-                raise ValueError("no")
-            return y
-
     model = Net(Failing)
-    activations = managed(model)
-    begin = plan(activations)
-    layer: Any = model.layers[2]
-    for number in range(3):
-        begin(number)
-        layer.fails = True
-        with pytest.raises(ValueError, match="no"):
-            step(model, number)
-        layer.fails = False
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        step(model, number)
+    check_failing_steps(model, plan(managed(model)))
 
 
 @pytest.mark.parametrize("kind", [Layer, Dropping, Attending, *CHANGING_BUFFERS])

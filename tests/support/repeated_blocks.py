@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from activation_chain import LazyMover
 from torch import nn
@@ -271,3 +272,38 @@ def run(model: nn.Module, begin: Callable[[int], None], **options: Any) -> list[
         begin(number)
         seen.append(step(model, number, **options))
     return seen
+
+
+class Failing(Layer):
+    """Raises where it is told to."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.fails:
+            raise ValueError("no")
+        return y
+
+
+def check_failing_steps(model: Net, begin: Callable[[int], None]) -> None:
+    """Fail in a step of a model of `Failing` layers and go on, three times."""
+    layer: Any = model.layers[2]
+    for number in range(3):
+        begin(number)
+        layer.fails = True
+        with pytest.raises(ValueError, match="no"):
+            step(model, number)
+        layer.fails = False
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        step(model, number)
+
+
+def check_same_step(model: nn.Module, stock: nn.Module, number: int) -> None:
+    """Run a step of both, with the same random numbers, and compare all bits."""
+    found = []
+    for it in (model, stock):
+        torch.manual_seed(number)
+        random.seed(number)
+        found.append(step(it, number))
+    assert found[0] == found[1]

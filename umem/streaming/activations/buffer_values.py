@@ -9,7 +9,7 @@ import torch
 
 from umem.torch_compat import foreach_copy
 
-__all__ = ["BufferValues"]
+__all__ = ["BufferValues", "have_equal_bits"]
 
 
 class BufferValues:
@@ -39,10 +39,7 @@ class BufferValues:
 
     def are_there(self) -> bool:
         """Whether the buffers have these bits."""
-        pairs = zip(self.buffers, self._values, strict=True)
-        return all(
-            torch.equal(*(it.reshape(-1).view(torch.uint8) for it in pair)) for pair in pairs
-        )
+        return all(map(have_equal_bits, self.buffers, self._values))
 
     def put_back(self) -> None:
         """Give the buffers these values again."""
@@ -57,3 +54,9 @@ class BufferValues:
             yield
         finally:
             self.put_back()
+
+
+def have_equal_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and type have the same contents, NaN and signs included."""
+    one, two = (it.detach().contiguous().view(-1).view(torch.uint8) for it in (tensor, other))
+    return torch.equal(one, two)

@@ -30,7 +30,7 @@ from umem.capture.live.saved_tensors import SavedTensorHooks
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
 from umem.streaming.activations.arguments import Arguments
-from umem.streaming.activations.buffer_values import BufferValues
+from umem.streaming.activations.buffer_values import BufferValues, have_equal_bits
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting
 from umem.torch_compat import is_distributed, storage_key, version_counter
 
@@ -156,9 +156,7 @@ class WatchedCall:
     def _prove(self, output: object) -> Proof | None:
         """Run the block again, and compare."""
         # Some kernels change statistics without a count of changes.
-        changed = {
-            name: pair for name, pair in self._buffers.items() if not _have_equal_bits(*pair)
-        }
+        changed = {name: pair for name, pair in self._buffers.items() if not have_equal_bits(*pair)}
         self._before = BufferValues(dict(changed.values()))
         if self._before.size_bytes > _MOST_BUFFER_BYTES:
             return None
@@ -321,7 +319,7 @@ def _restore(states: Mapping[torch.device, torch.Tensor]) -> None:
 
 
 def _are_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    return all(map(_have_equal_bits, some, others))
+    return all(map(have_equal_bits, some, others))
 
 
 def _are_seeds(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -338,14 +336,9 @@ def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     one, two = (
         (it.dtype, it.device, it.size(), it.stride(), it.storage_offset()) for it in (tensor, other)
     )
-    return one == two and _have_equal_bits(tensor, other)
+    return one == two and have_equal_bits(tensor, other)
 
 
 def _are_all_alike(output: object, other: object) -> bool:
     pairs = zip(tensors_in(output), tensors_in(other), strict=True)
     return all(_are_alike(*pair) for pair in pairs)
-
-
-def _have_equal_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    one, two = (it.detach().contiguous().view(-1).view(torch.uint8) for it in (tensor, other))
-    return torch.equal(one, two)
