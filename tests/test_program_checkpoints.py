@@ -32,7 +32,8 @@ from repeated_blocks import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from umem.streaming.activations import CopiedActivations
+from umem.streaming.activations import CopiedActivations, program_checkpoints
+from umem.streaming.activations.copied_activations import _Pass
 
 Call = Callable[..., torch.Tensor]
 
@@ -272,3 +273,22 @@ def test_copies_of_what_is_saved_without_a_checkpoint() -> None:
 
     assert run(model, begin_and_copy) == run(stock, lambda _: None)
     assert activations.statistics.tensors_out > 2 * 2 * 3
+
+
+def test_an_error_of_the_choice_does_not_reach_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bool:
+        raise LookupError("choice")
+
+    model, stock = Wrapped(Dropping, around_the_block), Wrapped(Dropping, around_the_block)
+    activations = managed(model)
+    errors: list[Exception] = []
+    activations._errors.on_error = errors.append
+    begin = plan(activations)
+    for number in range(2):
+        begin(number)
+        check_same_step(model, stock, number)
+    asked = program_checkpoints.ProgramCheckpoint(model.layers[0], True, False, ())
+    activations._running.forward = _Pass(activations._store, 1)
+    monkeypatch.setattr(activations, "_may_run_again", fail)
+    assert not activations.leaves_out(asked)
+    assert [str(it) for it in errors] == ["choice"]

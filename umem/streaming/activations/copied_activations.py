@@ -387,8 +387,12 @@ class CopiedActivations(Listener):
             return False
         if running.call is not None:
             return running.call.leaves_out
-        name = None if checkpoint.module is None else self._names.get(checkpoint.module)
-        return name in self._left_out and self._may_run_again(name, *checkpoint.arguments)
+        try:
+            name = None if checkpoint.module is None else self._names.get(checkpoint.module)
+            return name in self._left_out and self._may_run_again(name, *checkpoint.arguments)
+        except Exception as error:  # no hook is around this: it would reach the program
+            self._errors.on_error(error)
+            return False
 
     def _watch(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
