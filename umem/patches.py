@@ -327,6 +327,19 @@ PATCHES: Mapping[str, Patch] = {
         "the program's checkpoints would run where there is room for what they free",
         {"program_checkpoints": PRIVATE_NAMES["checkpoint_ends"].path},
     ),
+    **_private(
+        "streaming/activations/sliced_loss.py",
+        "the first training with a budget whose activations may be copied",
+        _NEVER,
+        "cross_entropy_loss",
+    ),
+    **_patches(
+        "streaming/activations/sliced_loss.py",
+        "the first plan for which a loss has no room",
+        _NEVER,
+        "gradients of logits that the program casts to float32 would be made in float32",
+        {"upcast": "torch:Tensor.float"},
+    ),
     # ---- deferred steps
     **_patches(
         "runtime/torch_hooks/stream_order.py",

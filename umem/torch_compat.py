@@ -309,6 +309,30 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {"function_transform_level": "torch._C:_functorch.maybe_current_level"},
     ),
     **_names(
+        "tells whether anything but autograd sees the operators of a loss, and what autocast casts",
+        "a loss that has no room would be computed whole",
+        {
+            "dispatch_modes": "torch._C:_len_torch_dispatch_stack",
+            "function_modes": "torch._C:_len_torch_function_stack",
+            "has_kernel": "torch._C:_dispatch_has_kernel_for_dispatch_key",
+        },
+    ),
+    **_names(
+        "the operator that torch.nn.functional.cross_entropy calls",
+        "a batch whose logits have no room would use them in host memory",
+        {"cross_entropy_loss": "torch._C:_nn.cross_entropy_loss"},
+    ),
+    **_names(
+        "tells TorchScript which operator umem's replacement of a function stands for",
+        "a function with a loss could not be scripted",
+        {"register_scripted": "torch.jit._builtins:_register_builtin"},
+    ),
+    **_names(
+        "makes a tensor whose memory comes later",
+        "logits that the program casts to float32 would be there whole",
+        {"reinterpret_tensor": "torch:ops.inductor._reinterpret_tensor"},
+    ),
+    **_names(
         "tells which module made an autograd node, and hooks its gradient in a fraction of "
         "Tensor.register_hook's time",
         "the backward pass could not be divided into modules",
@@ -480,23 +504,31 @@ ProcessGroupBackend: Any
 current_graph_task_id: Callable[[], int]
 current_autograd_node: Callable[[], Any]
 current_raw_stream: Callable[[int], int]
+dispatch_modes: Callable[[], int]
+"""How many modes see this thread's operators; the next one, its calls of torch's functions."""
 flash_attention: Any
 flash_attention_backward: Any
 flash_attention_cpu: Any
 flash_attention_cpu_backward: Any
 foreach_add: Callable[..., None]
 foreach_copy: Callable[..., None]
+function_modes: Callable[[], int]
 function_transform_level: Callable[[], int | None]
 """None outside of all transforms of ``torch.func``."""
 fused_adam: Callable[..., None]
 fused_adamw: Callable[..., None]
 grouped_matmul: Any
+has_kernel: Callable[[str, str], bool]
+"""Whether an operator has a kernel of its own for a dispatch key, by name."""
 is_traceable_wrapper_subclass: Callable[[Any], bool]
 next_sequence_number: Callable[[], int]
 pop_saved_tensor_hooks: Callable[[], None]
 push_saved_tensor_hooks: Callable[..., None]
 queue_backward_callback: Callable[[Callable[[], None]], None]
 """Calls a function when the running backward pass ends."""
+register_scripted: Callable[[Callable[..., Any], str], None]
+reinterpret_tensor: Callable[..., torch.Tensor]
+"""A tensor of another tensor's storage, whose size is not looked at."""
 saved_tensor_hooks_enabled: Callable[[], bool]
 set_stream: Callable[[int, int, int], None]
 """Makes a stream the current one, and its device: its id, the device's index and type."""

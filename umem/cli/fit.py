@@ -325,6 +325,7 @@ def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
             for way in answer.ways
         },
         "activations": [asdict(it) for it in answer.choices],
+        "slices_loss": answer.slices_loss,
         "largest_batch": answer.largest_batch,
         "largest_stock_batch": answer.largest_stock_batch,
         "policy": _policy_text(question, answer, budget),
@@ -383,6 +384,8 @@ def _print_one(
     for way in answer.ways:
         if way.why_not:
             console.print(f"{_WAYS[way.name]} does not fit: {plain(way.why_not)}")
+    if answer.slices_loss:
+        console.print("umem computes the loss in slices of rows, which has no room otherwise")
     console.print()
     if answer.rates != "unknown" and any(it.choice != "kept" for it in answer.choices):
         output.print_choices(console, answer.choices)

@@ -26,6 +26,7 @@ from umem.predict.stream_prediction import (
     UnitChoice,
     unit_choices,
 )
+from umem.streaming.plan.loss_memory import LOSS_REMEDY, logits_text
 from umem.streaming.plan.recomputation import plan_with_recomputation, with_recomputed
 from umem.streaming.plan.state_plan import StreamProblem, least_slack_bytes, plan_stream
 from umem.streaming.plan.step_timing import (
@@ -119,6 +120,8 @@ class Fit:
     largest_batch: int
     """With umem; 0 if none fits."""
     largest_stock_batch: int
+    slices_loss: bool = False
+    """Whether umem computes the loss in slices of rows, which has no room otherwise."""
 
     @property
     def umem(self) -> Way:
@@ -207,8 +210,9 @@ def fit_training(
     room = _room(room_bytes, limit_bytes, workload.gpus)
     piece_bytes = largest_slot_bytes(budget_bytes)
 
-    def made_step(batch: int) -> StreamedStep:
-        return training_step(replace(workload, batch=batch), hardware, piece_bytes)
+    def made_step(batch: int, *, slices_loss: bool = True) -> StreamedStep:
+        made = replace(workload, batch=batch, slices_loss=slices_loss)
+        return training_step(made, hardware, piece_bytes)
 
     def has_room(batch: int) -> bool:
         return not _why_too_large(made_step(batch), room, policy.recomputes)
@@ -235,27 +239,31 @@ def fit_training(
                     return True
         return False
 
-    step = made_step(workload.batch)
+    step = made_step(workload.batch, slices_loss=False)
     classes = {name: Place(size, 0) for name, size in class_bytes(workload, hardware).items()}
-    why_not = _why_too_large(step, room, policy.recomputes)
-    umem = Way("umem", None, None, None, None, why_not)
     choices: tuple[UnitChoice, ...] = ()
-    if not why_not:
-        try:
-            plan = _plan(step, hardware, room_bytes, policy.recomputes)
-        except PlanError as error:
-            umem = replace(umem, why_not=str(error))
-        else:
-            made = prediction(step, plan)
-            classes = _places(classes, made)
-            umem = _Room(budget_bytes, room.host_bytes).way(
-                "umem",
-                workload.step_tokens,
-                made.plan.predicted.step_s,
-                made.training.device_bytes,
-                homes_bytes(made),
-            )
-            choices = unit_choices(made, hardware)
+    slices_loss = False
+    planned, tried = _find_plan(step, hardware, room, policy.recomputes), step
+    if isinstance(planned, str):
+        slices_loss, tried = True, made_step(workload.batch)
+        planned = _find_plan(tried, hardware, room, policy.recomputes)
+    if isinstance(planned, str):
+        umem = Way("umem", None, None, None, None, planned)
+    else:
+        made = prediction(tried, planned)
+        sizes = class_bytes(replace(workload, slices_loss=slices_loss), hardware)
+        classes = _places({name: Place(size, 0) for name, size in sizes.items()}, made)
+        umem = _Room(budget_bytes, room.host_bytes).way(
+            "umem",
+            workload.step_tokens,
+            made.plan.predicted.step_s,
+            made.training.device_bytes,
+            homes_bytes(made),
+        )
+        choices = unit_choices(made, hardware)
+    if umem.why_not and _is_fullest_at_loss(step):
+        text = logits_text(workload.tokens, workload.shape.vocabulary)
+        umem = replace(umem, why_not=f"{umem.why_not}; {text}. {LOSS_REMEDY}")
     most = _largest_batch(has_room)
     if umem.time_s is not None:
         most = max(most, workload.batch)
@@ -291,7 +299,25 @@ def fit_training(
             most, is_planned, workload.batch if umem.time_s is not None else 0
         ),
         largest_stock_batch=_largest_batch(is_stock),
+        slices_loss=slices_loss and umem.time_s is not None,
     )
+
+
+def _find_plan(
+    step: StreamedStep, hardware: Hardware, room: _Room, recomputes: bool
+) -> TrainingPlan | str:
+    """A plan, or why there is none."""
+    try:
+        why_not = _why_too_large(step, room, recomputes)
+        return why_not or _plan(step, hardware, room.device_bytes, recomputes)
+    except PlanError as error:
+        return str(error)
+
+
+def _is_fullest_at_loss(step: StreamedStep) -> bool:
+    """Whether the unit with the loss needs more than any other."""
+    *others, last = (max(it.forward_peak_bytes, it.backward_peak_bytes) for it in step.units)
+    return last > max(others)
 
 
 def _plan(

@@ -18,6 +18,7 @@ from umem.core.errors import HardwareError, UmemError
 from umem.fit.shapes import Layer, Matrix, ModelShape
 from umem.hardware import Hardware
 from umem.predict.stream_prediction import StreamedStep
+from umem.streaming.plan.loss_memory import sliced_loss_bytes
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.weight_plan import WeightUnit
 
@@ -29,6 +30,7 @@ __all__ = [
     "TRAINING_PRECISIONS",
     "Workload",
     "class_bytes",
+    "loss_bytes",
     "stock_bytes",
     "training_step",
 ]
@@ -88,6 +90,8 @@ class Workload:
     """Matrices with adapters, or :data:`ALL_LINEAR`."""
     quantised: str = ""
     """Format of frozen matrices, of :data:`QUANTISED`; empty for bfloat16."""
+    slices_loss: bool = False
+    """Whether the loss is computed in slices of rows."""
 
     @property
     def tokens(self) -> int:
@@ -368,18 +372,23 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     head, head_back = _product(workload, table, tokens, casts_input=True)
     loss, loss_back = _vectors(_LOSS, vocabulary), _vectors(_LOSS_BACK, vocabulary)
     cast = 2 * table.parameters if workload.autocasts else 0
-    # Logits in bfloat16 and float32, and their logarithms; behind it three of float32.
     inputs = (2 * hidden + cast) if workload.autocasts else 0
-    head_working = _Working(
-        0,
-        norm_saved + inputs + 10 * vocabulary,
-        norm_saved + inputs + 12 * vocabulary,
-    )
+    of_loss = loss_bytes(workload)
+    head_working = _Working(0, *(norm_saved + inputs + size_bytes for size_bytes in of_loss))
     own = () if shape.tied else (table,)
     made = _part(
         workload, "lm_head", own, 0, own, head + loss, head_back + loss_back, head_working, seconds
     )
     return [*parts, made]
+
+
+def loss_bytes(workload: Workload) -> tuple[int, int]:
+    """The most for logits and loss, in the loss's forward and in its backward pass."""
+    tokens, vocabulary = workload.tokens, workload.shape.vocabulary
+    if workload.slices_loss:
+        return sliced_loss_bytes(tokens, vocabulary)
+    # Logits in bfloat16 and float32, and their logarithms; behind it three of float32.
+    return 10 * tokens * vocabulary, 12 * tokens * vocabulary
 
 
 def _part(
@@ -724,5 +733,6 @@ def class_bytes(workload: Workload, hardware: Hardware) -> Mapping[str, int]:
         "gradients": sum(part.gradient_bytes for part in parts),
         "optimizer_state": sum(part.state_bytes + part.small_state_bytes for part in parts),
         "activations": sum(it.saved for it in layers) + largest.backward - largest.saved,
-        "logits": 10 * workload.tokens * workload.shape.vocabulary,
+        # Of the forward pass; in slices, the gradient is the second tensor of that size.
+        "logits": loss_bytes(workload)[1 if workload.slices_loss else 0],
     }

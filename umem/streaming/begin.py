@@ -13,6 +13,7 @@ from umem.hardware import detect_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
+from umem.streaming.activations.sliced_loss import SlicedLosses
 from umem.streaming.plan.step_timing import largest_slot_bytes
 from umem.streaming.stage.lanes import cuda_lanes
 from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
@@ -82,6 +83,7 @@ def stream_state(
             state_share=rule.fraction,
             shared=shared_budget(index),
             may_recompute=policy.recomputes,
+            losses=SlicedLosses(device.type) if policy.copies_activations else None,
         )
     training = StreamedTraining(
         model,

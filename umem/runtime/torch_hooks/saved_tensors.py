@@ -37,6 +37,7 @@ __all__ = [
     "give_way_to_transforms",
     "innermost",
     "is_lent",
+    "is_own",
     "keep",
     "lend",
     "may_leave",
@@ -102,7 +103,7 @@ def _giving_way(original: Callable[[str], Any]) -> Callable[[str], Any]:
 @contextmanager
 def _without_own(disabled: AbstractContextManager[None]) -> Iterator[None]:
     taken: list[Hooks] = []
-    while (top := innermost()) is not None and _is_own(top[0]):
+    while (top := innermost()) is not None and is_own(top[0]):
         call_all(pop_saved_tensor_hooks, partial(taken.append, top))
     try:
         with disabled:
@@ -112,7 +113,8 @@ def _without_own(disabled: AbstractContextManager[None]) -> Iterator[None]:
             push_saved_tensor_hooks(*hooks)
 
 
-def _is_own(pack: Any) -> bool:
+def is_own(pack: Any) -> bool:
+    """Whether what packs saved tensors is umem's."""
     while isinstance(pack, partial):
         pack = pack.func
     return str(getattr(pack, "__module__", "")).startswith("umem.")

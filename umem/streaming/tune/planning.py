@@ -10,6 +10,7 @@ from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.streaming.activations.repeatable import Proof
+from umem.streaming.activations.sliced_loss import SlicedLosses
 from umem.streaming.plan.host_updates import plan_with_host_updates
 from umem.streaming.plan.recomputation import plan_with_recomputation
 from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes
@@ -52,6 +53,7 @@ class Planning:
         shared: SharedBudget,
         state_share: float,
         proofs: Mapping[str, Proof],
+        losses: SlicedLosses | None,
     ) -> None:
         self.stream: StreamPlan | None = None
         """The present plan; None before the first one."""
@@ -79,7 +81,7 @@ class Planning:
         self._changes = 0
         """Of the budget's members, when measurements began."""
         self._state_share = state_share
-        self._proofs = proofs
+        self._proofs, self._losses = proofs, losses
         self._sizes: dict[str, tuple[int, ...]] = {}
         """Of the state that the plan is made for."""
         self._are_used_early = False
@@ -147,7 +149,7 @@ class Planning:
         whole, error = self._plan(units, figures, more_slack_for)
         if whole.stream.hosts and not self._tuned.prepare_host():
             whole, error = self._plan(units, figures, None)
-        if error and self._move_parameters_to_host():
+        if error and (self._slice_losses(units) or self._move_parameters_to_host()):
             return TuningEvent.CHANGED
         self.stream, self.units = whole.stream, whole.units
         self.overflow_bytes = whole.overflow_bytes
@@ -178,7 +180,7 @@ class Planning:
         if whole is None:
             whole, refusal = self._plan_with_slack(units, figures, self._slack, may_overflow=True)
         if whole is None:
-            raise PlanError(refusal)
+            raise PlanError(refusal + self._remedy(units))
         return whole, error
 
     def _plan_with_slack(
@@ -251,6 +253,20 @@ class Planning:
             batches=figures.batches,
             may_have_temporary=self._tuned.may_have_temporary,
         )
+
+    def _slice_losses(self, units: Sequence[StreamUnit]) -> bool:
+        """Make room by losses in slices, where the device is fullest at a loss."""
+        losses = self._losses
+        if losses is None or not losses.could_slice or not _is_fullest_at_loss(units):
+            return False
+        losses.slice()
+        _LOG.info("umem: losses are computed in slices of rows: %s", losses.size_text)
+        return True
+
+    def _remedy(self, units: Sequence[StreamUnit]) -> str:
+        """What to change in a program whose loss has no room."""
+        is_at_loss = self._losses is not None and _is_fullest_at_loss(units)
+        return self._losses.remedy if self._losses is not None and is_at_loss else ""
 
     def _move_parameters_to_host(self) -> bool:
         """Make room by the parameters that no module holds, such as float32 copies of weights."""
@@ -341,10 +357,11 @@ class Planning:
             self._has_warned = True
             _LOG.warning(
                 "umem: all that can leave the device does, and %s of tensors are used in host "
-                "memory, by prediction in %.3f s a step: %s%s",
+                "memory, by prediction in %.3f s a step: %s%s%s",
                 format_bytes(whole.overflow_bytes),
                 whole.step_s,
                 error,
+                self._remedy(self.units),
                 _WITHOUT_STEP_IN_BACKWARD if self._tuned.in_backward else "",
             )
 
@@ -387,3 +404,9 @@ class Planning:
                 format_bytes(part.others_bytes),
                 len(self._shared.members) - 1,
             )
+
+
+def _is_fullest_at_loss(units: Sequence[StreamUnit]) -> bool:
+    """Whether that is in the last unit's passes, which the loss counts for."""
+    peaks = [max(unit.forward_peak_bytes, unit.backward_peak_bytes) for unit in units]
+    return bool(peaks) and peaks[-1] == max(peaks)

@@ -12,6 +12,7 @@ from umem.capture.live.timing import Clock
 from umem.hardware import Hardware
 from umem.offloading import ActivationStatistics, ActivationStore
 from umem.streaming.activations.copied_activations import CopiedActivations
+from umem.streaming.activations.sliced_loss import SlicedLosses
 from umem.streaming.plan.state_plan import StreamPlan
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import SharedBudget
@@ -66,6 +67,8 @@ class StreamTuner:
         The device's budget, where other trainings and models divide it with this one.
     may_recompute
         Whether blocks may run forward again in the backward pass.
+    losses
+        Losses that can be computed in slices; None to leave losses as they are.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class StreamTuner:
         state_share: float = 1.0,
         shared: SharedBudget | None = None,
         may_recompute: bool = False,
+        losses: SlicedLosses | None = None,
     ) -> None:
         shared = shared or SharedBudget()
         blocks = find_blocks(model, None)
@@ -98,7 +102,7 @@ class StreamTuner:
         )
         proofs = {} if activations is None else activations.proofs
         self._planning = Planning(
-            self._optimizers, steps, hardware, room, shared, state_share, proofs
+            self._optimizers, steps, hardware, room, shared, state_share, proofs, losses
         )
         self._watching = Watching(room, clock, 0 if weights is None else weights.spilled_bytes)
         self._corrections = 0

@@ -1,0 +1,548 @@
+"""Cross entropy in slices of rows, with the bits of torch's own, where a plan has no room for it.
+
+torch has three or four tensors of the logits' size in float32: the logits that the program casts,
+their logarithms, and the gradients of both. A row of each depends on this row of the logits alone,
+and torch's kernels for rows choose their way by the length of a row and its alignment, not by the
+number of rows. So log-probabilities and gradients are made for a slice at a time, forward and once
+more backward, by the operators that torch's own loss calls. The sum over rows needs one
+log-probability of each row: it runs whole. What remains are the logits and their gradient, each
+once and in their own type. The matrix products of the head stay whole: their bits depend on the
+number of rows.
+
+Note [The upcast]
+A program that casts its logits to float32 gets a tensor without memory, which is filled before any
+use but a view and the loss: a guard tells of each. The cast's gradient would come from the loss in
+float32, and be cast back. The loss leaves it to the node of the cast, :class:`_Upcast`, which makes
+it from the logits in their own type, slice by slice. That is right only if nothing else uses the
+float32 tensor: if it was filled, the loss gives the gradient in float32, as torch does.
+
+Note [The logits]
+The backward pass computes from the logits, which torch's loss does not keep: a program may change
+them in place meanwhile. A guard has them copied before any use.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling
+
+from umem import patches
+from umem.runtime.aliases import are_all_on_memory
+from umem.runtime.guard import Guard, are_plain, guard_of, has_guard
+from umem.runtime.torch_hooks.memory_access import original_storage
+from umem.runtime.torch_hooks.passes import running_pass
+from umem.runtime.torch_hooks.saved_tensors import check_version, innermost, is_own
+from umem.runtime.unfilled_memory import unfilled, without_memory
+from umem.runtime.unguarded import PastGuards, Unguarded
+from umem.streaming.plan.loss_memory import LOSS_REMEDY, LOSS_SLICE_BYTES, logits_text
+from umem.torch_compat import (
+    InferenceMode,
+    dispatch_modes,
+    function_modes,
+    has_kernel,
+    register_scripted,
+    tracing_state,
+    version_counter,
+    view_base,
+)
+
+__all__ = ["SeenLoss", "SlicedLosses"]
+
+_LOG = logging.getLogger("umem")
+
+_LEAST_BYTES = 256 << 20
+"""Of the logits in float32: smaller ones are left to torch."""
+
+_ALIGNMENT, _ALIGNED_ROWS = 16, 8
+"""Kernels read so many bytes at a time, and sum a row in another order where it begins elsewhere in
+them. So slices begin at a multiple of so many rows."""
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_MEAN, _SUM = 1, 2
+"""Reductions, as torch numbers them."""
+
+_DIFFERENTIATED = "its gradient is differentiated again"
+
+_ARGUMENTS = 6
+"""Of torch's operator, as ``torch.nn.functional.cross_entropy`` gives them: by position."""
+
+_IGNORED = -100
+_aten = torch.ops.aten
+
+
+class SeenLoss(NamedTuple):
+    """A cross entropy that the program has computed."""
+
+    rows: int
+    vocabulary: int
+    obstacle: str = ""
+    """Why torch has to compute it; "" where it can be sliced."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its logits in float32."""
+        return 4 * self.rows * self.vocabulary
+
+
+class SlicedLosses:
+    """The cross entropies of a training, which are computed in slices once `is_on` is set.
+
+    Parameters
+    ----------
+    device_type
+        Such as ``"cuda"``. Losses elsewhere are left alone.
+    least_bytes
+        Logits that take less in float32 are left alone, too.
+    slice_bytes
+        Of a slice in float32.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        least_bytes: int = _LEAST_BYTES,
+        slice_bytes: int = LOSS_SLICE_BYTES,
+    ) -> None:
+        self.is_on = False
+        self.are_differentiated = False
+        """Whether the program has taken gradients of a loss's gradient."""
+        self.largest: SeenLoss | None = None
+        """The largest loss so far."""
+        self.device_type = device_type
+        self.least_bytes, self.slice_bytes = least_bytes, slice_bytes
+        self._vocabularies: set[int] = set()
+        _listeners.add(self)
+        patches.wrap("cross_entropy_loss", _with_slices)
+
+    @property
+    def could_slice(self) -> bool:
+        """Whether the largest loss can be sliced, and is not yet."""
+        return not self.is_on and self.largest is not None and not self.largest.obstacle
+
+    @property
+    def size_text(self) -> str:
+        """What the logits of the largest loss take, in words; "" before there was one."""
+        return "" if self.largest is None else logits_text(*self.largest[:2])
+
+    @property
+    def remedy(self) -> str:
+        """What to change in the program, for the end of a message; "" before there was a loss."""
+        if self.largest is None:
+            return ""
+        obstacle = self.largest.obstacle
+        why = f" torch computes their loss whole, as {obstacle}." if obstacle else ""
+        return f". {self.size_text[0].upper()}{self.size_text[1:]}.{why} {LOSS_REMEDY}"
+
+    def slice(self) -> None:
+        """Compute losses in slices from now on."""
+        self.is_on = True
+        patches.wrap("upcast", _with_upcast)
+
+    def may_take(self, logits: torch.Tensor) -> bool:
+        """Whether logits are large enough, and on the training's device."""
+        size_bytes = 4 * logits.numel()
+        return logits.device.type == self.device_type and size_bytes >= self.least_bytes
+
+    def expects(self, logits: torch.Tensor) -> bool:
+        """Whether these may be what a loss will be computed of."""
+        is_known = self.is_on and logits.dim() > 1 and logits.size(-1) in self._vocabularies
+        return is_known and self.may_take(logits)
+
+    def note(self, loss: SeenLoss) -> None:
+        """Note a loss."""
+        self._vocabularies.add(loss.vocabulary)
+        if self.largest is None or loss.size_bytes >= self.largest.size_bytes:
+            self.largest = loss
+
+
+_listeners: weakref.WeakSet[SlicedLosses] = weakref.WeakSet()
+
+
+# ---------------------------------------------------------------------- the logits
+
+
+class _How(NamedTuple):
+    """How a loss is computed."""
+
+    reduction: int
+    ignore_index: int
+    dtype: torch.dtype
+    """Of the log-probabilities."""
+    summed_dtype: torch.dtype
+    """In which they are summed."""
+    slice_bytes: int
+
+    def slices(self, rows: int, vocabulary: int) -> Iterator[slice]:
+        count = self.slice_bytes // (4 * vocabulary) // _ALIGNED_ROWS * _ALIGNED_ROWS
+        count = max(_ALIGNED_ROWS, count)
+        return (slice(begin, begin + count) for begin in range(0, rows, count))
+
+    def log_probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(logits.to(self.dtype), 1, self.dtype)
+
+
+class _KeptLogits(Guard):
+    """Logits that a backward pass computes from. Note [The logits]."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__(self._copy)
+        known = [logits] if (base := view_base(logits)) is None else [logits, base]
+        with Unguarded():
+            is_alone = are_plain(known) and are_all_on_memory(known)
+            kept = logits.detach()
+            self.logits = kept.flatten(0, -2) if is_alone else kept.flatten(0, -2).clone()
+        is_cuda = logits.is_cuda
+        self.stream = torch.cuda.current_stream(logits.device) if is_cuda else None
+        if is_alone:
+            self.watch(known)
+
+    def _copy(self) -> None:
+        """Have a copy of our own, before another use."""
+        with torch.no_grad():
+            self.logits = self.logits.clone()
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.logits.device))
+        self.release()
+
+
+class _Saved:
+    """What a loss saves."""
+
+    def __init__(self, kept: _KeptLogits, size: torch.Size, how: _How) -> None:
+        self.kept, self.size, self.how = kept, size, how
+        weakref.finalize(self, kept.release).atexit = False
+
+    def have_target(self, target: torch.Tensor, total_weight: torch.Tensor) -> None:
+        self.target, self.total_weight = target, total_weight
+        self._version = version_counter(target)
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """The loss's own argument."""
+        return self.kept.logits.view(self.size).to(dtype, copy=True)
+
+    def gradient(self, of_loss: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The gradient of the logits, in a type that torch casts it to."""
+        check_version(self.target, self._version)
+        logits, how = self.kept.logits, self.how
+        made = unfilled(self.size, dtype, logits.device)
+        for rows in how.slices(*self.size):
+            known = how.log_probabilities(logits[rows])
+            gradient = _aten.nll_loss_backward(
+                of_loss,
+                known.to(how.summed_dtype),
+                self.target[rows],
+                None,
+                how.reduction,
+                how.ignore_index,
+                self.total_weight,
+            )
+            made[rows].copy_(
+                _aten._log_softmax_backward_data(gradient.to(how.dtype), known, 1, how.dtype)
+            )
+        return made
+
+
+def _nothing() -> None:
+    """Have no more to do before a use."""
+
+
+# ---------------------------------------------------------------------- the float32 copy
+
+_VIEWS: dict[str, Callable[..., torch.Tensor]] = {
+    "aten::view": torch.Tensor.view,
+    "aten::reshape": torch.Tensor.reshape,
+    "aten::flatten": torch.Tensor.flatten,
+}
+
+
+class _FloatLogits(Guard):
+    """Fills a float32 copy of logits before a use by anything but one loss. Note [The upcast]."""
+
+    functions = tuple(_VIEWS)
+
+    def __init__(self, kept: _KeptLogits) -> None:
+        super().__init__(_nothing)
+        self.kept: _KeptLogits | None = kept
+        self.filled = threading.Event()
+        """Outlives this object, which lives as long as the copy."""
+        self._lock = threading.RLock()
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Give the copy, of which this is a view, memory and its values."""
+        with self._lock:
+            if self.kept is not None:
+                logits, stream = self.kept.logits, self.kept.stream
+                with InferenceMode(False), torch.no_grad(), Unguarded():
+                    storage = original_storage(tensor)
+                    storage.resize_(torch.float32.itemsize * logits.numel())
+                    whole = torch.empty(0, dtype=torch.float32, device=logits.device)
+                    # With its own counter of modifications.
+                    whole.set_(storage).copy_(logits.flatten())
+                if stream is not None:  # others have waited for the cast, and not for this
+                    torch.cuda.current_stream(logits.device).synchronize()
+                self.kept = None
+                self.filled.set()
+        self.release()
+
+    def run(self, function: str, args: list[Any]) -> Any:
+        """Make a view, and watch it."""
+        if not all(isinstance(it, (int, list)) for it in args[1:]) or len(args) < 2:
+            return NotImplemented
+        view = _VIEWS[function](*args)
+        self.watch([view])
+        return view
+
+
+class _Upcast(torch.autograd.Function):
+    """``Tensor.float``, whose backward pass makes the gradient of a loss that has left it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.size = logits.dtype, logits.size()
+        made = without_memory(logits.size(), torch.float32, logits.device)
+        guard = _FloatLogits(_KeptLogits(logits))
+        # The guard lives as long as the copy, and its views, which hold it.
+        weakref.finalize(made, guard.release).atexit = False
+        ctx.float_logits, ctx.was_filled = weakref.ref(guard), guard.filled.is_set
+        ctx.has_loss, ctx.left = False, None
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        left, ctx.left = ctx.left, None
+        if left is None:
+            return None if gradient is None else gradient.to(ctx.dtype)
+        saved, of_loss = left
+        return saved.gradient(of_loss, ctx.dtype).view(ctx.size)
+
+
+def _upcast_of(logits: torch.Tensor) -> Any:
+    """The node of a cast that logits without memory are from, all of them; None for others."""
+    base = view_base(logits)
+    whole = logits if base is None else base
+    node: Any = whole.grad_fn
+    if getattr(node, "_forward_cls", None) is not _Upcast or node.was_filled():
+        return None
+    return node if whole.numel() == logits.numel() else None
+
+
+# ---------------------------------------------------------------------- the loss
+
+
+class _SlicedCrossEntropy(torch.autograd.Function):
+    """Cross entropy of logits by rows, as `_Saved` says."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        saved: _Saved,
+        node: Any,
+        original: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        how = saved.how
+        ignored = target == how.ignore_index
+        index = target.masked_fill(ignored, 0).unsqueeze(1)
+        picked = unfilled(index.shape, how.dtype, logits.device)
+        for rows in how.slices(*logits.shape):
+            known = how.log_probabilities(saved.kept.logits[rows])
+            picked[rows].copy_(known.gather(1, index[rows]))
+        # One class is left of each row: the sum over rows is torch's own.
+        loss, total_weight = _aten.nll_loss_forward(
+            picked.to(how.summed_dtype),
+            torch.zeros_like(target).masked_fill(ignored, _IGNORED),
+            None,
+            how.reduction,
+            _IGNORED,
+        )
+        saved.have_target(target, total_weight)
+        # What a backward pass frees, with the saved tensor that stands for the logits.
+        ctx.saved = weakref.ref(saved)
+        ctx.dtype, ctx.node, ctx.original = logits.dtype, node, original
+        ctx.save_for_backward(logits)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: torch.Tensor) -> Any:
+        nothing = None, None, None, None
+        saved = ctx.saved()
+        if saved is None or torch.is_grad_enabled():
+            # torch's error of a second backward pass; or the gradient will be differentiated, and
+            # sums of further gradients may have another order.
+            (logits,) = ctx.saved_tensors
+            _fail(_DIFFERENTIATED)
+            how = saved.how
+            loss = ctx.original(
+                logits.to(how.dtype), saved.target, None, how.reduction, how.ignore_index, 0.0
+            )
+            (gradient,) = torch.autograd.grad(loss, logits, of_loss, create_graph=True)
+            return gradient, *nothing
+        node = ctx.node
+        # The program may ask for the gradient of a float32 copy that it has still.
+        if node is not None and node.float_logits() is None and not node.was_filled():
+            node.left = saved, of_loss
+            return None, *nothing
+        return saved.gradient(of_loss, ctx.dtype), *nothing
+
+
+# ---------------------------------------------------------------------- what the program calls
+
+
+def _may_act(logits: Any) -> bool:
+    """Whether a tensor is of a forward pass that nothing but autograd records."""
+    if type(logits) is not torch.Tensor or not (logits.requires_grad and logits.is_contiguous()):
+        return False
+    hooks = innermost()
+    return (
+        has_guard()
+        and running_pass().is_training
+        and (hooks is None or is_own(hooks[0]))  # a checkpoint may run this again
+        and not (function_modes() or dispatch_modes())
+        and tracing_state() is None
+        and not (logits.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _with_upcast(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(original)
+    def float(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if is_compiling() or args or kwargs or logits.dtype not in _LOW_PRECISION:
+            return original(logits, *args, **kwargs)
+        if not (any(it.expects(logits) for it in tuple(_listeners)) and _may_act(logits)):
+            return original(logits)
+        if isinstance(guard_of(logits), _KeptLogits):  # to read is no use
+            with PastGuards():
+                return original(logits)
+        with Unguarded():
+            made: torch.Tensor = _apply(_Upcast, logits)
+        made.grad_fn.float_logits().watch([made])  # type: ignore[union-attr]
+        return made
+
+    return float
+
+
+def _with_slices(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The operator that ``torch.nn.functional.cross_entropy`` calls, or slices."""
+
+    @wraps(original)
+    def cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        some: list[SlicedLosses] = []
+        loss = None
+        if _listeners and not kwargs and len(args) == _ARGUMENTS and not is_compiling():
+            try:
+                some = _listeners_of(args[0])
+                loss = _sliced(original, some, *args) if some else None
+            except Exception as error:  # also those of the program's arguments, which torch tells
+                _fail(f"{type(error).__name__}: {error}")
+        if loss is not None:
+            return loss
+        loss = original(*args, **kwargs)
+        if some and (node := loss.grad_fn) is not None:
+            node.register_prehook(_see_gradient)
+        return loss
+
+    register_scripted(cross_entropy, "aten::cross_entropy_loss")
+    return cross_entropy
+
+
+def _fail(why: str) -> None:
+    """Go on with torch's own losses."""
+    for it in tuple(_listeners):
+        if it.is_on:
+            it.is_on = False
+            _LOG.warning("umem: losses are not computed in slices any more: %s", why)
+
+
+def _see_gradient(_gradients: object) -> None:
+    """Leave losses to torch whose gradients a program differentiates again."""
+    if torch.is_grad_enabled():
+        for it in tuple(_listeners):
+            it.are_differentiated = True
+
+
+def _listeners_of(logits: Any) -> list[SlicedLosses]:
+    """Trainings that a loss of these logits may belong to."""
+    if type(logits) is not torch.Tensor or not logits.requires_grad or logits.dim() < 2:
+        return []
+    found = [it for it in tuple(_listeners) if it.may_take(logits)]
+    return found if found and running_pass().is_training else []
+
+
+def _sliced(
+    original: Callable[..., torch.Tensor],
+    listeners: list[SlicedLosses],
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: object,
+    reduction: int,
+    ignore_index: int,
+    smoothing: float,
+) -> torch.Tensor | None:
+    """The loss in slices; None where torch has to compute it."""
+    obstacle = _obstacle(logits, target, weight, reduction, smoothing)
+    if any(it.are_differentiated for it in listeners):
+        obstacle = obstacle or _DIFFERENTIATED
+    for it in listeners:
+        it.note(SeenLoss(logits.numel() // logits.size(1), logits.size(1), obstacle))
+    if obstacle or not any(it.is_on for it in listeners) or not _may_act(logits):
+        return None
+    how = _how(logits, reduction, ignore_index, min(it.slice_bytes for it in listeners))
+    node = _upcast_of(logits)
+    guard = None if node is None else node.float_logits()
+    if guard is not None and not node.has_loss:
+        kept, node.has_loss = guard.kept, True
+    elif guard_of(logits) is not None:
+        return None  # a second loss of the same logits
+    else:
+        kept, node = _KeptLogits(logits), None
+    saved, dtype = _Saved(kept, logits.size(), how), logits.dtype
+    # Autograd drops these functions, and what they hold, with the saved tensor.
+    with Unguarded(), saved_tensors_hooks(lambda _: saved, lambda it: it.whole(dtype)):
+        loss: torch.Tensor = _apply(_SlicedCrossEntropy, logits, target, saved, node, original)
+    return loss
+
+
+def _obstacle(
+    logits: torch.Tensor, target: torch.Tensor, weight: object, reduction: int, smoothing: float
+) -> str:
+    """Why torch has to compute a loss."""
+    if type(target) is not torch.Tensor:
+        return "its targets are of a class of their own"
+    if logits.dim() != 2 or target.dim() != 1 or logits.size(0) != target.size(0):
+        return "its logits are not one row for each target"
+    if target.dtype != torch.int64 or target.device != logits.device:
+        return "its targets are no int64 on the same device"
+    if weight is not None or smoothing:
+        return "it has weights of classes or smooths labels"
+    if reduction not in (_MEAN, _SUM):
+        return "it has no reduction"
+    offset_bytes = logits.storage_offset() * logits.element_size()
+    if not logits.is_contiguous() or offset_bytes % _ALIGNMENT:
+        return "its logits are a part of other ones"
+    return ""
+
+
+def _how(logits: torch.Tensor, reduction: int, ignore_index: int, slice_bytes: int) -> _How:
+    """How torch computes a loss: under autocast, sums are in float32, or the logits already."""
+    device_type, dtype = logits.device.type, logits.dtype
+    summed = dtype
+    if torch.is_autocast_enabled(device_type) and dtype in _LOW_PRECISION:
+        summed = torch.float32
+        if has_kernel("aten::cross_entropy_loss", f"Autocast{device_type.upper()}"):
+            dtype = torch.float32
+    return _How(reduction, ignore_index, dtype, summed, slice_bytes)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
