@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from umem.streaming.activations.sliced_loss import SlicedLosses
+from umem.streaming.activations import SlicedLosses
 from umem.torch_compat import storage_address, storage_use_count
 
 ROWS, WIDTH, VOCABULARY = 27, 16, 1003

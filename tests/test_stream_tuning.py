@@ -42,6 +42,7 @@ from umem.runtime.managed_runs import managed_runs
 from umem.runtime.native_library import native
 from umem.runtime.program_waits import program_waits
 from umem.runtime.torch_hooks.modules import HookErrors
+from umem.streaming.activations import SlicedLosses
 from umem.streaming.stage import CudaRoom
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import (
@@ -262,6 +263,7 @@ class Training:
         share: float = 1.0,
         hardware: Hardware | None = None,
         has_weights: bool = False,
+        losses: SlicedLosses | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.machine = machine or Machine()
@@ -293,7 +295,14 @@ class Training:
             )
             machine.placed = lambda: self.weights.placed_bytes if self.weights else 0
         self.tuner = StreamTuner(
-            self.model, hardware, clock, machine, store, weights=self.weights, state_share=share
+            self.model,
+            hardware,
+            clock,
+            machine,
+            store,
+            weights=self.weights,
+            state_share=share,
+            losses=losses,
         )
         self.training = StreamedTraining(
             self.model,
@@ -329,11 +338,14 @@ class Training:
         """A `TuningStatus`, of a training that is streamed."""
         return self.training.status().tuning
 
+    def loss(self, y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean()
+
     def step(self, rows: int = ROWS, batches: int = 1) -> None:
         self.steps += 1
         self.optimizer.zero_grad()
         for number in range(batches):
-            loss = self.model(batch(10 * self.steps + number, rows)).square().mean()
+            loss = self.loss(self.model(batch(10 * self.steps + number, rows)))
             loss.backward()
             self.losses.append(float(loss.detach()))
         if self.clips:
@@ -353,6 +365,58 @@ def exact(machine: Machine, steps: int = 8, **options: Any) -> Training:
     stock = Training(**{name: it for name, it in options.items() if name in of_stock})
     assert run.run(steps) == stock.run(steps)
     return run
+
+
+class Classifying(Training):
+    """A training whose loss takes more memory than all else, unless it is computed in slices."""
+
+    smoothing = 0.0
+
+    def loss(self, y: torch.Tensor) -> torch.Tensor:
+        target = torch.arange(len(y)) % WIDTH
+        loss = nn.functional.cross_entropy(y, target, label_smoothing=self.smoothing)
+        assert loss.grad_fn is not None
+        self.is_sliced = loss.grad_fn.name() == "_SlicedCrossEntropyBackward"
+        loss_bytes = SAVED // 4 if self.is_sliced else 10 * LAYERS * SAVED
+        for more_bytes in (loss_bytes, -loss_bytes):
+            self.machine.compute(0.0, more_bytes)
+        return loss
+
+
+class Smoothing(Classifying):
+    smoothing = 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [2, 200])
+def test_a_loss_is_sliced_where_no_plan_has_room_for_it(caplog: Log, room: int) -> None:
+    """Until the training ends."""
+    caplog.set_level(logging.INFO, "umem")
+    expected = Classifying().run(10)
+    losses = SlicedLosses("cpu", least_bytes=1, slice_bytes=WIDTH * 4 * 8)
+    run = Classifying(Machine(room * LAYER_STATE + LAYERS * SAVED), losses=losses)
+    assert run.run(10) == expected
+    assert run.is_sliced == losses.is_on == (room == 2)
+    assert run.status.state == TuningState.PLANNED
+    said = [it for it in caplog.messages if "in slices" in it]
+    assert len(said) == (room == 2)
+    assert all(f"{ROWS} tokens x {WIDTH}" in it for it in said)
+    run.training.close()
+    run.step()
+    assert not run.is_sliced
+
+
+@pytest.mark.slow
+def test_a_loss_that_cannot_be_sliced_is_named_with_what_to_change(caplog: Log) -> None:
+    expected = Smoothing().run(10)
+    losses = SlicedLosses("cpu", least_bytes=1)
+    run = Smoothing(Machine(2 * LAYER_STATE), losses=losses)
+    assert run.run(10) == expected
+    assert not losses.is_on
+    assert run.status.state == TuningState.NO_PLAN_FITS
+    (said,) = (it for it in caplog.messages if "used in host memory" in it)
+    for word in (f"{ROWS} tokens x {WIDTH}", "smooths labels", "Liger"):
+        assert word in said
 
 
 SLOW_LINK = replace(

@@ -323,6 +323,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {"cross_entropy_loss": "torch._C:_nn.cross_entropy_loss"},
     ),
     **_names(
+        "the operators of a loss, which are called for slices of its rows",
+        "a batch whose logits have no room would use them in host memory",
+        {"log_softmax_backward": "torch:ops.aten._log_softmax_backward_data"},
+    ),
+    **_names(
         "tells TorchScript which operator umem's replacement of a function stands for",
         "a function with a loss could not be scripted",
         {"register_scripted": "torch.jit._builtins:_register_builtin"},
@@ -521,6 +526,7 @@ grouped_matmul: Any
 has_kernel: Callable[[str, str], bool]
 """Whether an operator has a kernel of its own for a dispatch key, by name."""
 is_traceable_wrapper_subclass: Callable[[Any], bool]
+log_softmax_backward: Callable[..., torch.Tensor]
 next_sequence_number: Callable[[], int]
 pop_saved_tensor_hooks: Callable[[], None]
 push_saved_tensor_hooks: Callable[..., None]

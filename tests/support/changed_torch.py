@@ -89,6 +89,10 @@ USES: dict[str, Callable[[], object]] = {
     "program_checkpoints": lambda: any_torch.utils.checkpoint.checkpoint(
         nn.Linear(4, 4), tensor(), use_reentrant=False
     ),
+    "cross_entropy_loss": lambda: nn.functional.cross_entropy(
+        torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    ),
+    "upcast": lambda: tensor().float(),
     "run_backward": lambda: torch.ones(2, requires_grad=True).sum().backward(),
     "run_backward_of_graph": lambda: any_torch.autograd.graph._engine_run_backward(
         (torch.ones(2, requires_grad=True).sum(),)
@@ -344,7 +348,10 @@ def main() -> None:
     from umem.runtime.torch_hooks.backward import hook_backward
     from umem.runtime.torch_hooks.stream_order import cuda_stream_order
     from umem.runtime.torch_hooks.work_starts import before_work
+    from umem.streaming.activations import SlicedLosses
 
+    losses = SlicedLosses("cpu")
+    losses.slice()
     guard = Guard(lambda: None)
     guard.hold([torch.zeros(1)])
     ends = [before_work(lambda: None), hook_backward(lambda _: None, lambda _: None)]

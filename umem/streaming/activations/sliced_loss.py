@@ -31,6 +31,7 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 
@@ -46,8 +47,10 @@ from umem.streaming.plan.loss_memory import LOSS_REMEDY, LOSS_SLICE_BYTES, logit
 from umem.torch_compat import (
     InferenceMode,
     dispatch_modes,
+    forward_class,
     function_modes,
     has_kernel,
+    log_softmax_backward,
     register_scripted,
     tracing_state,
     version_counter,
@@ -245,9 +248,7 @@ class _Saved:
                 how.ignore_index,
                 self.total_weight,
             )
-            made[rows].copy_(
-                _aten._log_softmax_backward_data(gradient.to(how.dtype), known, 1, how.dtype)
-            )
+            made[rows].copy_(log_softmax_backward(gradient.to(how.dtype), known, 1, how.dtype))
         return made
 
 
@@ -331,9 +332,9 @@ def _upcast_of(logits: torch.Tensor) -> Any:
     base = view_base(logits)
     whole = logits if base is None else base
     node: Any = whole.grad_fn
-    if getattr(node, "_forward_cls", None) is not _Upcast or node.was_filled():
-        return None
-    return node if whole.numel() == logits.numel() else None
+    is_cast = isinstance(node, BackwardCFunction) and forward_class(node) is _Upcast
+    is_whole = whole.numel() == logits.numel()
+    return node if is_cast and is_whole and not node.was_filled() else None
 
 
 # ---------------------------------------------------------------------- the loss

@@ -98,7 +98,9 @@ class Planning:
         self._changes = self._shared.changes
 
     def leave_budget(self) -> None:
-        """Leave the part to the others; the weights have one of their own again."""
+        """Leave the part to the others, and losses to torch; weights have a part of their own."""
+        if self._losses is not None:
+            self._losses.is_on = False
         self._shared.leave(self._tuned)
         if self._weights is not None:
             self._shared.join(self._weights)
