@@ -29,7 +29,7 @@ cross_entropy = functional.cross_entropy
 def losses() -> Iterator[SlicedLosses]:
     found = SlicedLosses("cpu", least_bytes=1, slice_bytes=SLICE)
     yield found
-    found.is_on = False
+    found.end()
 
 
 def run(
@@ -320,6 +320,40 @@ def test_a_gradient_that_is_differentiated_for_the_first_time(
         torch.testing.assert_close(one, other)
 
 
+def test_a_model_of_transformers(losses: SlicedLosses) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+
+    def train(*, keeps_output: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        words = torch.randint(VOCABULARY, (2, 9))
+        output = model(input_ids=words, labels=words)
+        loss, seen = output.loss, []
+        if keeps_output:
+            seen = [output.logits.argmax(-1), output.logits.float()]
+        else:
+            del output
+        names.append(loss.grad_fn.name())
+        loss.backward()
+        return [loss.detach(), *seen, *(it.grad for it in model.parameters())]
+
+    for keeps_output in (False, True):
+        names: list[str] = []
+        losses.is_on = False
+        stock = train(keeps_output=keeps_output)
+        losses.slice()
+        found = train(keeps_output=keeps_output)
+        assert names[-1] == "_SlicedCrossEntropyBackward" != names[0]
+        assert all(map(torch.equal, found, stock))
+
+
 # ------------------------------------------------------------------ what is left to torch
 
 
@@ -383,11 +417,34 @@ def test_small_logits_and_other_devices_are_left_alone() -> None:
         assert found.largest is None
 
 
+@pytest.mark.parametrize(("share", "expected"), [(1, False), (3, True)])
+def test_a_loss_that_takes_most_of_the_budget_is_sliced_at_once(share: int, expected: bool) -> None:
+    whole_bytes = 12 * ROWS * VOCABULARY
+    seen = []
+
+    def program(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
+        copy = logits.float()
+        seen.append(node_of_the_cast(copy).name() == "_UpcastBackward")
+        return ending(cross_entropy(flat(copy), target))
+
+    stock = run(program)
+    losses = SlicedLosses(
+        "cpu", budget_bytes=4 * whole_bytes // (2 * share), vocabulary=VOCABULARY, least_bytes=1
+    )
+    found = run(program)
+    assert seen == [False, expected]
+    assert losses.is_on == expected
+    assert all(map(torch.equal, found, stock))
+    losses.end()
+    run(program)
+    assert not losses.is_on
+
+
 def test_why_a_loss_is_torchs() -> None:
     losses = SlicedLosses("cpu", least_bytes=1)
     assert losses.remedy == ""
     run(upcast)
-    assert losses.could_slice
+    assert "torch computes" not in losses.remedy
     run(lambda logits, target: upcast(logits, target, label_smoothing=0.1))
     assert not losses.could_slice
     for word in ("27 tokens x 1,003", "smooths labels", "Liger", "Fewer tokens"):

@@ -335,9 +335,9 @@ PATCHES: Mapping[str, Patch] = {
     ),
     **_patches(
         "streaming/activations/sliced_loss.py",
-        "the first plan for which a loss has no room",
+        "the first training with a budget whose activations may be copied",
         _NEVER,
-        "gradients of logits that the program casts to float32 would be made in float32",
+        "logits that the program casts to float32 would be there whole, and their gradient",
         {"upcast": "torch:Tensor.float"},
     ),
     # ---- deferred steps

@@ -350,8 +350,7 @@ def main() -> None:
     from umem.runtime.torch_hooks.work_starts import before_work
     from umem.streaming.activations import SlicedLosses
 
-    losses = SlicedLosses("cpu")
-    losses.slice()
+    SlicedLosses("cpu")
     guard = Guard(lambda: None)
     guard.hold([torch.zeros(1)])
     ends = [before_work(lambda: None), hook_backward(lambda _: None, lambda _: None)]

@@ -18,7 +18,7 @@ from umem.core.errors import HardwareError, UmemError
 from umem.fit.shapes import Layer, Matrix, ModelShape
 from umem.hardware import Hardware
 from umem.predict.stream_prediction import StreamedStep
-from umem.streaming.plan.loss_memory import sliced_loss_bytes
+from umem.streaming.plan.loss_memory import sliced_loss_bytes, whole_loss_bytes
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.weight_plan import WeightUnit
 
@@ -384,11 +384,8 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
 
 def loss_bytes(workload: Workload) -> tuple[int, int]:
     """The most for logits and loss, in the loss's forward and in its backward pass."""
-    tokens, vocabulary = workload.tokens, workload.shape.vocabulary
-    if workload.slices_loss:
-        return sliced_loss_bytes(tokens, vocabulary)
-    # Logits in bfloat16 and float32, and their logarithms; behind it three of float32.
-    return 10 * tokens * vocabulary, 12 * tokens * vocabulary
+    of = sliced_loss_bytes if workload.slices_loss else whole_loss_bytes
+    return of(workload.tokens, workload.shape.vocabulary)
 
 
 def _part(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -83,7 +84,9 @@ def stream_state(
             state_share=rule.fraction,
             shared=shared_budget(index),
             may_recompute=policy.recomputes,
-            losses=SlicedLosses(device.type) if policy.copies_activations else None,
+            losses=_sliced_losses(model, device, budget_bytes)
+            if policy.copies_activations
+            else None,
         )
     training = StreamedTraining(
         model,
@@ -99,3 +102,8 @@ def stream_state(
     )
     training.step.hosts.may_update = policy.updates_on_host
     return training
+
+
+def _sliced_losses(model: nn.Module, device: torch.device, budget_bytes: int) -> SlicedLosses:
+    tables = (it.num_embeddings for it in model.modules() if isinstance(it, nn.Embedding))
+    return SlicedLosses(device.type, budget_bytes=budget_bytes, vocabulary=max(tables, default=0))

@@ -113,6 +113,8 @@ def main(mode: str, steps: int) -> dict[str, Any]:
             {
                 "recomputed": it.recomputed_blocks,
                 "left_out": it.left_out_checkpoints,
+                "slices": it.slices_losses,
+                "overflow": it.overflow_bytes,
                 "copied": it.copied_blocks,
                 "predicted_ms": 1e3 * (it.predicted_s or 0.0),
                 "late": it.activations.late_fetches,

@@ -43,7 +43,12 @@ from umem.runtime.torch_hooks.passes import running_pass
 from umem.runtime.torch_hooks.saved_tensors import check_version, innermost, is_own
 from umem.runtime.unfilled_memory import unfilled, without_memory
 from umem.runtime.unguarded import PastGuards, Unguarded
-from umem.streaming.plan.loss_memory import LOSS_REMEDY, LOSS_SLICE_BYTES, logits_text
+from umem.streaming.plan.loss_memory import (
+    LOSS_REMEDY,
+    LOSS_SLICE_BYTES,
+    WHOLE_LOSS_BYTES,
+    logits_text,
+)
 from umem.torch_compat import (
     InferenceMode,
     dispatch_modes,
@@ -63,6 +68,9 @@ _LOG = logging.getLogger("umem")
 
 _LEAST_BYTES = 256 << 20
 """Of the logits in float32: smaller ones are left to torch."""
+
+_MOST_SHARE = 0.5
+"""Part of the budget from which on a loss is computed in slices at once."""
 
 _ALIGNMENT, _ALIGNED_ROWS = 16, 8
 """Kernels read so many bytes at a time, and sum a row in another order where it begins elsewhere in
@@ -98,10 +106,17 @@ class SeenLoss(NamedTuple):
 class SlicedLosses:
     """The cross entropies of a training, which are computed in slices once `is_on` is set.
 
+    That is by a plan, or at once for a loss that would take most of the budget: the first steps,
+    from which a plan is made, might have too little host memory for what has no room.
+
     Parameters
     ----------
     device_type
         Such as ``"cuda"``. Losses elsewhere are left alone.
+    budget_bytes
+        Device memory of the training; None to wait for a plan.
+    vocabulary
+        Classes of a loss that may come; those of losses so far are known.
     least_bytes
         Logits that take less in float32 are left alone, too.
     slice_bytes
@@ -112,6 +127,8 @@ class SlicedLosses:
         self,
         device_type: str,
         *,
+        budget_bytes: int | None = None,
+        vocabulary: int = 0,
         least_bytes: int = _LEAST_BYTES,
         slice_bytes: int = LOSS_SLICE_BYTES,
     ) -> None:
@@ -122,9 +139,11 @@ class SlicedLosses:
         """The largest loss so far."""
         self.device_type = device_type
         self.least_bytes, self.slice_bytes = least_bytes, slice_bytes
-        self._vocabularies: set[int] = set()
+        self._budget_bytes = budget_bytes
+        self._vocabularies = {vocabulary}
         _listeners.add(self)
         patches.wrap("cross_entropy_loss", _with_slices)
+        patches.wrap("upcast", _with_upcast)
 
     @property
     def could_slice(self) -> bool:
@@ -148,7 +167,11 @@ class SlicedLosses:
     def slice(self) -> None:
         """Compute losses in slices from now on."""
         self.is_on = True
-        patches.wrap("upcast", _with_upcast)
+        _LOG.info("umem: losses are computed in slices of rows where they are large")
+
+    def end(self) -> None:
+        """Leave all losses to torch from now on."""
+        self.is_on, self._budget_bytes = False, None
 
     def may_take(self, logits: torch.Tensor) -> bool:
         """Whether logits are large enough, and on the training's device."""
@@ -156,9 +179,18 @@ class SlicedLosses:
         return logits.device.type == self.device_type and size_bytes >= self.least_bytes
 
     def expects(self, logits: torch.Tensor) -> bool:
-        """Whether these may be what a loss will be computed of."""
-        is_known = self.is_on and logits.dim() > 1 and logits.size(-1) in self._vocabularies
-        return is_known and self.may_take(logits)
+        """Whether these may be what a loss in slices will be computed of."""
+        is_known = logits.dim() > 1 and logits.size(-1) in self._vocabularies
+        has_obstacle = self.largest is not None and self.largest.obstacle
+        return is_known and not has_obstacle and self.may_take(logits) and self.wants(logits)
+
+    def wants(self, logits: torch.Tensor) -> bool:
+        """Whether a loss of these is computed in slices."""
+        budget_bytes, whole_bytes = self._budget_bytes, WHOLE_LOSS_BYTES * logits.numel()
+        is_large = budget_bytes is not None and whole_bytes > _MOST_SHARE * budget_bytes
+        if is_large and not self.is_on:
+            self.slice()
+        return self.is_on
 
     def note(self, loss: SeenLoss) -> None:
         """Note a loss."""
@@ -461,8 +493,8 @@ def _fail(why: str) -> None:
     """Go on with torch's own losses."""
     for it in tuple(_listeners):
         if it.is_on:
-            it.is_on = False
             _LOG.warning("umem: losses are not computed in slices any more: %s", why)
+        it.end()
 
 
 def _see_gradient(_gradients: object) -> None:
@@ -496,7 +528,7 @@ def _sliced(
         obstacle = obstacle or _DIFFERENTIATED
     for it in listeners:
         it.note(SeenLoss(logits.numel() // logits.size(1), logits.size(1), obstacle))
-    if obstacle or not any(it.is_on for it in listeners) or not _may_act(logits):
+    if obstacle or not any(it.wants(logits) for it in listeners) or not _may_act(logits):
         return None
     how = _how(logits, reduction, ignore_index, min(it.slice_bytes for it in listeners))
     node = _upcast_of(logits)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from umem.core.units import format_bytes
 
-__all__ = ["LOSS_REMEDY", "LOSS_SLICE_BYTES", "logits_text", "sliced_loss_bytes"]
+__all__ = [
+    "LOSS_REMEDY",
+    "LOSS_SLICE_BYTES",
+    "WHOLE_LOSS_BYTES",
+    "logits_text",
+    "sliced_loss_bytes",
+    "whole_loss_bytes",
+]
+
+WHOLE_LOSS_BYTES = 12
+"""Bytes of each logit in the backward pass of a loss that is computed whole."""
 
 LOSS_SLICE_BYTES = 128 << 20
 """A slice of a loss in float32. With 128 k classes these are 256 rows, which occupy all processors
@@ -17,6 +27,14 @@ LOSS_REMEDY = (
 
 _FORWARD_SLICES, _BACKWARD_SLICES = 2, 4
 """Tensors of a slice at a time."""
+
+
+def whole_loss_bytes(tokens: int, vocabulary: int) -> tuple[int, int]:
+    """The most for a loss that is computed whole, in its forward and in its backward pass.
+
+    Forward, logits in bfloat16 and float32, and their logarithms; backward, three in float32.
+    """
+    return 10 * tokens * vocabulary, WHOLE_LOSS_BYTES * tokens * vocabulary
 
 
 def sliced_loss_bytes(tokens: int, vocabulary: int) -> tuple[int, int]:

@@ -100,7 +100,7 @@ class Planning:
     def leave_budget(self) -> None:
         """Leave the part to the others, and losses to torch; weights have a part of their own."""
         if self._losses is not None:
-            self._losses.is_on = False
+            self._losses.end()
         self._shared.leave(self._tuned)
         if self._weights is not None:
             self._shared.join(self._weights)
@@ -262,7 +262,6 @@ class Planning:
         if losses is None or not losses.could_slice or not _is_fullest_at_loss(units):
             return False
         losses.slice()
-        _LOG.info("umem: losses are computed in slices of rows: %s", losses.size_text)
         return True
 
     def _remedy(self, units: Sequence[StreamUnit]) -> str:
@@ -324,6 +323,11 @@ class Planning:
         return plan is not None and not (
             self.copied or self.recomputed or plan.copied_gradients or plan.temporary.made_in
         )
+
+    @property
+    def slices_losses(self) -> bool:
+        """Whether losses are computed in slices."""
+        return self._losses is not None and self._losses.is_on
 
     @property
     def resident_bytes(self) -> int:

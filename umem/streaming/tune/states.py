@@ -88,6 +88,8 @@ class TuningStatus:
     """Blocks that run forward again in the backward pass."""
     left_out_checkpoints: int
     """Blocks without the checkpoints that the program has there."""
+    slices_losses: bool
+    """Whether large losses are computed in slices of rows."""
     copied_gradients_bytes: int
     """Gradients that the plan copies out in each step."""
     returning_gradients_bytes: int

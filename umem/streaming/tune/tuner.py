@@ -412,6 +412,7 @@ class StreamTuner:
             copied_blocks=len(planning.copied),
             recomputed_blocks=len(planning.recomputed),
             left_out_checkpoints=len(planning.left_out),
+            slices_losses=planning.slices_losses,
             copied_gradients_bytes=planning.gradient_bytes(optimizers.copied_gradients),
             returning_gradients_bytes=planning.gradient_bytes(optimizers.returning_gradients),
             overflow_bytes=planning.overflow_bytes,
