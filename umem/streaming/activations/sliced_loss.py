@@ -27,6 +27,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from umem.runtime.torch_hooks.memory_access import original_storage
 from umem.runtime.torch_hooks.passes import running_pass
 from umem.runtime.torch_hooks.saved_tensors import check_version, innermost, is_own
 from umem.runtime.unfilled_memory import unfilled, without_memory
-from umem.runtime.unguarded import PastGuards, Unguarded
+from umem.runtime.unguarded import Unguarded
 from umem.streaming.plan.loss_memory import (
     LOSS_REMEDY,
     LOSS_SLICE_BYTES,
@@ -225,27 +226,42 @@ class _How(NamedTuple):
         return torch.log_softmax(logits.to(self.dtype), 1, self.dtype)
 
 
+def _nothing() -> None:
+    """Have no more to do before a use."""
+
+
 class _KeptLogits(Guard):
     """Logits that a backward pass computes from. Note [The logits]."""
 
     def __init__(self, logits: torch.Tensor) -> None:
-        super().__init__(self._copy)
+        super().__init__(_nothing)
         known = [logits] if (base := view_base(logits)) is None else [logits, base]
+        self._lock = threading.RLock()
+        self.stream = torch.cuda.current_stream(logits.device) if logits.is_cuda else None
+        """Where the logits were made, and the backward pass will run."""
         with Unguarded():
-            is_alone = are_plain(known) and are_all_on_memory(known)
-            kept = logits.detach()
-            self.logits = kept.flatten(0, -2) if is_alone else kept.flatten(0, -2).clone()
-        is_cuda = logits.is_cuda
-        self.stream = torch.cuda.current_stream(logits.device) if is_cuda else None
-        if is_alone:
+            self._is_shared = are_plain(known) and are_all_on_memory(known)
+            kept = logits.detach().flatten(0, -2)
+            self.logits = kept if self._is_shared else kept.clone()
+        if self._is_shared:
             self.watch(known)
 
-    def _copy(self) -> None:
+    def use(self, tensor: torch.Tensor) -> None:
         """Have a copy of our own, before another use."""
-        with torch.no_grad():
-            self.logits = self.logits.clone()
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.logits.device))
+        with self._lock:
+            if self._is_shared:
+                with torch.no_grad(), Unguarded(), self.on_stream():
+                    self.logits = self.logits.clone()
+                if self.stream is not None:
+                    torch.cuda.current_stream(tensor.device).wait_stream(self.stream)
+                self._is_shared = False
+        self.release()
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Work where the logits were made: memory belongs to a stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def __del__(self) -> None:
         self.release()
 
 
@@ -254,7 +270,6 @@ class _Saved:
 
     def __init__(self, kept: _KeptLogits, size: torch.Size, how: _How) -> None:
         self.kept, self.size, self.how = kept, size, how
-        weakref.finalize(self, kept.release).atexit = False
 
     def have_target(self, target: torch.Tensor, total_weight: torch.Tensor) -> None:
         self.target, self.total_weight = target, total_weight
@@ -284,10 +299,6 @@ class _Saved:
         return made
 
 
-def _nothing() -> None:
-    """Have no more to do before a use."""
-
-
 # ---------------------------------------------------------------------- the float32 copy
 
 _VIEWS: dict[str, Callable[..., torch.Tensor]] = {
@@ -314,14 +325,14 @@ class _FloatLogits(Guard):
         with self._lock:
             if self.kept is not None:
                 logits, stream = self.kept.logits, self.kept.stream
-                with InferenceMode(False), torch.no_grad(), Unguarded():
+                with InferenceMode(False), torch.no_grad(), Unguarded(), self.kept.on_stream():
                     storage = original_storage(tensor)
                     storage.resize_(torch.float32.itemsize * logits.numel())
                     whole = torch.empty(0, dtype=torch.float32, device=logits.device)
                     # With its own counter of modifications.
                     whole.set_(storage).copy_(logits.flatten())
                 if stream is not None:  # others have waited for the cast, and not for this
-                    torch.cuda.current_stream(logits.device).synchronize()
+                    stream.synchronize()
                 self.kept = None
                 self.filled.set()
         self.release()
@@ -343,7 +354,8 @@ class _Upcast(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.size = logits.dtype, logits.size()
         made = without_memory(logits.size(), torch.float32, logits.device)
-        guard = _FloatLogits(_KeptLogits(logits))
+        kept = guard_of(logits)
+        guard = _FloatLogits(kept if isinstance(kept, _KeptLogits) else _KeptLogits(logits))
         # The guard lives as long as the copy, and its views, which hold it.
         weakref.finalize(made, guard.release).atexit = False
         ctx.float_logits, ctx.was_filled = weakref.ref(guard), guard.filled.is_set
@@ -454,9 +466,6 @@ def _with_upcast(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
             return original(logits, *args, **kwargs)
         if not (any(it.expects(logits) for it in tuple(_listeners)) and _may_act(logits)):
             return original(logits)
-        if isinstance(guard_of(logits), _KeptLogits):  # to read is no use
-            with PastGuards():
-                return original(logits)
         with Unguarded():
             made: torch.Tensor = _apply(_Upcast, logits)
         made.grad_fn.float_logits().watch([made])  # type: ignore[union-attr]
