@@ -458,6 +458,27 @@ def test_why_a_loss_is_torchs() -> None:
         assert word in losses.remedy
 
 
+def test_kernels_whose_bits_depend_on_the_number_of_rows(
+    losses: SlicedLosses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = torch.log_softmax
+
+    def other(logits: torch.Tensor, *args: Any) -> torch.Tensor:
+        return original(logits, *args) + (1e-3 if len(logits) < 100 else 0.0)
+
+    monkeypatch.setattr(torch, "log_softmax", other)
+    check_left(losses, vocabulary=VOCABULARY + 2)  # nothing is known of it yet
+    assert "number of rows" in losses.remedy
+
+
+def check_left(losses: SlicedLosses, **options: Any) -> None:
+    """Check that torch computes a loss even so."""
+    stock = run(upcast, **options)
+    losses.slice()
+    assert all(map(torch.equal, run(upcast, **options), stock))
+    assert not losses.is_on
+
+
 # ------------------------------------------------------------------ memory
 
 

@@ -28,7 +28,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +45,12 @@ from umem.runtime.torch_hooks.saved_tensors import check_version, innermost, is_
 from umem.runtime.unfilled_memory import unfilled, without_memory
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.plan.loss_memory import (
+    LEAST_LOSS_BYTES,
     LOSS_REMEDY,
     LOSS_SLICE_BYTES,
     WHOLE_LOSS_BYTES,
     logits_text,
+    loss_slice_bytes,
 )
 from umem.torch_compat import (
     InferenceMode,
@@ -67,9 +69,6 @@ __all__ = ["SeenLoss", "SlicedLosses"]
 
 _LOG = logging.getLogger("umem")
 
-_LEAST_BYTES = 256 << 20
-"""Of the logits in float32: smaller ones are left to torch."""
-
 _MOST_SHARE = 0.5
 """Part of the budget from which on a loss is computed in slices at once."""
 
@@ -82,6 +81,8 @@ _MEAN, _SUM = 1, 2
 """Reductions, as torch numbers them."""
 
 _DIFFERENTIATED = "its gradient is differentiated again"
+_OTHER_KERNELS = "this torch has kernels whose bits depend on the number of rows"
+_TRIED_ROWS = 256
 
 _ARGUMENTS = 6
 """Of torch's operator, as ``torch.nn.functional.cross_entropy`` gives them: by position."""
@@ -130,7 +131,7 @@ class SlicedLosses:
         *,
         budget_bytes: int | None = None,
         vocabulary: int = 0,
-        least_bytes: int = _LEAST_BYTES,
+        least_bytes: int = LEAST_LOSS_BYTES,
         slice_bytes: int = LOSS_SLICE_BYTES,
     ) -> None:
         self.is_on = False
@@ -218,7 +219,8 @@ class _How(NamedTuple):
     slice_bytes: int
 
     def slices(self, rows: int, vocabulary: int) -> Iterator[slice]:
-        count = self.slice_bytes // (4 * vocabulary) // _ALIGNED_ROWS * _ALIGNED_ROWS
+        slice_bytes = min(self.slice_bytes, loss_slice_bytes(4 * rows * vocabulary))
+        count = slice_bytes // (4 * vocabulary) // _ALIGNED_ROWS * _ALIGNED_ROWS
         count = max(_ALIGNED_ROWS, count)
         return (slice(begin, begin + count) for begin in range(0, rows, count))
 
@@ -450,8 +452,7 @@ def _may_act(logits: Any) -> bool:
         return False
     hooks = innermost()
     return (
-        has_guard()
-        and running_pass().is_training
+        running_pass().is_training
         and (hooks is None or is_own(hooks[0]))  # a checkpoint may run this again
         and not (function_modes() or dispatch_modes())
         and tracing_state() is None
@@ -464,7 +465,9 @@ def _with_upcast(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     def float(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if is_compiling() or args or kwargs or logits.dtype not in _LOW_PRECISION:
             return original(logits, *args, **kwargs)
-        if not (any(it.expects(logits) for it in tuple(_listeners)) and _may_act(logits)):
+        if not (
+            any(it.expects(logits) for it in tuple(_listeners)) and has_guard() and _may_act(logits)
+        ):
             return original(logits)
         with Unguarded():
             made: torch.Tensor = _apply(_Upcast, logits)
@@ -539,6 +542,11 @@ def _sliced(
         it.note(SeenLoss(logits.numel() // logits.size(1), logits.size(1), obstacle))
     if obstacle or not any(it.wants(logits) for it in listeners) or not _may_act(logits):
         return None
+    if _depends_on_rows(logits.size(1), logits.dtype, logits.device):
+        for it in listeners:
+            it.note(SeenLoss(logits.numel() // logits.size(1), logits.size(1), _OTHER_KERNELS))
+            it.end()
+        return None
     how = _how(logits, reduction, ignore_index, min(it.slice_bytes for it in listeners))
     node = _upcast_of(logits)
     guard = None if node is None else node.float_logits()
@@ -555,10 +563,29 @@ def _sliced(
     return loss
 
 
+@cache
+def _depends_on_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's kernels have other bits for a few rows than for many, unlike those known."""
+    numbers = torch.Generator(device).manual_seed(0)
+    with torch.no_grad(), InferenceMode(False), Unguarded():
+        logits = torch.randn(_TRIED_ROWS, vocabulary, generator=numbers, device=device).to(dtype)
+        gradient = torch.randn(logits.shape, generator=numbers, device=device).to(dtype)
+        known = torch.log_softmax(logits, 1, dtype)
+        back = log_softmax_backward(gradient, known, 1, dtype)
+        for count in (_ALIGNED_ROWS, _TRIED_ROWS // 2):
+            few = torch.log_softmax(logits[:count], 1, dtype)
+            few_back = log_softmax_backward(gradient[:count], few, 1, dtype)
+            if not (torch.equal(few, known[:count]) and torch.equal(few_back, back[:count])):
+                return True
+    return False
+
+
 def _obstacle(
     logits: torch.Tensor, target: torch.Tensor, weight: object, reduction: int, smoothing: float
 ) -> str:
     """Why torch has to compute a loss."""
+    if not has_guard():
+        return "umem has no guard of tensors for this torch"
     if type(target) is not torch.Tensor:
         return "its targets are of a class of their own"
     if logits.dim() != 2 or target.dim() != 1 or logits.size(0) != target.size(0):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from umem.core.units import format_bytes
 
 __all__ = [
+    "LEAST_LOSS_BYTES",
     "LOSS_REMEDY",
     "LOSS_SLICE_BYTES",
     "WHOLE_LOSS_BYTES",
     "logits_text",
+    "loss_slice_bytes",
     "sliced_loss_bytes",
     "whole_loss_bytes",
 ]
@@ -25,6 +27,10 @@ LOSS_REMEDY = (
     "linear cross entropy"
 )
 
+LEAST_LOSS_BYTES = 256 << 20
+"""Logits that take less in float32 are not sliced."""
+
+_LEAST_SLICES = 16
 _FORWARD_SLICES, _BACKWARD_SLICES = 2, 4
 """Tensors of a slice at a time."""
 
@@ -38,16 +44,23 @@ def whole_loss_bytes(tokens: int, vocabulary: int) -> tuple[int, int]:
 
 
 def sliced_loss_bytes(tokens: int, vocabulary: int) -> tuple[int, int]:
-    """The most for a loss in slices, in its forward and in its backward pass.
+    """The same for a loss in slices, which small ones never are.
 
     Forward, the logits in bfloat16; backward, their gradient beside them.
     """
-    size_bytes = 2 * tokens * vocabulary
-    slice_bytes = min(LOSS_SLICE_BYTES, 2 * size_bytes)
+    size_bytes = 4 * tokens * vocabulary
+    if size_bytes < LEAST_LOSS_BYTES:
+        return whole_loss_bytes(tokens, vocabulary)
+    slice_bytes = loss_slice_bytes(size_bytes)
     return (
-        size_bytes + _FORWARD_SLICES * slice_bytes,
-        2 * size_bytes + _BACKWARD_SLICES * slice_bytes,
+        size_bytes // 2 + _FORWARD_SLICES * slice_bytes,
+        size_bytes + _BACKWARD_SLICES * slice_bytes,
     )
+
+
+def loss_slice_bytes(size_bytes: int) -> int:
+    """A slice of logits that take so much in float32."""
+    return min(LOSS_SLICE_BYTES, size_bytes // _LEAST_SLICES)
 
 
 def logits_text(tokens: int, vocabulary: int) -> str:
