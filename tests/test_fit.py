@@ -438,6 +438,20 @@ def test_stock_says_what_it_lacks() -> None:
 
 
 @pytest.mark.slow
+def test_a_loss_without_room_is_sliced_or_named() -> None:
+    """What the device has no room for beside the logits fits in slices, and not with many more."""
+    small, large, huge = (trained("llama-3.1-8b", batch=it) for it in (4, 32, 400))
+    assert [it.slices_loss for it in (small, large, huge)] == [False, True, False]
+    logits = 32 * 2048 * 128_256
+    assert large.classes["logits"].size_bytes == pytest.approx(4 * logits, rel=0.1)
+    assert huge.classes["logits"].size_bytes > 10 * 12 * logits
+    assert large.umem.time_s is not None
+    for word in ("819,200 tokens x 128,256", "Liger", "Fewer tokens"):
+        assert word in huge.umem.why_not
+    assert "Liger" not in trained("llama-2-70b").umem.why_not
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mode", "precision"),
     [
@@ -582,6 +596,15 @@ def test_one_machine_fits_into_80_columns(run: Run) -> None:
     assert "umem run --policy sft" in text
     assert "roofline of h100-sxm" in text
     assert "not measured" in text
+
+
+@pytest.mark.slow
+def test_a_loss_in_slices_has_a_line(run: Run) -> None:
+    words = ("fit", "llama-3.1-8b", "--precision", "bf16", "--checkpoint", "--gpu", "h100-sxm")
+    _, text, _ = run(*words, "--batch", 32)
+    assert "loss in slices" in text
+    _, text, _ = run(*words, "--batch", 4)
+    assert "slices" not in text
 
 
 @pytest.mark.slow

@@ -261,7 +261,7 @@ def fit_training(
             homes_bytes(made),
         )
         choices = unit_choices(made, hardware)
-    if umem.why_not and _is_fullest_at_loss(step):
+    if umem.why_not and _is_fullest_at_loss(tried):
         text = logits_text(workload.tokens, workload.shape.vocabulary)
         umem = replace(umem, why_not=f"{umem.why_not}; {text}. {LOSS_REMEDY}")
     most = _largest_batch(has_room)
