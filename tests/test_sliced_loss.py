@@ -434,10 +434,16 @@ def test_a_loss_that_takes_most_of_the_budget_is_sliced_at_once(share: int, expe
         seen.append(node_of_the_cast(copy).name() == "_UpcastBackward")
         return ending(cross_entropy(flat(copy), target))
 
+    def evaluate(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [cross_entropy(flat(logits.float()), target)]
+
     stock = run(program)
     losses = SlicedLosses(
         "cpu", budget_bytes=4 * whole_bytes // (2 * share), vocabulary=VOCABULARY, least_bytes=1
     )
+    run(evaluate)
+    assert not losses.is_on
     found = run(program)
     assert seen == [False, expected]
     assert losses.is_on == expected

@@ -180,11 +180,11 @@ class SlicedLosses:
         size_bytes = 4 * logits.numel()
         return logits.device.type == self.device_type and size_bytes >= self.least_bytes
 
-    def expects(self, logits: torch.Tensor) -> bool:
-        """Whether these may be what a loss in slices will be computed of."""
+    def knows(self, logits: torch.Tensor) -> bool:
+        """Whether these may be what a loss that can be sliced will be computed of."""
         is_known = logits.dim() > 1 and logits.size(-1) in self._vocabularies
         has_obstacle = self.largest is not None and self.largest.obstacle
-        return is_known and not has_obstacle and self.may_take(logits) and self.wants(logits)
+        return is_known and not has_obstacle and self.may_take(logits)
 
     def wants(self, logits: torch.Tensor) -> bool:
         """Whether a loss of these is computed in slices."""
@@ -450,11 +450,11 @@ def _may_act(logits: Any) -> bool:
     """Whether a tensor is of a forward pass that nothing but autograd records."""
     if type(logits) is not torch.Tensor or not (logits.requires_grad and logits.is_contiguous()):
         return False
+    if not running_pass().is_training or function_modes() or dispatch_modes():
+        return False
     hooks = innermost()
     return (
-        running_pass().is_training
-        and (hooks is None or is_own(hooks[0]))  # a checkpoint may run this again
-        and not (function_modes() or dispatch_modes())
+        (hooks is None or is_own(hooks[0]))  # a checkpoint may run this again
         and tracing_state() is None
         and not (logits.is_cuda and torch.cuda.is_current_stream_capturing())
     )
@@ -465,9 +465,9 @@ def _with_upcast(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     def float(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if is_compiling() or args or kwargs or logits.dtype not in _LOW_PRECISION:
             return original(logits, *args, **kwargs)
-        if not (
-            any(it.expects(logits) for it in tuple(_listeners)) and has_guard() and _may_act(logits)
-        ):
+        some = [it for it in tuple(_listeners) if it.knows(logits)]
+        may_act = bool(some) and has_guard() and _may_act(logits)
+        if not may_act or not any(it.wants(logits) for it in some):
             return original(logits)
         with Unguarded():
             made: torch.Tensor = _apply(_Upcast, logits)
