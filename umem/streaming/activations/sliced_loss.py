@@ -43,7 +43,7 @@ from umem.runtime.torch_hooks.memory_access import original_storage
 from umem.runtime.torch_hooks.passes import running_pass
 from umem.runtime.torch_hooks.saved_tensors import check_version, innermost, is_own
 from umem.runtime.unfilled_memory import unfilled, without_memory
-from umem.runtime.unguarded import Unguarded
+from umem.runtime.unguarded import Unguarded, allowed
 from umem.streaming.plan.loss_memory import (
     LEAST_LOSS_BYTES,
     LOSS_REMEDY,
@@ -327,7 +327,13 @@ class _FloatLogits(Guard):
         with self._lock:
             if self.kept is not None:
                 logits, stream = self.kept.logits, self.kept.stream
-                with InferenceMode(False), torch.no_grad(), Unguarded(), self.kept.on_stream():
+                with (
+                    InferenceMode(False),
+                    torch.no_grad(),
+                    Unguarded(),
+                    allowed([tensor]),
+                    self.kept.on_stream(),
+                ):
                     storage = original_storage(tensor)
                     storage.resize_(torch.float32.itemsize * logits.numel())
                     whole = torch.empty(0, dtype=torch.float32, device=logits.device)
@@ -344,7 +350,7 @@ class _FloatLogits(Guard):
         if not all(isinstance(it, (int, list)) for it in args[1:]) or len(args) < 2:
             return NotImplemented
         view = _VIEWS[function](*args)
-        self.watch([view])
+        self.watch([view], has_memory=False)
         return view
 
 
@@ -471,7 +477,8 @@ def _with_upcast(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
             return original(logits)
         with Unguarded():
             made: torch.Tensor = _apply(_Upcast, logits)
-        made.grad_fn.float_logits().watch([made])  # type: ignore[union-attr]
+        guard = made.grad_fn.float_logits()  # type: ignore[union-attr]
+        guard.watch([made], has_memory=False)
         return made
 
     return float
