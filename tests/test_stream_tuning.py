@@ -416,6 +416,7 @@ def test_a_loss_that_cannot_be_sliced_is_named_with_what_to_change(caplog: Log) 
     (said,) = (it for it in caplog.messages if "used in host memory" in it)
     for word in (f"{ROWS} tokens x {WIDTH}", "smooths labels", "Liger"):
         assert word in said
+    run.training.close()
 
 
 SLOW_LINK = replace(

@@ -173,7 +173,8 @@ class SlicedLosses:
 
     def end(self) -> None:
         """Leave all losses to torch from now on."""
-        self.is_on, self._budget_bytes = False, None
+        self.is_on = False
+        _listeners.discard(self)
 
     def may_take(self, logits: torch.Tensor) -> bool:
         """Whether logits are large enough, and on the training's device."""
@@ -509,11 +510,11 @@ def _with_slices(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def _fail(why: str) -> None:
-    """Go on with torch's own losses."""
+    """Go on with torch's own losses, where some are in slices."""
     for it in tuple(_listeners):
         if it.is_on:
             _LOG.warning("umem: losses are not computed in slices any more: %s", why)
-        it.end()
+            it.end()
 
 
 def _see_gradient(_gradients: object) -> None:
