@@ -538,7 +538,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def begin_checkpoint(
-    function: Callable[..., object], tensors: Iterable[torch.Tensor], *, is_random: bool
+    function: Callable[..., object], tensors: Iterable[torch.Tensor]
 ) -> Generator[None, None, None]:
     """Have autograd save nothing of what a thread does until the result is resumed or closed.
 
@@ -548,12 +548,10 @@ def begin_checkpoint(
         Called with `tensors` in the backward pass: it does the same again.
     tensors
         They tell the devices.
-    is_random
-        Whether it begins with the states that torch's generators have now.
     """
     from torch.utils.checkpoint import noop_context_fn
 
-    options = {"preserve_rng_state": is_random, "context_fn": noop_context_fn}
+    options = {"preserve_rng_state": False, "context_fn": noop_context_fn}
     options |= {"determinism_check": "default", "debug": False, "early_stop": True}
     begin = PRIVATE_NAMES["checkpoint_ends"].find()
     known = inspect.signature(begin).parameters  # early_stop is a newer torch's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import time
@@ -211,6 +212,28 @@ class Tally:
     def __init__(self) -> None:
         self.own = 0
 
+    def more(self) -> None:
+        self.own += 1
+
+
+class Place:
+    __slots__ = ("x",)
+
+    def __init__(self, x: float) -> None:
+        self.x = x
+
+
+class ReadingAnObject(Layer):
+    """With all that may hold something: slots, a closure, a partial, a method, an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally, self.place, scale = Tally(), Place(1.5), np.ones(2)
+        self.also = [functools.partial(max, 1), self.tally.more, lambda: float(scale[0])]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (self.place.x + self.tally.own + self.also[2]())
+
 
 class CountingInAnObject(Layer):
     def __init__(self) -> None:
@@ -219,8 +242,18 @@ class CountingInAnObject(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tally = self.tally["own"][0]
-        tally.own += 1
+        tally.more()
         return super().forward(x) * (1.0 + 0.01 * tally.own)
+
+
+class CountingInASlot(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = (Place(0.0),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.places[0].x += 1.0
+        return super().forward(x) * (1.0 + 0.01 * self.places[0].x)
 
 
 class CountingInAClass(Layer):
@@ -282,12 +315,19 @@ class Checkpointed(Layer):
 CHANGING_BUFFERS = [Averaging, CountingInABuffer]
 REPEATABLE = [
     *(Layer, Dropping, Attending, Frozen, Checkpointed, WithACompiledFunction, WithUnsetMemory),
-    *(DroppingWithUnusedMemory, *CHANGING_BUFFERS),
+    *(DroppingWithUnusedMemory, ReadingAnObject, *CHANGING_BUFFERS),
 ]
 OTHERS = [
     *(InPlaceHead, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
     *(DroppingWithUnsetMemory, Drifting, CountingInAGlobal, SummingInAGlobal, Hooked),
-    *(CountingInAnObject, CountingInAClass, CountingByAFunction, Iterating, Recurrent),
+    *(
+        CountingInAnObject,
+        CountingInASlot,
+        CountingInAClass,
+        CountingByAFunction,
+        Iterating,
+        Recurrent,
+    ),
 ]
 
 

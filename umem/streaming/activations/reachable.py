@@ -120,13 +120,14 @@ def _held(value: Any) -> Iterable[object]:
         return ()
     if isinstance(value, type):
         is_own = value.__module__.partition(".")[0] not in _LIBRARIES
-        own = vars(value).items() if is_own else ()
-        return [it for name, it in own if name[:2] != "__" and not callable(it)]
+        named = vars(value).items() if is_own else ()
+        return [it for name, it in named if name[:2] != "__" and not callable(it)]
     kind = type(value)
     if kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace:
         return ()
     slots = (name for base in kind.__mro__ for name in vars(base).get("__slots__", ()))
-    return *getattr(value, "__dict__", {}).items(), *(getattr(value, it, None) for it in slots)
+    own: dict[str, object] = getattr(value, "__dict__", {})
+    return *chain.from_iterable(own.items()), *(getattr(value, it, None) for it in slots)
 
 
 def _methods(kind: type) -> Iterator[object]:

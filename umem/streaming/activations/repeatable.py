@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +32,11 @@ from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
 from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues, have_equal_bits
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting
+from umem.streaming.activations.random_states import RandomStates
 from umem.streaming.activations.reachable import Reachable
 from umem.torch_compat import is_distributed, storage_key
 
-__all__ = ["Proof", "WatchedCall", "call_signature", "is_plain", "watch"]
+__all__ = ["Proof", "WatchedCall", "call_signature", "drops_between_cells", "is_plain", "watch"]
 
 _LOG = logging.getLogger("umem")
 
@@ -88,6 +89,11 @@ def is_plain(value: object, depth: int = 4) -> bool:
     return False
 
 
+def drops_between_cells(module: nn.Module) -> bool:
+    """Whether a module has layers of cuDNN with dropout, from a state that nothing puts back."""
+    return isinstance(module, nn.RNNBase) and module.dropout > 0.0
+
+
 def watch(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -97,8 +103,8 @@ def watch(
     """Begin to watch a call of a block; None where it can prove nothing."""
     if is_distributed() or call_signature(module) is None or not is_plain((args, kwargs)):
         return None
-    if any(isinstance(part, nn.RNNBase) and part.dropout for part in module.modules()):
-        return None  # cuDNN draws from a state of its own, which nothing puts back
+    if any(map(drops_between_cells, module.modules())):
+        return None
     try:
         return WatchedCall(module, args, kwargs, around)
     except Exception:
@@ -130,7 +136,7 @@ class WatchedCall:
         self._signature = call_signature(module)
         self._held = self._look()
         self._buffers = {name: (it, it.detach().clone()) for name, it in module.named_buffers()}
-        self._random = _torch_states(self._arguments())
+        self._random = RandomStates(self._arguments())
         self._around = around
         self._saved: list[_Saved] = []
         self._until_end = ExitStack()
@@ -162,8 +168,7 @@ class WatchedCall:
         self._before = BufferValues(dict(changed.values()))
         if self._before.size_bytes > _MOST_BUFFER_BYTES:
             return None
-        random_after = _torch_states(self._arguments())
-        is_random = not _are_equal(self._random.values(), random_after.values())
+        is_random = RandomStates(self._arguments()) != self._random
         freed_bytes = checkpointed_bytes = 0
         if self._around is None:
             if not self._is_repeated(self._saved, output, is_random=is_random):
@@ -214,13 +219,11 @@ class WatchedCall:
 
     def _run_again(self) -> tuple[list[_Saved], object]:
         """Call the block with the random numbers of the first time, past its hooks."""
-        devices = [device for device in self._random if device.type == "cuda"]
         saved: list[_Saved] = []
         hooks = _see(saved, alone=True)
         after = BufferValues.of(self._before.buffers)
         try:
-            with torch.random.fork_rng(devices), after.put_back_at_end():
-                _restore(self._random)
+            with self._random.put_back(), after.put_back_at_end():
                 self._before.put_back()
                 given = Arguments(self._args, self._kwargs)
                 # As in the backward pass, whose tensors are other objects.
@@ -285,25 +288,6 @@ def _storage(tensor: torch.Tensor) -> int:
 def _python_states() -> tuple[Any, ...]:
     numpys: Any = np.random.get_state()
     return random.getstate(), numpys[0], bytes(numpys[1]), numpys[2:]
-
-
-def _torch_states(tensors: Iterable[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-    """The states of torch's generators that operators on these tensors may use."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    states = {torch.device("cpu"): torch.get_rng_state()}
-    return states | {device: torch.cuda.get_rng_state(device) for device in devices}
-
-
-def _restore(states: Mapping[torch.device, torch.Tensor]) -> None:
-    for device, state in states.items():
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
-
-
-def _are_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    return all(map(have_equal_bits, some, others))
 
 
 def _are_unset(tensor: torch.Tensor, other: torch.Tensor, *, is_random: bool) -> bool:
