@@ -229,10 +229,11 @@ class ReadingAnObject(Layer):
     def __init__(self) -> None:
         super().__init__()
         self.tally, self.place, scale = Tally(), Place(1.5), np.ones(2)
-        self.also = [functools.partial(max, 1), self.tally.more, lambda: float(scale[0])]
+        self.also = [functools.partial(max, 1), self.tally.more]
+        self.scale: Callable[[], float] = lambda: float(scale[0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (self.place.x + self.tally.own + self.also[2]())
+        return super().forward(x) * (self.place.x + self.tally.own + self.scale())
 
 
 class CountingInAnObject(Layer):

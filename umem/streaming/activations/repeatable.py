@@ -268,11 +268,18 @@ def _see(saved: list[_Saved], *, alone: bool = False) -> SavedTensorHooks:
     """
 
     def note(tensor: torch.Tensor) -> None:
-        saved.append((tensor.detach(), not may_leave(tensor) or is_lent(tensor)))
+        is_weight = is_lent(tensor)
+        # Staged weights are the same in both calls, and need their memory for the next block's.
+        its = _layout_of(tensor) if is_weight else tensor.detach()
+        saved.append((its, is_weight or not may_leave(tensor)))
 
     hooks = SavedTensorHooks(note, lambda _: None)
     (hooks.push_alone if alone else hooks.push_before_others)()
     return hooks
+
+
+def _layout_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _saved_results(saved: Iterable[_Saved], results: object) -> set[int]:
@@ -308,7 +315,7 @@ def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     one, two = (
         (it.dtype, it.device, it.size(), it.stride(), it.storage_offset()) for it in (tensor, other)
     )
-    return one == two and have_equal_bits(tensor, other)
+    return one == two and (tensor.is_meta or have_equal_bits(tensor, other))
 
 
 def _are_all_alike(output: object, other: object) -> bool:
