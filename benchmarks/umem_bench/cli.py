@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from umem.core.units import parse_limit
-from umem_bench import allocators, bounds, planning, published
+from umem_bench import allocators, bounds, planning, predicted, published
 from umem_bench.commands import COMMANDS
 from umem_bench.generate import run as generations
 from umem_bench.generate import tables as generate_tables
@@ -53,6 +53,7 @@ _SHOWN_BY: dict[str, Any] = {
     "planning": planning,
     "published": published,
     "bounds": bounds,
+    "predicted": predicted,
 }
 _Name = TypeVar("_Name", bound=str)
 _RunsOfOptions = Callable[..., Callable[..., Run]]
@@ -362,6 +363,19 @@ def against_bounds(
     names = () if models == "none" else tuple(models.split(","))
     found = bounds.run_bounds(folder, names, _say)
     _finish(Run(header("bounds", bounds.SETTINGS), tuple(found)), output, check)
+
+
+@app.command("predicted", help=COMMANDS["predicted"])
+def predictions(
+    folder: Annotated[
+        Path, typer.Argument(help="Results, as --output wrote them.", show_default=False)
+    ] = Path(predicted.__file__).parents[1] / "results",
+    output: _Output = None,
+    check: _Check = False,
+) -> None:
+    found = predicted.run_predicted(folder, _say)
+    settings = {"usual_percent": predicted.USUAL_PERCENT}
+    _finish(Run(header("predicted", settings), tuple(found)), output, check)
 
 
 @app.command(help=COMMANDS["report"])

@@ -496,6 +496,7 @@ class Header(Record):
         "bounds",
         "systems",
         "sound",
+        "predicted",
     ]
     date: str | None
     commit: str | None

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from umem_bench.results import LlamaShape
 
-__all__ = ["CODE_LLAMA_34B", "LLAMA_2_7B", "LLAMA_2_13B", "QWEN3_30B_A3B", "TINYLLAMA_1B"]
+__all__ = [
+    "CODE_LLAMA_34B",
+    "LLAMA_2_7B",
+    "LLAMA_2_13B",
+    "QWEN3_30B_A3B",
+    "SYSTEMS",
+    "TINYLLAMA_1B",
+]
 
 LLAMA_2_7B = LlamaShape(hidden=4096, intermediate=11_008, layers=32, heads=32)
 
@@ -31,3 +38,17 @@ QWEN3_30B_A3B = LlamaShape(
     experts=128,
     experts_per_token=8,
 )
+
+SYSTEMS = {
+    "large": LlamaShape(weights="float32", batch=4, tokens=2048),
+    "xlarge": LlamaShape(
+        hidden=2048,
+        intermediate=5504,
+        layers=24,
+        heads=16,
+        weights="float32",
+        batch=8,
+        tokens=2048,
+    ),
+}
+"""The Llamas of ``tests/systems/programs/shared.py``, by size."""
