@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
@@ -13,6 +14,10 @@ from umem_bench.predicted import checks, heading, run_predicted, tables
 from umem_bench.results import Measurement, Run, read_results
 from umem_bench.shapes import SYSTEMS
 from umem_bench.tables import markdown
+
+from umem import load_hardware, load_policy
+from umem.fit import Workload, fit_training, load_shape
+from umem.policy import resolve
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 TIMED = ("training", "scale", "generate", "load", "systems")
@@ -67,6 +72,42 @@ def test_predictions_are_the_present_codes(run: Run) -> None:
     for now, kept in zip(found, measurements(run), strict=True):
         assert now.figures == pytest.approx(kept.figures, rel=1e-6), now.case
         assert (now.benchmark, now.error) == (kept.benchmark, kept.error)
+
+
+@pytest.mark.slow
+def test_the_gh200_beside_superoffload_is_predicted_as_its_page_says() -> None:
+    page = (RESULTS.parents[1] / "docs" / "gh200.md").read_text(encoding="utf-8")
+    for name, model in (("Qwen3-14B", "qwen3-14b"), ("Phi-4", "phi-4")):
+        cells = []
+        for gpu in ("gh200-96", "gh200-144"):
+            shape, hardware = load_shape(model), load_hardware(gpu)
+            workload = Workload(shape, "sft", 4, 4096, "bf16-master", checkpoint=True)
+            policy = resolve(load_policy("sft"), hardware, {})
+            step_s = fit_training(workload, hardware, policy).umem.time_s
+            assert step_s is not None
+            attention = 16 * len(shape.layers) * shape.hidden * 4096**2
+            flops = 4 * (8 * shape.parameters * 4096 + attention)
+            cells.append(f"{step_s:.2f} s, {flops / step_s / 1e12:.0f} TFLOP/s")
+        assert f"| {name} | {' | '.join(cells)} |" in page
+
+
+def test_the_gh200s_steps_are_those_of_the_committed_predictions() -> None:
+    page = (RESULTS.parents[1] / "docs" / "gh200.md").read_text(encoding="utf-8")
+    kept = (RESULTS / "predicted-streamed.txt").read_text(encoding="utf-8")
+    rows = (
+        ("Llama-2-7B, fp32 + autocast", "llama-2-7b --mode sft --precision fp32-autocast"),
+        ("Llama-2-13B, bf16", "llama-2-13b --mode sft --precision bf16"),
+        ("GPT-OSS-20B, bf16", "gpt-oss-20b --mode sft --precision bf16"),
+    )
+    for name, words in rows:
+        cells = []
+        for machine in ("h100-sxm", "gh200-96"):
+            command = f"--model {words} --batch 4 --checkpoint --policy sft --hardware {machine}\n"
+            found = re.search(r"deferred +([\d.]+ m?s) +(\d+ %)", kept.partition(command)[2])
+            assert found
+            cells.append(", ".join(found.groups()))
+        first, second = cells
+        assert re.search(rf"\| {re.escape(name)} \| {first}[^|]* \| {second} \|", page), cells
 
 
 def test_shapes_of_the_systems_are_those_of_their_programs(monkeypatch: pytest.MonkeyPatch) -> None:

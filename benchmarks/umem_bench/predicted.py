@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from umem import load_hardware, load_policy
+from umem import PlanError, load_hardware, load_policy
 from umem.fit import (
     ALL_LINEAR,
     Workload,
@@ -46,6 +46,7 @@ from umem_bench.tables import Check, Table, provenance, seconds
 
 __all__ = [
     "USUAL_PERCENT",
+    "NotPredictedError",
     "checks",
     "heading",
     "predict_generation",
@@ -71,7 +72,7 @@ _SYSTEMS: Mapping[str, tuple[str, ...]] = {
 """Programs of ``tests/systems`` that train a Llama of known shape, and what they adapt of it."""
 
 
-class _NotPredictedError(Exception):
+class NotPredictedError(Exception):
     """Why umem predicts nothing for a row."""
 
 
@@ -106,9 +107,9 @@ def _measurement(file: str, header: Header, row: Mapping[str, Any]) -> Measureme
         else:
             told["benchmark"] = "its plan"
         if row.get("plan_running") is False:
-            raise _NotPredictedError("its plan was not running")
+            raise NotPredictedError("its plan was not running")
         return Measurement(**told, figures=figures | {"predicted_s": planned_s})
-    except _NotPredictedError as error:
+    except NotPredictedError as error:
         return Measurement(**told, figures=figures, error=str(error))
 
 
@@ -119,14 +120,14 @@ def _settled(header: Header, times_s: Any) -> list[float]:
 
 
 def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
-    """Seconds of a row by its shape; raises `_NotPredictedError` without one."""
+    """Seconds of a row by its shape; raises `NotPredictedError` without one."""
     hardware, settings, variant = _profile(header.machine.gpu), header.settings, row["variant"]
     budget_bytes = row.get("budget_bytes")
     if header.benchmark == "load":
-        raise _NotPredictedError("umem predicts no loading of files")
+        raise NotPredictedError("umem predicts no loading of files")
     if isinstance(settings, GenerateSettings):
         if variant not in ("stock", "umem"):
-            raise _NotPredictedError(_OTHERS)
+            raise NotPredictedError(_OTHERS)
         shape = settings.cases[row["case"]]
         return predict_generation(shape, settings.tokens, hardware, budget_bytes)
     if isinstance(settings, TrainingSettings):
@@ -143,7 +144,7 @@ def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
     assert isinstance(settings, dict), header.benchmark
     system, size = row["system"], str(settings["size"])
     if system not in _SYSTEMS or size not in SYSTEMS:
-        raise _NotPredictedError("a program whose shape umem fit is not told")
+        raise NotPredictedError("a program whose shape umem fit is not told")
     targets = _SYSTEMS[system]
     plain = "stock" if variant == "umem" else variant.removesuffix("-budget")
     method, shape = "lora" if targets else "sft", SYSTEMS[size]
@@ -193,13 +194,16 @@ def predict_training(
             step_peak_bytes=step.step_peak_bytes,
             in_backward=True,
         )
-        return plan_stream(problem).predicted.step_s
+        try:
+            return plan_stream(problem).predicted.step_s
+        except PlanError as error:
+            raise NotPredictedError(str(error)) from None
     if variant != "umem":
-        raise _NotPredictedError(_OTHERS)
+        raise NotPredictedError(_OTHERS)
     policy = replace(resolve(load_policy(method), hardware, {}), device_budget_bytes=budget)
     way = fit_training(workload, hardware, policy).umem
     if way.time_s is None:
-        raise _NotPredictedError(way.why_not)
+        raise NotPredictedError(way.why_not)
     return way.time_s
 
 

@@ -210,6 +210,12 @@ class Migration(Record):
     fault_batches: int
     um_time_share: float | None = None
     """Share of the time of all memory operations; None where copies were not recorded."""
+    um_ops_share: float | None = None
+    """The same of their number."""
+    um_bytes_share: float | None = None
+    """And of their bytes."""
+    predicted_shares: tuple[float, float, float] | None = None
+    """All three by the plan: of time, number and bytes."""
     moved_bytes: dict[str, int]
     predicted_bytes: dict[str, int] | None = None
     """According to the plan of this step."""
@@ -497,6 +503,7 @@ class Header(Record):
         "systems",
         "sound",
         "predicted",
+        "verify",
     ]
     date: str | None
     commit: str | None
