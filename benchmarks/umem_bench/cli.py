@@ -39,7 +39,7 @@ from umem_bench.scale import tables as scale_tables
 from umem_bench.tables import Check, print_tables
 from umem_bench.training import run as trainings
 from umem_bench.training import tables as training_tables
-from umem_bench.training.variants import WORKLOADS
+from umem_bench.training.variants import USUAL_WORKLOADS, WORKLOADS
 
 __all__ = ["app"]
 
@@ -148,9 +148,10 @@ def training(
         str,
         typer.Option(
             help="long (one long sequence, checkpoints), activations (none), short (little to "
-            "compute), trainer (the Trainer of transformers)."
+            "compute), trainer (the Trainer of transformers), pair-lora, pair-sft (in 16 GiB "
+            "of managed memory)."
         ),
-    ] = ",".join(WORKLOADS),
+    ] = ",".join(USUAL_WORKLOADS),
     methods: Annotated[str, typer.Option(help="sft, lora, or both. Default: the workload's.")] = "",
     variants: Annotated[
         str, typer.Option(help="Those to compare; stock is always one. Default: the workload's.")

@@ -123,7 +123,7 @@ BUDGETED: dict[Variant, Literal["planned", "lookahead", "fault"] | None] = {
 }
 """The variants that train within a budget, and their planner of pages; None where state streams."""
 
-WorkloadName = Literal["long", "activations", "short", "trainer"]
+WorkloadName = Literal["long", "activations", "short", "trainer", "pair-lora", "pair-sft"]
 
 
 class LlamaShape(Record):

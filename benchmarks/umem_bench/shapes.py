@@ -10,6 +10,7 @@ from umem_bench.results import LlamaShape
 
 __all__ = [
     "CODE_LLAMA_34B",
+    "LLAMA_1_7B",
     "LLAMA_2_7B",
     "LLAMA_2_13B",
     "QWEN3_30B_A3B",
@@ -24,6 +25,9 @@ LLAMA_2_13B = LlamaShape(hidden=5120, intermediate=13_824, layers=40, heads=40)
 CODE_LLAMA_34B = LlamaShape(
     hidden=8192, intermediate=22_016, layers=48, heads=64, key_value_heads=8
 )
+
+LLAMA_1_7B = LlamaShape(hidden=2560, intermediate=6912, layers=19, heads=20)
+"""As `umem simulate --params 1.7b` has it."""
 
 TINYLLAMA_1B = LlamaShape(hidden=2048, intermediate=5632, layers=22, heads=32, key_value_heads=4)
 
