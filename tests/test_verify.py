@@ -145,6 +145,7 @@ def test_all_is_predicted_before_it_runs_and_written_down(tmp_path: Path, asked:
     [
         ({"losses_hex": ("0x1p+1", "0x1.1p+0")}, "SFT, umem: bits"),
         ({"card_peak_bytes": 9 * GIB}, "SFT, umem: budget"),
+        ({"state": "failed", "reason": "RuntimeError: no"}, "SFT, umem: runs"),
     ],
 )
 def test_other_bits_and_a_budget_that_is_not_kept_are_wrong(

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from umem import UmemError, load_hardware
-from umem.core.units import format_bytes, parse_limit
+from umem.core.units import format_bytes
 from umem.doctor import Report as Diagnosis
 from umem.doctor import Status
 from umem.hardware import figures
@@ -31,13 +31,12 @@ from umem_bench.card import Card
 from umem_bench.compile_planner import compile_planner
 from umem_bench.generate.measure import GenerateJob
 from umem_bench.generate.measure import measure as measure_generation
-from umem_bench.machine import header
+from umem_bench.machine import header, managed_limit_bytes
 from umem_bench.predicted import NotPredictedError, predict_generation, predict_training
 from umem_bench.results import Header, LlamaShape, Method, Record, median
 from umem_bench.rows import PRELOADED, ask_worker, why_no_host_room
 from umem_bench.scale.measure import ScaleJob
 from umem_bench.scale.measure import measure as measure_step
-from umem_bench.scale.run import host_state_bytes
 from umem_bench.shapes import LLAMA_2_7B
 from umem_bench.tables import NOTHING, Check, Table, markdown, provenance, seconds, size_text
 from umem_bench.training.measure import measure as measure_pages
@@ -75,30 +74,36 @@ _SHORT_MEASURE_S = 60.0
 _STEPS, _TOKENS, _ROUNDS = 8, 32, 2
 
 _FULL = LlamaShape(
-    hidden=2048,
-    intermediate=5632,
-    layers=12,
-    heads=16,
-    weights="float32",
-    batch=4,
-    tokens=2048,
+    hidden=2048, intermediate=5632, layers=12, heads=16, weights="float32", batch=4, tokens=2048
 )
 """0.75 billion parameters, whose kernels take longer than the calls that launch them."""
 _QUARTER = LLAMA_2_7B.model_copy(update={"layers": 8, "batch": 4, "tokens": 2048})
+_TEXT = _QUARTER.model_copy(update={"batch": 1, "tokens": 64})
 _PAGES = LlamaShape(tokens=4096, loss_chunk_tokens=1024)
 
-_TRAININGS: tuple[tuple[str, LlamaShape, Method, Any], ...] = (
-    ("SFT, stock", _FULL, "sft", "stock"),
-    ("SFT, umem", _FULL, "sft", "umem"),
-    ("SFT, umem, step in the backward pass", _FULL, "sft", "umem-backward"),
-    ("LoRA, stock", _QUARTER, "lora", "stock"),
-    ("LoRA, umem", _QUARTER, "lora", "umem"),
-)
-_PAGED: tuple[tuple[str, Method, Any], ...] = (
-    ("SFT, stock", "sft", "stock"),
-    ("LoRA, demand paging", "lora", "umem-fault"),
-    ("SFT, demand paging", "sft", "umem-fault"),
-    ("SFT, planned", "sft", "umem-planned"),
+
+class _Case(NamedTuple):
+    """What one process runs."""
+
+    name: str
+    shape: LlamaShape
+    method: Method | Literal["inference"]
+    variant: Any
+    is_paged: bool = False
+    """In managed memory."""
+
+
+_CASES = (
+    _Case("SFT, stock", _FULL, "sft", "stock"),
+    _Case("SFT, umem", _FULL, "sft", "umem"),
+    _Case("SFT, umem, step in the backward pass", _FULL, "sft", "umem-backward"),
+    _Case("LoRA, stock", _QUARTER, "lora", "stock"),
+    _Case("LoRA, umem", _QUARTER, "lora", "umem"),
+    _Case("generation, umem", _TEXT, "inference", "umem"),
+    _Case("SFT, stock", _PAGES, "sft", "stock", is_paged=True),
+    _Case("LoRA, demand paging", _PAGES, "lora", "umem-fault", is_paged=True),
+    _Case("SFT, demand paging", _PAGES, "sft", "umem-fault", is_paged=True),
+    _Case("SFT, planned", _PAGES, "sft", "umem-planned", is_paged=True),
 )
 _PUBLISHED = {it.workload.rpartition("-")[2]: it.share for it in PUBLISHED_UM_SHARES}
 
@@ -124,17 +129,13 @@ def managed_bytes(card: Card) -> int:
     Raises `UmemError` for a ``UMEM_MANAGED_LIMIT`` above 16 GiB or half of the card's free memory.
     """
     safe_bytes = min(_MOST_MANAGED_BYTES, card.free_bytes // 2)
-    asked = os.environ.get("UMEM_MANAGED_LIMIT")
-    if asked is None:
+    if "UMEM_MANAGED_LIMIT" not in os.environ:
         return min(_MANAGED_BYTES, safe_bytes)
-    try:
-        limit_bytes = parse_limit(asked)
-    except ValueError as error:
-        raise UmemError(f"UMEM_MANAGED_LIMIT: {error}") from None
+    limit_bytes = managed_limit_bytes(sys.maxsize)
     if limit_bytes > safe_bytes:
         raise UmemError(
-            f"UMEM_MANAGED_LIMIT: {asked} is not safe here, where a card that is filled with "
-            f"managed memory can hang: set at most {safe_bytes >> 20}MiB, or leave it out"
+            f"UMEM_MANAGED_LIMIT: {format_bytes(limit_bytes)} is not safe here, where a card that "
+            f"is filled with managed memory can hang: set at most {safe_bytes >> 20}MiB"
         )
     return limit_bytes
 
@@ -171,7 +172,7 @@ class Verification:
     def run(self) -> None:
         """Find all of it out; what an exception ends is in the files up to there."""
         self.write()
-        for part in (self._measure, self._train, self._generate, self._page):
+        for part in (self._measure, self._run_cases):
             for _ in part():
                 self.write()
         self.state = "finished"
@@ -197,127 +198,96 @@ class Verification:
         self.tell(f"{len(self.found)} rates are measured")
         yield
 
-    def _train(self) -> Iterator[None]:
-        stock: dict[Method, dict[str, Any]] = {}
-        for name, model, method, variant in _TRAININGS:
-            shape = model
-            if self.card.free_bytes < _ENOUGH_BYTES:
-                shape = model.model_copy(update={"batch": model.batch // 2})
-            budget_bytes = None if variant == "stock" else _budget(stock.get(method), _ROOM)
-            row: dict[str, Any] = {"name": name, "unit": "a step", "budget_bytes": budget_bytes}
-            self.rows.append(row)
-            if variant == "stock":
-                stock[method] = row
-            elif budget_bytes is None:
-                row |= {"state": "left out", "reason": "stock was not measured"}
-                continue
-            args = shape, method, variant, self.hardware, budget_bytes
-            self._predict(row, partial(predict_training, *args))
-            yield
-            job = ScaleJob(
-                model=shape,
-                method=method,
-                variant=variant,
-                policy=method,
-                limit_bytes=budget_bytes,
-                steps=_STEPS if budget_bytes else 3 * _STEPS,  # as long as umem trains
-                accumulate=1,
-                clip=variant != "umem-backward",
-                deterministic=True,
-                card=self.card,
-            )
-            needed = 0 if variant == "stock" else host_state_bytes(shape, variant, method)
-            self._ask(row, measure_step, job, host_bytes=needed)
-            if variant == "umem":
-                _compare(row, stock[method])
-            yield
-
-    def _generate(self) -> Iterator[None]:
-        shape = _QUARTER.model_copy(update={"batch": 1, "tokens": 64})
-        budget_bytes = int(_ROOM * shape.weight_bytes)
-        row: dict[str, Any] = {"name": "generation, umem", "unit": "a token"}
-        row["budget_bytes"] = budget_bytes
-        self.rows.append(row)
-        args = shape, _TOKENS, self.hardware, budget_bytes
-        self._predict(row, partial(predict_generation, *args))
-        yield
-        job = GenerateJob(
-            model=shape,
-            variant="umem",
-            budget_bytes=budget_bytes,
-            tokens=_TOKENS,
-            rounds=_ROUNDS,
-            limit_s=max(_LEAST_S, self.left_s),
-            card=self.card,
-        )
-        self._ask(row, measure_generation, job, host_bytes=shape.weight_bytes)
-        yield
-
-    def _page(self) -> Iterator[None]:
-        stock: dict[str, Any] | None = None
-        for name, method, variant in _PAGED:
-            row: dict[str, Any] = {"name": name, "unit": "a step", "method": method}
-            self.paged.append(row)
-            if variant != "stock":
-                row["budget_bytes"] = _budget(stock, PUBLISHED_ROOM)
-                if not row["budget_bytes"]:
+    def _run_cases(self) -> Iterator[None]:
+        stock: dict[tuple[str, bool], dict[str, Any]] = {}
+        for case in _CASES:
+            # Of managed memory, LoRA gets the room of full fine-tuning.
+            group = ("sft" if case.is_paged else case.method, case.is_paged)
+            shape = case.shape
+            if self.card.free_bytes < _ENOUGH_BYTES and not case.is_paged:
+                shape = shape.model_copy(update={"batch": max(1, shape.batch // 2)})
+            unit = "a token" if case.method == "inference" else "a step"
+            row: dict[str, Any] = {"name": case.name, "unit": unit}
+            (self.paged if case.is_paged else self.rows).append(row)
+            if case.variant == "stock":
+                stock[group] = row
+            else:
+                row["budget_bytes"] = _budget(case, stock.get(group))
+                if row["budget_bytes"] is None:
                     row |= {"state": "left out", "reason": "stock was not measured"}
                     continue
-                self.say("Compiling the planner")
-                compile_planner()
-            job = TrainingJob(
-                model=_PAGES,
-                method=method,
-                variant=variant,
-                budget_bytes=row.get("budget_bytes"),
-                steps=4,
-                deterministic=True,
-                managed_limit_bytes=self.managed_bytes,
-                card=self.card,
-            )
-            self._ask(row, measure_pages, job, parts=2)
-            stock = stock or row
-            if variant != "stock" and method == "sft":
-                _compare(row, stock)
+                if case.is_paged:
+                    row["published_share"] = _PUBLISHED[case.method]
+            if not case.is_paged:
+                self._predict(row, case, shape)
+            yield
+            self._ask(row, case, shape)
+            if case.variant in ("umem", "umem-planned", "umem-fault"):
+                mine, its = (it.get("losses_hex") for it in (row, stock.get(group, {})))
+                if mine and its and case.method == group[0]:
+                    row["same_bits"] = all(map(str.__eq__, mine, its))
             yield
 
     # ---- one process ----
 
-    def _predict(self, row: dict[str, Any], predict: Callable[[], float]) -> None:
-        self.say(f"Predicting {row['name']}")
+    def _predict(self, row: dict[str, Any], case: _Case, shape: LlamaShape) -> None:
+        self.say(f"Predicting {case.name}")
+        budget_bytes = row.get("budget_bytes")
         try:
-            row["predicted_s"] = predict()
+            if case.method == "inference":
+                time_s = predict_generation(shape, _TOKENS, self.hardware, budget_bytes)
+            else:
+                given = case.method, case.variant, self.hardware, budget_bytes
+                time_s = predict_training(shape, *given)
+            row["predicted_s"] = time_s
         except (NotPredictedError, UmemError) as error:
             row["why_not_predicted"] = str(error)
 
-    def _ask(
-        self, row: dict[str, Any], answers: Any, job: Record, *, host_bytes: int = 0, parts: int = 1
-    ) -> None:
-        reason = why_no_host_room(host_bytes, None) if host_bytes else ""
+    def _ask(self, row: dict[str, Any], case: _Case, shape: LlamaShape) -> None:
+        reason = why_no_host_room(3 * shape.weight_bytes, None) if row.get("budget_bytes") else ""
         if self.left_s < _LEAST_S:
             reason = "the time is up: give more --minutes"
         if reason := reason or self.card.why_not_idle():
             row |= {"state": "left out", "reason": reason}
         else:
-            self.say(f"Running {row['name']}: at most {self.left_s:.0f} s are left")
+            if case.is_paged and case.variant != "stock":
+                self.say("Compiling the planner")
+                compile_planner()
+            answers, job = self._job(case, shape, row.get("budget_bytes"))
+            self.say(f"Running {case.name}: at most {self.left_s:.0f} s are left")
+            parts = 2 if case.is_paged else 1
             row |= ask_worker(answers, job, self.card, self.left_s, parts=parts)
         row["measured_s"] = median(row.pop("steps_s", None) or row.pop("token_s", None) or ())
-        self.tell(f"{row['name']}: {_told(row)}")
+        self.tell(f"{case.name}: {_told(row)}")
+
+    def _job(self, case: _Case, shape: LlamaShape, budget_bytes: int | None) -> tuple[Any, Record]:
+        told: dict[str, Any] = {"model": shape, "variant": case.variant, "card": self.card}
+        if case.method == "inference":
+            told |= {"budget_bytes": budget_bytes, "tokens": _TOKENS, "rounds": _ROUNDS}
+            return measure_generation, GenerateJob(**told, limit_s=self.left_s)
+        told |= {"method": case.method, "deterministic": True}
+        if case.is_paged:
+            told |= {"budget_bytes": budget_bytes, "steps": _STEPS // 2}
+            return measure_pages, TrainingJob(**told, managed_limit_bytes=self.managed_bytes)
+        # Stock trains for as long as umem, which measures and plans first.
+        told |= {"steps": _STEPS if budget_bytes else 3 * _STEPS, "accumulate": 1}
+        told |= {"policy": case.method, "limit_bytes": budget_bytes}
+        return measure_step, ScaleJob(**told, clip=case.variant != "umem-backward")
 
     # ---- what it says ----
 
     def checks(self) -> Iterator[Check]:
         """What has to hold on every machine: bits, and budgets by NVML."""
-        # What a process without umem takes of the card beside tensors.
-        known = (it["outside_bytes"] for it in self.rows if it.get("outside_bytes"))
-        outside_bytes = next(known, None)
+        outside = (it["outside_bytes"] for it in self.rows if it.get("outside_bytes"))
+        beside = next(outside, 0)  # what a process takes of the card beside tensors
         for where, rows in (("", self.rows), (" in managed memory", self.paged)):
             for row in rows:
                 if (same := row.get("same_bits")) is not None:
                     words = "losses of all steps have stock's bits" if same else "losses differ"
                     yield Check(f"{row['name']}{where}: bits", same, words)
-                if not where and row.get("budget_bytes") and row.get("card_peak_bytes"):
-                    beside = outside_bytes or row.get("base_bytes") or 0
+                if row.get("state") in ("failed", "off"):
+                    yield Check(f"{row['name']}{where}: runs", False, str(row.get("reason")))
+                elif not where and row.get("budget_bytes") and row.get("card_peak_bytes"):
                     over_bytes = row["card_peak_bytes"] - beside - row["budget_bytes"]
                     sizes = (row["card_peak_bytes"], row["budget_bytes"], beside)
                     words = "{} by NVML: budget {}, process {}".format(*map(size_text, sizes))
@@ -367,7 +337,7 @@ class Verification:
                     it["name"],
                     seconds(it.get("measured_s")) if it.get("measured_s") else _told(it),
                     shares(it["migration"]) if it.get("migration") else NOTHING,
-                    NOTHING if "stock" in it["name"] else f"{100 * _PUBLISHED[it['method']]:.1f} %",
+                    f"{100 * it['published_share']:.1f} %" if "published_share" in it else NOTHING,
                     size_text(it.get("budget_bytes")),
                 )
                 for it in self.paged
@@ -404,18 +374,14 @@ class Verification:
             yield Table("Notes", ("run", "note"), notes)
 
 
-def _budget(stock: dict[str, Any] | None, share: float) -> int | None:
-    """So much of what stock's tensors take of the card; None where stock was not measured."""
+def _budget(case: _Case, stock: dict[str, Any] | None) -> int | None:
+    """A share of what stock's tensors take of the card; None where stock was not measured."""
+    if case.method == "inference":
+        return int(_ROOM * case.shape.weight_bytes)
     if stock is None or not stock.get("measured_s"):
         return None
+    share = PUBLISHED_ROOM if case.is_paged else _ROOM
     return int(share * (stock["card_peak_bytes"] - stock["outside_bytes"]))
-
-
-def _compare(row: dict[str, Any], stock: dict[str, Any]) -> None:
-    """Note whether losses have stock's bits."""
-    mine, its = row.get("losses_hex") or (), stock.get("losses_hex") or ()
-    if mine and its:
-        row["same_bits"] = all(map(str.__eq__, mine, its))
 
 
 def _off(row: dict[str, Any]) -> str:

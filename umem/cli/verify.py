@@ -64,7 +64,10 @@ def _verify(diagnosis: Report, folder: Path, minutes: float, say: output.Progres
     from umem_bench.card import Card
     from umem_bench.verify import LEAST_FREE_BYTES, PAGE, RECORD, Verification
 
-    card = Card.find()
+    try:
+        card = Card.find()
+    except OSError as error:  # as where CPU and GPU share one pool, which NVML does not report
+        raise UmemError(str(error)) from None
     if card.free_bytes < LEAST_FREE_BYTES:
         raise UmemError(
             f"the GPU has {format_bytes(card.free_bytes)} free, and the trainings need "
