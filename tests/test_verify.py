@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
+import umem_bench
 import umem_bench.card
 import umem_bench.verify
 from cards import H200
@@ -216,3 +221,41 @@ def test_without_a_gpu_a_line_says_what_to_do(tmp_path: Path, run: Run) -> None:
     assert len(errors.splitlines()) == 1
     assert "umem doctor" in errors
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_not_the_workers(tmp_path: Path) -> None:
+    """Neither while modules are imported for them, nor while one works."""
+    (tmp_path / "long_import.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(3)\n"
+    )
+    (tmp_path / "program.py").write_text(
+        """
+from umem_bench.workers import Worker
+
+def answers(job):
+    yield 1
+
+if __name__ == "__main__":
+    try:
+        with Worker(answers, None, ["long_import"]) as worker:
+            worker.ask(60)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+    )
+    folders = [str(tmp_path), str(Path(umem_bench.__file__).parents[1])]
+    program = subprocess.Popen(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "importing\n"
+    os.killpg(program.pid, signal.SIGINT)
+    output, errors = program.communicate(timeout=60)
+    assert (output, errors) == ("interrupted\n", "")
