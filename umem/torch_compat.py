@@ -10,6 +10,7 @@ The versions were checked against torch 2.8.0 to 2.15.0, builds with CUDA 12 and
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -52,6 +53,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "begin_checkpoint",
+    "every_call_is_seen",
     "fsdp_flats",
     "fsdp_groups",
     "fsdp_modules",
@@ -140,6 +142,10 @@ def _names(
         for key, path in names.items()
     }
 
+
+_HOOKS_OF_ALL_MODULES = (
+    *("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"),
+)
 
 PRIVATE_NAMES: Mapping[str, PrivateName] = {
     **_names(
@@ -359,6 +365,18 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {
             "run_backward": "torch.autograd:_engine_run_backward",
             "run_backward_of_graph": "torch.autograd.graph:_engine_run_backward",
+        },
+    ),
+    **_names(
+        "what sees each call of a module or an operator",
+        "blocks would run twice beside a program that counts such calls",
+        {
+            **{
+                f"all_modules_{name}": f"torch.nn.modules.module:_global_{name}"
+                for name in _HOOKS_OF_ALL_MODULES
+            },
+            "dispatch_modes": "torch._C:_len_torch_dispatch_stack",
+            "function_modes": "torch.overrides:_get_current_function_mode_stack",
         },
     ),
     **_names(
@@ -656,6 +674,23 @@ def is_distributed() -> bool:
     """Whether ``torch.distributed`` is initialised."""
     distributed: Any = importlib.import_module("torch.distributed")
     return distributed.is_available() and distributed.is_initialized()
+
+
+def every_call_is_seen() -> bool:
+    """Whether the program sees each call of a module or an operator: it may count them.
+
+    By hooks of all modules, or by a mode; that of a default device sees nothing for the program.
+    """
+    hooks, dispatch_modes, function_modes = _observers()
+    if any(hooks) or dispatch_modes():
+        return True
+    return any(type(it).__name__ != "DeviceContext" for it in function_modes())
+
+
+@functools.cache
+def _observers() -> tuple[list[Any], Callable[[], int], Callable[[], list[Any]]]:
+    hooks = [PRIVATE_NAMES[f"all_modules_{it}"].find() for it in _HOOKS_OF_ALL_MODULES]
+    return hooks, PRIVATE_NAMES["dispatch_modes"].find(), PRIVATE_NAMES["function_modes"].find()
 
 
 def torch_profiler_runs() -> bool:

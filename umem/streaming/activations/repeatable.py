@@ -34,7 +34,7 @@ from umem.streaming.activations.buffer_values import BufferValues, have_equal_bi
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting
 from umem.streaming.activations.random_states import RandomStates
 from umem.streaming.activations.reachable import Reachable
-from umem.torch_compat import is_distributed, storage_key
+from umem.torch_compat import every_call_is_seen, is_distributed, storage_key
 
 __all__ = ["Proof", "WatchedCall", "call_signature", "drops_between_cells", "is_plain", "watch"]
 
@@ -67,7 +67,9 @@ class Proof:
 
 
 def call_signature(module: nn.Module) -> tuple[Any, ...] | None:
-    """Modes and hooks of a block's modules; None where the program's hooks would run twice."""
+    """Modes and hooks of a block's modules; None where the program's would run twice."""
+    if every_call_is_seen():
+        return None
     found: list[bool] = []
     for part in module.modules():
         attributes = vars(part)
