@@ -37,6 +37,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def put(key: str, value: object) -> None:
         names = {
             "cuda_memory_snapshot": "_cuda_memorySnapshot",
+            "cuda_empty_cache": "_cuda_emptyCache",
             "cuda_memory_history": "_cuda_record_memory_history",
             "cuda_memory_history_legacy": "_cuda_record_memory_history_legacy",
         }

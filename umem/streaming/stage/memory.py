@@ -60,6 +60,10 @@ class CudaStateMemory(StateMemory):
             tensor.device == self._device and is_whole(tensor) and tensor.nbytes >= self._min_bytes
         )
 
+    def is_of_device(self, tensor: torch.Tensor) -> bool:
+        """Whether torch counts it as this GPU's."""
+        return tensor.device == self._device
+
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether CUDA knows its memory as the host's."""
         return bool(native().memory_type(*addresses_of((tensor,))) == "host")

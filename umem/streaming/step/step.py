@@ -678,6 +678,15 @@ class StreamedStep:
         if unit.updated is not None:  # another thread may have settled it just now, for its stream
             self._lanes.wait(unit.updated)
 
+    def let_go(self) -> None:
+        """Hold no memory until the next layout; not while the backward pass is ahead of a step."""
+        with self.lock:
+            if not self._units_ahead():
+                self.join()
+                self.units.let_go()
+                self._updates.begin()  # which forgets the pieces of the last step
+                self.hosts.fetch()
+
     def forget(self) -> None:
         """Wait for all work, and give the optimizer's tensors free."""
         with self.lock:
