@@ -604,7 +604,9 @@ class StreamedTraining(Listener):
     def _take_up(self, *, is_step: bool) -> None:
         """Place all again, by the plan, when it is here: at a step it has to be."""
         optimizer, weights = self._optimizer(), self._weights
-        if optimizer is None or not (is_step or self.step.units.are_here(optimizer)):
+        if optimizer is None or self._lanes.is_capturing():
+            return
+        if not is_step and not self.step.units.are_here(optimizer):
             return
         self._has_let_go = False
         if weights is not None:

@@ -227,12 +227,13 @@ class StreamedUnits:
 
     def have_moved(self, state: OptimizerState) -> bool:
         """Whether the program has moved something of what is streamed elsewhere, or replaced it."""
-        staged = [(unit, unit.state) for unit in self if unit.state is not None]
-        return any(not of.is_current(state) for _, of in staged) or not all(
-            self.memory.is_of_device(it)
-            for unit, of in staged
-            for it in (*unit.parameters, *of.homes)
-        )
+        with self.lock:
+            staged = [(unit, unit.state) for unit in self if unit.state is not None]
+            return any(not of.is_current(state) for _, of in staged) or not all(
+                self.memory.is_of_device(it)
+                for unit, of in staged
+                for it in (*unit.parameters, *of.homes)
+            )
 
     def are_here(self, optimizer: Optimizer) -> bool:
         """Whether all of an optimizer's parameters and state are the device's, but for numbers."""
