@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,10 @@ import pytest
 import torch
 from streamed_programs import BACK, EAGERNESS, TEMPORARY, UNITS, Program, begin, compare
 
+from umem.core.classes import TensorClass
+from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.giving_back import let_go
+from umem.streaming.stage import CudaStateMemory
 
 WAYS: dict[str, dict[str, Any]] = {
     "state": {},
@@ -128,6 +132,23 @@ def test_what_has_not_moved_stays_in_its_slots() -> None:
     let_go(torch.device("meta"))
     assert run.training.step.units.ring.slots is slots
     assert slots
+
+
+def test_state_that_comes_back_to_the_host_counts_as_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The budget has put it there, as of the class of whatever ran then."""
+    settings = [ClassSetting(kind="pinned") for _ in TensorClass]
+    allocator = Allocator.on_host(Config(settings), 0, 1)
+    with allocator.class_override(TensorClass.ACTIVATIONS.number):
+        address = allocator.malloc(4096)
+    tensor = torch.frombuffer((ctypes.c_char * 4096).from_address(address), dtype=torch.float32)
+    memory = CudaStateMemory(torch.device("cpu"), allocator, 1, 1)
+    monkeypatch.setattr(memory, "is_home", lambda _: True)
+    memory.place(tensor, on_device=False)
+    assert tensor.data_ptr() == address
+    ((_, _, _, number, _, kind),) = allocator.live_blocks()
+    assert (number, kind) == (TensorClass.OPTIMIZER_STATE.number, "pinned")
 
 
 def test_between_an_update_in_the_backward_pass_and_its_step_nothing_goes() -> None:

@@ -889,6 +889,7 @@ def test_a_training_that_was_moved_away_goes_on_by_its_plan(monkeypatch: Patch) 
     run, stock = Training(machine, share=0.5), Training()
     assert run.run(12) == stock.run(12)
     before = run.status
+    assert before.activations.pinned_bytes > 0
     for _ in range(3):
         state = [it for of in run.optimizer.state.values() for it in of.values() if it.numel() > 1]
         for tensor in state:
@@ -896,6 +897,7 @@ def test_a_training_that_was_moved_away_goes_on_by_its_plan(monkeypatch: Patch) 
             run.memory.moved[moved.data_ptr()] = moved
         let_go()
         assert run.training.status().slots_bytes == 0
+        assert run.status.activations.pinned_bytes == 0
         run.memory.moved.clear()
         more_bytes = machine.spilled_bytes() + LAYER_STATE
         monkeypatch.setattr(machine, "spilled_bytes", lambda bytes=more_bytes: bytes)

@@ -68,6 +68,12 @@ class CudaStateMemory(StateMemory):
         """Whether CUDA knows its memory as the host's."""
         return bool(native().memory_type(*addresses_of((tensor,))) == "host")
 
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
+        """Move state, and count it as such: what the program has moved back has another class."""
+        super().place(tensor, on_device=on_device)
+        (address,) = addresses_of((tensor,))
+        self._allocator.retag(address, TensorClass.OPTIMIZER_STATE.number)
+
     def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Page-locked memory, which the allocator gives to optimizer state."""
         new = self._like(tensor, _PAGE_LOCKED, tensor_class)
