@@ -314,6 +314,23 @@ def test_weights_that_were_moved_away_are_placed_as_before_when_they_are_back() 
     assert after.streamed_bytes == before.streamed_bytes
 
 
+def test_what_stays_elsewhere_is_left_there_and_the_others_are_streamed() -> None:
+    model = Net(8)
+    expected = call(model)
+    made, _, memory = make(model, 256 * MIB + SMALL_BYTES + 6 * LAYER_BYTES)
+    call(model)
+    buffers = len(memory.buffers)
+    moved = model.layers[7].weight
+    moved.data = moved.data.clone()
+    memory.moved[moved.data_ptr()] = moved.detach()
+    for _ in range(3):
+        made.let_go(None)
+        assert torch.equal(call(model), expected)
+        assert made.status().buffer_bytes
+    assert moved.data_ptr() in memory.moved
+    assert len(memory.buffers) == buffers + 2  # once: nothing has moved since
+
+
 class WithTable(Net):
     """Begins with an embedding."""
 

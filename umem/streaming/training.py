@@ -596,8 +596,7 @@ class StreamedTraining(Listener):
                 self.tuner.let_go()
             if self._idle is None:
                 self.gradients.join()
-                self.step.let_go()
-                self._has_let_go = True
+                self._has_let_go = self.step.let_go()
         except Exception as error:
             self._fail(error)
 

@@ -176,6 +176,8 @@ class ModelWeights(Listener):
         """Whether nothing is staged, since :meth:`let_go`."""
         self._lacks_room = False
         """Whether weights that belong on the device by plan have found no room there."""
+        self._elsewhere: frozenset[int] = frozenset()
+        """Weights, by ``id``, that were off the device when the others were placed."""
         self._is_called = False
         """Between begin and end of the model's call."""
         first = {it.name: it.module for it in find_blocks(model, None)[:1]}
@@ -498,17 +500,21 @@ class ModelWeights(Listener):
     def _carry_out(self, plan: WeightPlan) -> None:
         self.streamed.close()
         leaving: list[torch.Tensor] = []
-        coming, blocks = list(self._fixed), []
+        coming, blocks = list(filter(self._memory.is_of_device, self._fixed)), []
         classes: dict[str, TensorClass] = {}
         for unit, staged, in_place in zip(self._units, plan.streamed, plan.in_place, strict=True):
             for number, tensor in enumerate(unit.tensors):
+                if id(tensor) in self._elsewhere:
+                    continue
                 is_home = number in staged or number in in_place
                 (leaving if is_home else coming).append(tensor)
         coming = self._exchange(leaving, coming)
         for unit, staged in zip(self._units, plan.streamed, strict=True):
             tensors = [unit.tensors[number] for number in sorted(staged)]
             # The host may have no room for some.
-            tensors = [it for it in tensors if self._memory.is_home(it)]
+            tensors = [
+                it for it in tensors if id(it) not in self._elsewhere and self._memory.is_home(it)
+            ]
             if tensors:
                 name, module = unit.block.name, unit.block.module
                 blocks.append(StreamedBlock(name, module, tensors, unit.experts, plan.cached_share))
@@ -527,11 +533,10 @@ class ModelWeights(Listener):
 
         None where the program has moved some of them elsewhere.
         """
-        model, is_of_device = self._model(), self._memory.is_of_device
-        if device is None:
-            is_meant = not all(is_of_device(it) for unit in self._units for it in unit.tensors)
-        else:
-            is_meant = device == self._device
+        model = self._model()
+        is_meant = device == self._device or (
+            device is None and not self._find_elsewhere() <= self._elsewhere
+        )
         may_close = self.may_place and not (self._has_let_go or self._lanes.is_capturing())
         if is_meant and may_close and model is not None:
             self.streamed.close()
@@ -544,15 +549,21 @@ class ModelWeights(Listener):
         """Place weights by plan that were let go of and are here, or that have lacked room."""
         model = self._model()
         if self._has_let_go:
-            if model is None or not all(map(self._memory.is_of_device, self._every())):
+            elsewhere = self._find_elsewhere()
+            if model is None or len(elsewhere) == sum(len(it.tensors) for it in self._units):
                 return
-            self._has_let_go = False
+            self._has_let_go, self._elsewhere = False, elsewhere
             parts = _weights_of(model)
             self._fixed += [it for it in _movable(model, self._device) if id(it) not in parts]
-        elif not self._lacks_room:
+        elif not (self._lacks_room and self.may_place):
             return
         if self._plan is not None:
             self._carry_out(self._plan)
+
+    def _find_elsewhere(self) -> frozenset[int]:
+        is_of_device = self._memory.is_of_device
+        every = (it for unit in self._units for it in unit.tensors)
+        return frozenset(id(it) for it in every if not is_of_device(it))
 
     def _exchange(
         self, leaving: Sequence[torch.Tensor], coming: Sequence[torch.Tensor]
