@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import multiprocessing, nn
+from torch import nn
 
 import umem
 
@@ -53,20 +54,20 @@ def serve(requests: Any, size: tuple[int, int], device: str) -> None:
     model = build_model(*size).eval()
     while (request := requests.recv()) is not None:
         weights, prompts, seed = request
-        model.load_state_dict(weights)
+        model.load_state_dict({name: torch.from_numpy(it) for name, it in weights.items()})
         model.to(device)
         torch.manual_seed(seed)
         answers = model.generate(
-            prompts.to(device),
+            torch.from_numpy(prompts).to(device),
             do_sample=True,
             min_new_tokens=ANSWER_LENGTH,
             max_new_tokens=ANSWER_LENGTH,
             pad_token_id=0,
-        )
-        requests.send(answers.cpu())
+        ).cpu()
         model.to("cpu")
         if device == "cuda":
             torch.cuda.empty_cache()
+        requests.send(answers.numpy())
 
 
 def move(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
@@ -137,11 +138,12 @@ def main(argv: Sequence[str] | None = None) -> str:
     model = build_model(*size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for step in range(arguments.steps):
-        prompts = torch.randint(BYTE_VALUES, (PROMPTS, PROMPT_LENGTH))
-        weights = {name: it.cpu() for name, it in model.state_dict().items()}  # before they go
+        prompts = torch.randint(BYTE_VALUES, (PROMPTS, PROMPT_LENGTH)).numpy()
+        # Before they go. As arrays they take no shared memory, of which a container has little.
+        weights = {name: it.cpu().numpy() for name, it in model.state_dict().items()}
         with card_given_away(arguments.way, model, optimizer, device):
             requests.send((weights, prompts, step))
-            answers = requests.recv()
+            answers = torch.from_numpy(requests.recv())
             held = f", {torch.cuda.memory_reserved() >> 20} MiB held" if device == "cuda" else ""
         reward = train_step(model, optimizer, answers.to(device))
         print(f"step {step}: mean reward {reward:.3f}{held} while the engine had the card")

@@ -198,6 +198,17 @@ def test_threads_and_the_collector_free_while_a_snapshot_is_made(allocator: Any)
     assert {it["category"] for it in trace if it["action"] == "alloc"} == {"activations"}
 
 
+def test_what_is_held_goes_before_the_cache(
+    allocator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = allocate(allocator, TensorClass.ACTIVATIONS, 30 * MIB)
+    monkeypatch.setattr("umem.runtime.memory_stats.let_go", lambda: allocator.free(held))
+    monkeypatch.setattr("torch.cuda.memory.is_initialized", lambda: True)
+    assert allocator.kind_stats(0)["device"]["reserved_bytes"]
+    torch.cuda.empty_cache()
+    assert not allocator.kind_stats(0)["device"]["reserved_bytes"]
+
+
 def test_a_notebook_shows_the_summary_as_a_table() -> None:
     rows = [("class", "now"), ("weights", "1 <GiB>"), ("all", "1 GiB")]
     summary = MemorySummary("GPU 0", rows, "reserved\npaused")
