@@ -320,7 +320,7 @@ def test_what_stays_elsewhere_is_left_there_and_the_others_are_streamed() -> Non
     made, _, memory = make(model, 256 * MIB + SMALL_BYTES + 6 * LAYER_BYTES)
     call(model)
     buffers = len(memory.buffers)
-    moved = model.layers[7].weight
+    moved: Any = model.layers[7].weight
     moved.data = moved.data.clone()
     memory.moved[moved.data_ptr()] = moved.detach()
     for _ in range(3):
