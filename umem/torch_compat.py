@@ -161,6 +161,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         is_cuda=True,
     ),
     **_names(
+        "replaced, so that umem lets go of buffers for what the program has moved off the GPU",
+        "`torch.cuda.empty_cache` would leave these buffers on the card",
+        {"cuda_empty_cache": "torch._C:_cuda_emptyCache"},
+        is_cuda=True,
+    ),
+    **_names(
         "replaced: torch's own raises for a pluggable allocator",
         "torch.cuda.memory_* would raise",
         {

@@ -311,11 +311,17 @@ class HostStateMemory(StateMemory):
         self._homes: dict[int, bytearray] = {}
         """Memory by address, kept so that nothing else gets an address."""
         self.buffers: list[torch.Tensor] = []
+        self.moved: dict[int, torch.Tensor] = {}
+        """What the program has moved off the "device", by address, kept so."""
         self.refuses: Callable[[], bool] = lambda: False
 
     def may_stage(self, tensor: torch.Tensor) -> bool:
         """Large tensors that fill their memory."""
         return is_whole(tensor) and tensor.nbytes >= self._min_bytes
+
+    def is_of_device(self, tensor: torch.Tensor) -> bool:
+        """All that the program has not moved."""
+        return tensor.data_ptr() not in self.moved
 
     def is_home(self, tensor: torch.Tensor) -> bool:
         """What was not placed on the device, but for gradients until they are sent home."""

@@ -270,6 +270,10 @@ class CopiedActivations(Listener):
         back_bytes = self._store.statistics.bytes_in - self._returned_bytes
         return max(0, self._released_bytes - back_bytes)
 
+    def let_go(self) -> None:
+        """Give host memory back until the next copy."""
+        self._store.trim()
+
     def close(self) -> None:
         """Copy nothing more and give host memory back; graphs that are alive keep working."""
         self._stop_hearing()
