@@ -86,5 +86,7 @@ def small_recording() -> Recording:
         ideal_s=1e-7,
         hints=(None, HintReport((HintUse("evict", TensorClass.WEIGHTS, *[1] * 12),), *[0] * 2)),
         residency=Residency(np.array([5]), np.arange(6, dtype=np.int64).reshape(1, 6)),
-        shares=Shares(np.array([0]), np.array([4]), np.array([3], np.int8), np.array([-1])),
+        shares=Shares(
+            *(np.array([it], of) for it, of in ((0, "i8"), (4, "i8"), (3, "i1"), (-1, "i4")))
+        ),
     )
