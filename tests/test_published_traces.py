@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from training_runs import made_up_header
-from typer.testing import CliRunner
-from umem_bench.cli import app
 from umem_bench.published import (
     BUDGETS_PERCENT,
     OWN_ADDRESSES,
@@ -25,7 +23,7 @@ from umem_bench.published import (
 from umem_bench.results import Measurement, Run, read_results
 from umem_bench.tables import beside, markdown
 
-from umem.core.errors import TraceError, UmemError
+from umem.core.errors import TraceError
 from umem.core.schedule import HintOp
 from umem.hardware import load_hardware
 from umem.pages.plan.planners import ideal_clock, pose_problem
@@ -181,28 +179,6 @@ def test_a_small_trace_is_compared(write: Callable[[dict[str, Any]], Path]) -> N
     # What was not published is left out.
     assert "published: G10" not in shown
     assert "| published: DeepUM | 4.5 | — |" in shown
-
-
-@pytest.mark.slow
-def test_the_command_prints_tables_and_writes_results(
-    write: Callable[[dict[str, Any]], Path], tmp_path: Path
-) -> None:
-    results = tmp_path / "results.jsonl"
-    done = CliRunner().invoke(app, ["published", str(write(document())), "--output", str(results)])
-    assert done.exit_code == 0, done.output
-    assert "`planned`" in done.stdout
-    checked = CliRunner().invoke(app, ["report", str(results), "--check"])
-    assert checked.exit_code == 2
-    assert "has no limits" in checked.output
-    shown = CliRunner().invoke(app, ["report", str(results), "--markdown"])
-    assert "| `planned` | 3.0 (1.000) |" in shown.stdout
-
-
-def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UmemError, match=r"0 files \*\.json\.gz: give a folder of 1 to 64"):
-        compare(tmp_path)
-    with pytest.raises(UmemError, match=r"0 files \*\.json\.gz"):
-        compare(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("published", [{}, {"ideal": "fast"}])
