@@ -37,10 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (ROOT / "benchmarks", ROOT / "tests" / "support")
 SEARCHED = os.pathsep.join(filter(None, (*map(str, FOLDERS), os.environ.get("PYTHONPATH", ""))))
 
-SYSTEMS = (
-    *("hf_trainer_device_map", "hf_trainer_qlora", "ddp", "trl_sft"),
-    *("deepspeed_zero2", "transformer_lens_cache"),
-)
+SYSTEMS = (*("hf_trainer_qlora", "ddp", "trl_sft", "deepspeed_zero2", "transformer_lens_cache"),)
 """By Python and by torchrun; `make systems` and tests/gpu/test_systems.py run all of them."""
 
 TWO_GPUS = ("megatron_core_tensor", "megatron_core_pipeline", "transformer_lens_two_devices")
