@@ -93,16 +93,21 @@ def arguments_of(function: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, .
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_values_equal_those_of_a_stock_run(planner: str, stock: Training) -> None:
+def test_a_run_has_stocks_values_its_schedules_hints_and_keeps_the_budget(
+    planner: str, stock: Training
+) -> None:
     training = Training()
-    manager = training.manage(planner)
+    manager = training.manage(planner, 34 * MIB)
     assert manager.status().state == "warming up"
-    training.steps(16)
+    training.steps(15)
+    before = requests(manager.engine)
+    training.step()
     assert training.equals(stock)
+
     status = manager.status()
     assert status.state is ManagerState.RUNNING
     assert status.planner == planner
-    assert status.budget_bytes == TIGHT
+    assert status.budget_bytes == 34 * MIB
     assert (status.steps, status.diverged_steps) == (16 - BEFORE_PLANNED, 0)
     assert (status.plans, status.unplanned, status.wait_timeouts) == (1, 0, 0)
     assert status.predicted is not None
@@ -110,32 +115,14 @@ def test_values_equal_those_of_a_stock_run(planner: str, stock: Training) -> Non
     assert status.predicted.step_s >= status.predicted.ideal_s
     assert manager.engine.statistics().failures == ()
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_the_plan_keeps_the_budget_in_every_phase(planner: str) -> None:
-    training = Training()
-    manager = training.manage(planner, 34 * MIB)
-    training.steps(BEFORE_PLANNED)
-    timeline = program_of(manager).plan.candidate.predicted.timeline
+    candidate, trace = program_of(manager).plan.candidate, manager.trace
+    assert trace is not None
+    timeline = candidate.predicted.timeline
     assert timeline is not None
     assert timeline.resident_bytes.sum(axis=1).max() <= 34 * MIB
-    trace = manager.trace
-    assert trace is not None
     assert len(timeline.resident_bytes) == trace.phase_count
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_a_step_submits_the_hints_of_its_schedule(planner: str) -> None:
-    training = Training()
-    manager = training.manage(planner)
-    training.steps(BEFORE_PLANNED + 2)
-    before = requests(manager.engine)
-    training.step()
-    schedule, trace = program_of(manager).plan.candidate.schedule, manager.trace
-    assert trace is not None
-    classes = list(TensorClass)
+    schedule, classes = candidate.schedule, list(TensorClass)
     expected = Counter(
         (HintOp(op).name.lower(), classes[trace.tensor_class[tensor]])
         for op, tensor in zip(schedule.hint_op.tolist(), schedule.hint_tensor.tolist(), strict=True)
