@@ -514,7 +514,7 @@ def test_the_mechanism_that_is_fastest_is_chosen(machine: Hardware, training: Tr
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     layers=st.integers(3, 8),
     blocks=st.sampled_from([40, 50, 60, 80]),
