@@ -11,11 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from archives import rewrite
-from small_files import (
-    exchange,
-    small_recording,
-    small_trace,
-)
+from small_files import exchange, small_recording, small_trace
 
 from umem.core.errors import HardwareError, PolicyError, TraceError, UmemError
 from umem.hardware import load_hardware
@@ -261,11 +257,7 @@ DOCUMENTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("tensors", 2, "id"), True, r"tensors\[2\]\.id: true: .* integer"),
     (("tensors", 2, "id"), 2**63, r"tensors\[2\]\.id: 9223372036854775808: .* less than"),
     (("tensors", 2, "bytes"), 0, r"tensors\[2\]\.bytes: 0: .* greater than or equal to 1"),
-    (
-        ("tensors", 2, "bytes"),
-        2**50 + 1,
-        r"tensors\[2\]\.bytes: \d+: .* equal to 1125899906842624",
-    ),
+    (("tensors", 2, "bytes"), 2**50 + 1, r"tensors\[2\]\.bytes: \d+: .* equal to 1125899906842624"),
     (("tensors", 2, "bytes"), True, r"tensors\[2\]\.bytes: true: .* integer"),
     (("tensors", 2, "class"), "weight", r"tensors\[2\]\.class: 'weight': .* 'frozen_weights'"),
     (

@@ -38,11 +38,7 @@ def umem_process(
     command = [*(prefix or ()), sys.executable, "-c", "from umem.cli import main; main()"]
     options.setdefault("stdout", subprocess.PIPE)
     return subprocess.run(
-        [*command, *map(str, arguments)],
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        **options,
+        [*command, *map(str, arguments)], stderr=subprocess.PIPE, text=True, check=False, **options
     )
 
 
@@ -77,11 +73,7 @@ def test_a_folder_that_may_not_be_entered(words: tuple[str, ...], tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [
-        ("trace", "--show", "locked"),
-        ("fit", "./locked"),
-        ("policy", "validate", "locked"),
-    ],
+    [("trace", "--show", "locked"), ("fit", "./locked"), ("policy", "validate", "locked")],
     ids=lambda words: words[0],
 )
 def test_a_file_that_may_not_be_read(words: tuple[str, ...], tmp_path: Path) -> None:
@@ -433,10 +425,7 @@ def test_a_table_is_wider_than_the_terminal_rather_than_cut(
     ],
 )
 def test_the_command_that_installs_an_extra(
-    noted: dict[str, Any] | None,
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    noted: dict[str, Any] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the place that umem came from, and from no index, which has none."""
     text = None if noted is None else json.dumps(noted).replace("{folder}", str(tmp_path))

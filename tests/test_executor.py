@@ -641,9 +641,7 @@ def test_small_tensors_stay() -> None:
     assert isinstance(_.model.head, Scale)
 
 
-def test_residency_ignores_managers_of_other_devices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_residency_ignores_managers_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def manager_of(device: int, size_bytes: int) -> SimpleNamespace:
         away = {TensorClass.WEIGHTS: size_bytes}
         return SimpleNamespace(device=torch.device("cuda", device), away_bytes=lambda: away)

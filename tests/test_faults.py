@@ -119,10 +119,7 @@ def test_no_plan_fills_a_host_without_room(
     assert full.host_bytes == 3 * MIB
     training = Training()
     manager = manage_on(
-        training.model,
-        training.optimizer,
-        lambda: replace(machine, hardware=full),
-        "planned",
+        training.model, training.optimizer, lambda: replace(machine, hardware=full), "planned"
     )
     with caplog.at_level(logging.WARNING, "umem"):
         training.steps(12)

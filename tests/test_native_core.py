@@ -17,11 +17,7 @@ POOL = (0, 1)
 
 
 def _allocator(
-    *,
-    setting: ClassSetting | None = None,
-    total_bytes: int = 0,
-    devices: int = 1,
-    **limits: Any,
+    *, setting: ClassSetting | None = None, total_bytes: int = 0, devices: int = 1, **limits: Any
 ) -> Allocator:
     """Over host memory, with one setting for all classes."""
     config = Config([setting or ClassSetting()] * len(TensorClass), **limits)
@@ -203,10 +199,7 @@ def test_the_phase_is_the_class_of_new_blocks() -> None:
         overridden = allocator.malloc(1000)
     plain = allocator.malloc(1000)
     classes = {address: number for address, _, _, number, _, _ in allocator.live_blocks()}
-    assert classes == {
-        overridden: TensorClass.OTHER.number,
-        plain: TensorClass.ACTIVATIONS.number,
-    }
+    assert classes == {overridden: TensorClass.OTHER.number, plain: TensorClass.ACTIVATIONS.number}
     with pytest.raises(ValueError, match="begun no such block"):
         override.__exit__()
 

@@ -48,13 +48,7 @@ def policy_of(
 ) -> ResolvedPolicy:
     """All classes in managed memory, but for what is said of some."""
     budget = None if budget_bytes is None else f"{budget_bytes} B"
-    policy = load_policy(
-        {
-            "name": "test",
-            "device_budget": budget,
-            "classes": classes,
-        }
-    )
+    policy = load_policy({"name": "test", "device_budget": budget, "classes": classes})
     return resolve(policy, machine, environ={})
 
 

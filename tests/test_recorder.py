@@ -456,13 +456,10 @@ def test_a_recorded_trace_can_be_planned_and_simulated(machine: Hardware) -> Non
     assert len(gaps.tensor) > trace.persistent.sum()
     # Tensors of megabytes, on a device that holds three quarters of them.
     large = dataclasses.replace(
-        trace,
-        tensor_bytes=trace.tensor_bytes * 4096,
-        memory_bytes=trace.memory_bytes * 4096,
+        trace, tensor_bytes=trace.tensor_bytes * 4096, memory_bytes=trace.memory_bytes * 4096
     )
     policy = dataclasses.replace(
-        resolve(load_policy("managed-all"), machine),
-        device_budget_bytes=int(live * 4096 * 0.75),
+        resolve(load_policy("managed-all"), machine), device_budget_bytes=int(live * 4096 * 0.75)
     )
     schedule = umem.plan(large, machine, policy)
     report = umem.simulate(large, schedule, machine, policy)

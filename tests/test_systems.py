@@ -214,9 +214,7 @@ class Machine:
 
     def sampler(self, card: Card) -> contextlib.AbstractContextManager[Any]:
         self.sampled.append(card.pci_address)
-        return contextlib.nullcontext(
-            SimpleNamespace(figures=lambda: {"card_peak_bytes": 1100}),
-        )
+        return contextlib.nullcontext(SimpleNamespace(figures=lambda: {"card_peak_bytes": 1100}))
 
     def end_status(self, command: Sequence[str], _: object, __: Path, log: Any, *___: float) -> int:
         log.write(f"umem: 9 steps of Net\numem: {self.WORDS}\n".encode())

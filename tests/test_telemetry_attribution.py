@@ -222,11 +222,7 @@ def test_a_name_from_the_next_snapshot_is_used(later_class: int, expected: int) 
 
 def test_copies_belong_to_no_tensor() -> None:
     snapshot = Snapshot(
-        0,
-        np.array([0]),
-        np.array([100]),
-        np.array([1], np.int8),
-        np.array([0], np.int32),
+        0, np.array([0]), np.array([100]), np.array([1], np.int8), np.array([0], np.int32)
     )
     records = records_of([(5, 1, 2, 0, 8, 0, 0, 0, 1), (0, 1, 2, 0, 8, 0, 1, 0, 0)])
     tensor_class, name, _ = attribute(records, [snapshot])

@@ -222,9 +222,7 @@ def test_unknown_drivers_are_refused(kernel: StandInKernel, words: str) -> None:
 @pytest.mark.parametrize(
     "reported", [[], [(BLOCK, 2 * MIB)], [(BLOCK, 4 * MIB), (BLOCK + MIB, MIB)]]
 )
-def test_a_queue_must_report_the_probe_block(
-    reported: list[tuple[int, int]],
-) -> None:
+def test_a_queue_must_report_the_probe_block(reported: list[tuple[int, int]]) -> None:
     """Otherwise its entries may have another layout."""
     kernel = StandInKernel()
 

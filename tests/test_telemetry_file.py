@@ -16,13 +16,7 @@ from umem.core.errors import UmemError
 from umem.core.report import Source
 from umem.telemetry import Recording, load_recording, save_recording
 from umem.telemetry.file import PROFILE_COLUMNS, ProfileHeader
-from umem.telemetry.records import (
-    MigrationRecords,
-    NamedRange,
-    Residency,
-    Shares,
-    no_shares,
-)
+from umem.telemetry.records import MigrationRecords, NamedRange, Residency, Shares, no_shares
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "trace-format.md"
 
@@ -45,10 +39,7 @@ def plain(value: Any) -> Any:
 EVERYTHING = replace(
     small_recording(),
     records=records_of(
-        [
-            (0, 10, 2**42, -(2**63), 2**40, 0, 2, 0, 0),
-            (3, 15, 15, 2**63 - 1, 0, 2**20, 0, 4, 255),
-        ]
+        [(0, 10, 2**42, -(2**63), 2**40, 0, 2, 0, 0), (3, 15, 15, 2**63 - 1, 0, 2**20, 0, 4, 255)]
     ),
     tensor_names=("gewicht ü\u2028", ""),
     tensor=np.array([1, -1], np.int32),

@@ -313,10 +313,7 @@ def test_results_of_list_operators_are_born_together() -> None:
     assert trace.first_phase[results].tolist() == [2, 2]
     assert [
         set(accesses(trace, phase)) & {trace.tensor_names[r] for r in results} for phase in (2, 3)
-    ] == [
-        {"aten._foreach_mul [0]"},
-        {"aten._foreach_mul [1]"},
-    ]
+    ] == [{"aten._foreach_mul [0]"}, {"aten._foreach_mul [1]"}]
 
 
 @pytest.mark.slow
