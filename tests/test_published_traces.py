@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from training_runs import made_up_header
 from umem_bench.published import (
@@ -24,12 +23,7 @@ from umem_bench.results import Measurement, Run, read_results
 from umem_bench.tables import beside, markdown
 
 from umem.core.errors import TraceError
-from umem.core.schedule import HintOp
 from umem.hardware import load_hardware
-from umem.pages.plan.planners import ideal_clock, pose_problem
-from umem.pages.plan.problem import Manner, plan_step
-from umem.policy import load_policy, resolve
-from umem.trace import find_gaps, load_trace
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 NAMES = ("bert-base-b256", "vit-b768")
@@ -96,41 +90,6 @@ def test_the_committed_results_are_those_of_a_fresh_run(fresh: Run) -> None:
         assert (was.benchmark, was.case, was.subject) == (now.benchmark, now.case, now.subject)
         for figure in {"step_s", "lower_bound_s", "peak_live_bytes"} & set(now.figures):
             assert was.figures[figure] == pytest.approx(now.figures[figure], rel=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_what_leaves_comes_back_before_its_next_use(folder: Path, name: str) -> None:
-    """On a quarter of the device, where the link cannot let everything go in time."""
-    hardware = load_hardware("a100-g10")
-    trace = load_trace(folder / f"{name}.json.gz")
-    policy = resolve(load_policy({"extends": "managed-all", "device_budget": "25%"}), hardware, {})
-    problem = pose_problem(trace, hardware, policy, {})
-    schedule = plan_step(problem, ideal_clock(trace), name="candidate", manner=Manner()).schedule
-    gaps = find_gaps(trace)
-
-    def interval(tensor: int, phase: int) -> int:
-        phases = (phase, phase + trace.phase_count)
-        (found,) = (
-            gap
-            for gap in np.flatnonzero(gaps.tensor == tensor)
-            if any(gaps.last_use[gap] < now <= gaps.next_use[gap] for now in phases)
-        )
-        return int(found)
-
-    where = {
-        op: sorted(
-            interval(int(tensor), int(phase))
-            for tensor, phase in zip(
-                schedule.hint_tensor[schedule.hint_op == op],
-                schedule.hint_phase[schedule.hint_op == op],
-                strict=True,
-            )
-        )
-        for op in (HintOp.EVICT, HintOp.PREFETCH)
-    }
-    assert len(where[HintOp.EVICT]) > 100
-    assert where[HintOp.EVICT] == where[HintOp.PREFETCH]
 
 
 # ------------------------------------------------------------------------- a small trace
