@@ -77,11 +77,10 @@ ONE_UNIT_IS_THE_PEAK = ("lstm", "graph_net")
 
 @functools.cache
 def stock(name: str) -> dict[str, Any]:
-    """What two stock runs have, which must be the same, and another loss in each step."""
-    first, second = run(name, None), run(name, None)
-    assert first == second
-    assert len(set(first["losses"])) == STEPS
-    return first
+    """What a stock run has: another loss in each step."""
+    found = run(name, None)
+    assert len(set(found["losses"])) == STEPS
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)

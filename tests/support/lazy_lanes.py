@@ -69,11 +69,7 @@ class LazyLanes(Lanes):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        eagerness: float = 0.0,
-        seed: int = 0,
-        also: Iterable[Any] = (),
+        self, model: nn.Module, eagerness: float = 0.0, seed: int = 0, also: Iterable[Any] = ()
     ) -> None:
         self._model = weakref.ref(model)
         self._known: dict[int, Any] = {}
