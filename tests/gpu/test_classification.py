@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -121,6 +122,16 @@ def test_full_fine_tuning(name: str) -> None:
     assert grown[TensorClass.FROZEN_WEIGHTS] == 0
 
 
+def test_gradient_accumulation() -> None:
+    model = llama()
+    loss_of(model).backward()
+    first = {name: address(gradient) for name, gradient in gradients(model)}
+    for _ in range(2):
+        loss_of(model).backward()
+        assert {name: address(gradient) for name, gradient in gradients(model)} == first
+        assert wrong(gradients(model), TensorClass.GRADIENTS) == {}
+
+
 def test_saved_tensors_are_activations() -> None:
     model, ids = llama(), tokens()
     kept: list[torch.Tensor] = []
@@ -200,6 +211,16 @@ def test_lora() -> None:
     assert grown[TensorClass.OPTIMIZER_STATE] == size_bytes(state(optimizer))
 
 
+def test_tied_weights_are_one_block() -> None:
+    before = requested()
+    model = llama(tie_word_embeddings=True)
+    assert address(model.lm_head.weight) == address(model.model.embed_tokens.weight)
+    steps(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert wrong(model.named_parameters(), TensorClass.WEIGHTS) == {}
+    grown = requested()[TensorClass.WEIGHTS] - before[TensorClass.WEIGHTS]
+    assert grown == size_bytes(model.named_parameters())
+
+
 def test_from_pretrained_onto_the_device(tmp_path: Path) -> None:
     """A second model, loaded while the first one trains."""
     pytest.importorskip("accelerate")
@@ -220,6 +241,33 @@ def test_from_pretrained_onto_the_device(tmp_path: Path) -> None:
         assert wrong(state(optimizer), TensorClass.OPTIMIZER_STATE) == {}
 
 
+@pytest.mark.parametrize("how", ["moved", "built on the device"])
+def test_a_model_made_while_another_trains(how: str) -> None:
+    first = llama()
+    steps(first, torch.optim.SGD(first.parameters(), lr=1e-3))
+    if how == "moved":
+        second = llama()
+    else:
+        with torch.device("cuda"):
+            second = llama_on_cpu()
+    assert wrong(second.named_parameters(), TensorClass.WEIGHTS) == {}, "before its first forward"
+    steps(second, torch.optim.SGD(second.parameters(), lr=1e-3))
+    assert wrong(second.named_parameters(), TensorClass.WEIGHTS) == {}
+
+
+@pytest.mark.parametrize("optimizer_is", ["the same", "a new one"])
+def test_loaded_optimizer_state(optimizer_is: str) -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    steps(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    if optimizer_is == "a new one":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer.load_state_dict(saved)
+    steps(model, optimizer)
+    assert wrong(state(optimizer), TensorClass.OPTIMIZER_STATE) == {}
+
+
 def test_kinds_of_memory() -> None:
     """Under the policy managed, small tensors are in device memory, others in managed memory."""
     model = llama()
@@ -230,6 +278,58 @@ def test_kinds_of_memory() -> None:
 
 
 class TestOverride:
+    def test_nests_and_ends(self, class_of: Find) -> None:
+        nn.Linear(1, 1)(torch.ones(1))  # whatever came before: activations from here on
+        sizes = (1000, MIB, 3 * MIB)
+        for size in sizes:
+            with umem.tensor_class("other"):
+                outer = torch.empty(size, device="cuda")
+                with umem.tensor_class(TensorClass.FROZEN_WEIGHTS):
+                    inner = torch.empty(size, device="cuda")
+                again = torch.empty(size, device="cuda")
+            after = torch.empty(size, device="cuda")
+            found = [class_of(tensor) for tensor in (outer, inner, again, after)]
+            assert found == ["other", "frozen_weights", "other", "activations"], size
+
+    def test_ends_with_an_exception(self, class_of: Find) -> None:
+        def fail() -> None:
+            with umem.tensor_class("gradients"):
+                raise LookupError("on purpose")
+
+        nn.Linear(1, 1)(torch.ones(1))
+        with pytest.raises(LookupError):
+            fail()
+        assert class_of(torch.empty(MIB, device="cuda")) is TensorClass.ACTIVATIONS
+
+    def test_holds_in_threads_without_an_override(self, class_of: Find) -> None:
+        found: dict[str, TensorClass | None] = {}
+        inside, leave = threading.Event(), threading.Event()
+
+        def follow() -> None:
+            found["follower"] = class_of(torch.empty(MIB, device="cuda"))
+
+        def have_its_own() -> None:
+            with umem.tensor_class("frozen_weights"):
+                found["other thread"] = class_of(torch.empty(MIB, device="cuda"))
+                inside.set()
+                leave.wait(timeout=30)
+
+        with umem.tensor_class("other"):
+            follower = threading.Thread(target=follow)
+            follower.start()
+            follower.join()
+            own = threading.Thread(target=have_its_own)
+            own.start()
+            assert inside.wait(timeout=30)
+            found["this thread"] = class_of(torch.empty(MIB, device="cuda"))
+            leave.set()
+            own.join()
+        assert found == {
+            "follower": "other",
+            "other thread": "frozen_weights",
+            "this thread": "other",
+        }
+
     @pytest.mark.parametrize("overridden", [False, True])
     def test_holds_in_backward(self, overridden: bool, class_of: Find) -> None:
         """Backward runs in autograd's thread; tensors in `.grad` are gradients all the same."""
@@ -253,6 +353,13 @@ class TestOverride:
         assert found == ("other" if overridden else "activations")
         assert wrong(gradients(layer), TensorClass.GRADIENTS) == {}
         assert wrong(layer.named_parameters(), TensorClass.WEIGHTS) == {}
+
+    def test_unknown_class(self) -> None:
+        with (
+            pytest.raises(ValueError, match=r"'weight'.*weights, frozen_weights"),
+            umem.tensor_class("weight"),
+        ):
+            pass
 
 
 def test_summary_lists_the_classes() -> None:

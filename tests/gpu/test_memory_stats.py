@@ -84,6 +84,17 @@ class TestStatistics:
         assert torch.cuda.max_memory_allocated() == before
         assert torch.cuda.max_memory_reserved() == torch.cuda.memory_reserved()
 
+    def test_accumulated_and_their_reset(self) -> None:
+        torch.cuda.reset_accumulated_memory_stats()
+        for _ in range(3):
+            empty(MIB)
+        assert stat("allocation.all.allocated") == 3
+        assert stat("allocation.all.freed") == 3
+        assert stat("allocated_bytes.all.allocated") == 3 * MIB
+        assert stat("allocated_bytes.all.freed") == 3 * MIB
+        torch.cuda.reset_accumulated_memory_stats()
+        assert stat("allocation.all.allocated") == 0
+
     def test_every_documented_statistic_exists(self) -> None:
         stats = torch.cuda.memory_stats()
         nested = (
@@ -101,6 +112,15 @@ class TestStatistics:
         wanted |= {"num_alloc_retries", "num_ooms", "max_split_size", "num_sync_all_streams"}
         wanted |= {"num_device_alloc", "num_device_free"}
         assert wanted - set(stats) == set()
+
+    def test_pools_add_up(self) -> None:
+        kept = [empty(700), empty(MIB), empty(3 * MIB), empty(30 * MIB)]
+        stats = torch.cuda.memory_stats()
+        for name in [key for key in stats if ".all.current" in key]:
+            parts = [stats[name.replace(".all.", f".{pool}.")] for pool in _POOLS]
+            assert stats[name] == sum(parts), name
+        assert stats["reserved_bytes.all.current"] >= stats["active_bytes.all.current"]
+        assert len(kept) == 4
 
     def test_summary(self) -> None:
         kept = empty(64 * MIB)
@@ -138,6 +158,7 @@ class TestStatistics:
         assert accelerator.max_memory_reserved() == torch.cuda.max_memory_reserved()
 
 
+_POOLS = ("small_pool", "large_pool")
 _UNIT = {"KiB": KIB, "MiB": MIB, "GiB": GIB}
 
 
@@ -181,6 +202,13 @@ class TestSnapshot:
 
 
 class TestCache:
+    def test_same_stream_reuses_at_once(self) -> None:
+        first = empty(64 * MIB)
+        address, reserved = first.data_ptr(), torch.cuda.memory_reserved()
+        del first
+        assert empty(64 * MIB).data_ptr() == address
+        assert torch.cuda.memory_reserved() == reserved
+
     def test_streams_keep_their_blocks(self) -> None:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
@@ -269,6 +297,34 @@ class TestRecordStream:
         assert torch.cuda.memory_reserved() == reserved
         assert stat("active_bytes.all.current") == stat("allocated_bytes.all.current")
 
+    def test_all_blocks_are_reused(self, side: torch.cuda.Stream) -> None:
+        for _ in range(20):
+            tensor = empty(8 * MIB)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(100_000)
+                tensor.fill_(1)
+            tensor.record_stream(side)
+            del tensor
+        torch.cuda.synchronize()
+        empty(512)  # events are looked at when memory is asked for
+        assert stat("active.all.current") == stat("allocation.all.current")
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() < 160 * MIB
+
+    def test_empty_cache_waits_for_the_work(self, side: torch.cuda.Stream) -> None:
+        tensor = empty(64 * MIB)
+        work_done = torch.cuda.Event()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG_CYCLES // 10)
+            tensor.fill_(1)
+            work_done.record()
+        tensor.record_stream(side)
+        reserved = torch.cuda.memory_reserved()
+        del tensor
+        torch.cuda.empty_cache()
+        assert work_done.query()
+        assert torch.cuda.memory_reserved() <= reserved - 64 * MIB
+
 
 @pytest.fixture
 def room() -> Iterator[Callable[[int], None]]:
@@ -312,6 +368,22 @@ class TestOutOfMemory:
     def test_absurd_sizes(self, size_bytes: int) -> None:
         with pytest.raises(RuntimeError, match=r"^CUDA out of memory\."):
             empty(size_bytes)
+
+    def test_accelerate_finds_a_batch_that_fits(self, room: Callable[[int], None]) -> None:
+        memory = pytest.importorskip("accelerate.utils")
+        room(256 * MIB)
+        tried = []
+
+        @memory.find_executable_batch_size(starting_batch_size=32)  # type: ignore[untyped-decorator, unused-ignore]
+        def train(batch_size: int) -> int:
+            tried.append(batch_size)
+            activations = torch.ones(batch_size, 4 * MIB, device="cuda")  # 16 MiB for each
+            assert int(activations[:, -1].sum()) == batch_size
+            return batch_size
+
+        fitting = train()
+        assert tried[0] == 32
+        assert 8 <= fitting <= 16, tried
 
     def test_lightning_recognises_it(self) -> None:
         memory = pytest.importorskip("lightning.pytorch.utilities.memory")
