@@ -95,6 +95,10 @@ class Homes(StateMemory):
 
     new_on_device = new_home
 
+    def is_of_device(self, tensor: torch.Tensor) -> bool:
+        """All tensors."""
+        return True
+
     def block_bytes(self, size_bytes: int) -> int:
         """Bytes of a tensor and what is left behind it."""
         return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -11,11 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from archives import rewrite
-from small_files import (
-    exchange,
-    small_recording,
-    small_trace,
-)
+from small_files import exchange, small_recording, small_trace
 
 from umem.core.errors import HardwareError, PolicyError, TraceError, UmemError
 from umem.hardware import load_hardware
@@ -101,9 +97,7 @@ POLICIES = [
     # unknown keys, with the nearest one
     ("nam: x\n", 1, 1, "nam", "unknown key, did you mean 'name'? Valid keys: name, "),
     ("classes:\n  weigths: {}\n", 2, 3, "classes.weigths", "did you mean 'weights'?"),
-    ("classes:\n  other: {knd: device}\n", 2, 11, "classes.other.knd", "'kind'?"),
     ("limits:\n  managed: 1GiB\n", 2, 3, "limits.managed", "'managed_bytes'?"),
-    ("defaults: {read-mostly: true}\n", 1, 12, "defaults.read-mostly", "'read_mostly'?"),
     ("managed_bytes: 1GiB\n", 1, 1, "managed_bytes", "did you mean 'limits.managed_bytes'?"),
     ("min_bytes: 1MiB\n", 1, 1, "min_bytes", "did you mean 'defaults.min_bytes'?"),
     ("activations: {}\n", 1, 1, "activations", "did you mean 'classes.activations'?"),
@@ -126,19 +120,11 @@ POLICIES = [
         "defaults.read_mostly",
         "'yes': Input should be a valid boolean",
     ),
-    (
-        "defaults: {read_mostly: 1}\n",
-        1,
-        12,
-        "defaults.read_mostly",
-        "1: Input should be a valid boolean",
-    ),
     ("name: 5\n", 1, 1, "name", "5: Input should be a valid string"),
     ("extends: [sft]\n", 1, 1, "extends", "['sft']: Input should be a valid string"),
     ("extends: sfft\n", 1, 1, "extends", "did you mean 'sft'? Known: inference, lora"),
     ("extends: no.yaml\n", 1, 1, "extends", "there is no file"),
     ("limits: 5\n", 1, 1, "limits", "Valid keys: managed_bytes, system_headroom_bytes"),
-    ("classes: [weights]\n", 1, 1, "classes", "Valid keys: weights, frozen_weights"),
     ("defaults:\nname: x\n", 1, 1, "defaults", "null is not a mapping"),
     ("classes:\n  other:\n", 2, 3, "classes.other", "Valid keys: kind, placement"),
     # sizes
@@ -150,14 +136,11 @@ POLICIES = [
     ("limits: {managed_bytes: 16}\n", 1, 10, "limits.managed_bytes", "such as '16GiB'"),
     ("device_budget: 0\n", 1, 1, "device_budget", "for no budget, give null"),
     ("device_budget: true\n", 1, 1, "device_budget", "is not a size"),
-    ("limits: {managed_bytes: 0}\n", 1, 10, "limits.managed_bytes", "give null"),
     (f"device_budget: {'1' * 6000}\n", 1, 1, "device_budget", "is not a size"),
     # YAML
     ("a: 1\nb: 2\na: 3\n", 3, 1, "a", "duplicate key: it is also on line 1"),
-    ("limits:\n  x: 1\n  x: 1\n", 3, 3, "limits.x", "duplicate key"),
     ("limits:\n\tx: 1\n", 2, 1, "", "indent with spaces"),
     ("- sft\n", 1, 1, "", "not a mapping: write keys and values"),
-    ("sft\n", 1, 1, "", "not a mapping: write keys and values"),
     ("", 1, 1, "", "the file is empty"),
     ("# nothing but a comment\n", 1, 1, "", "the file is empty"),
     ("name: a: b\n", 1, 8, "", "not valid YAML"),
@@ -166,8 +149,6 @@ POLICIES = [
     ("a: &x [*x]\n", 1, 8, "", "neither aliases nor tags are supported"),
     ("a: 1\n---\nb: 1\n", 2, 1, "", "found another document"),
     ("!!python/object:os.system {}\n", 1, 1, "", "neither aliases nor tags are supported"),
-    ("name: !!binary aGk=\n", 1, 7, "", "neither aliases nor tags"),
-    ("name: !!int abc\n", 1, 7, "", "neither aliases nor tags"),
     ("1: x\n", 1, 1, "1", "the key 1 is not text"),
     ("? [a]\n: b\n", 1, 3, "['a']", "the key ['a'] is not text"),
     ("name: x\ndescription: \x01\n", 2, 14, "", "a control character"),
@@ -212,8 +193,6 @@ PROFILES = [
         "5: Input should be a valid string",
     ),
     (f"description: {'x' * 3000}\n", "2:1: description", "longer than 2000 characters"),
-    ("name: [x]\n", "2:1: name", "Input should be a valid string"),
-    ("extends: h200\n", "3:1: extends", "duplicate key"),
     (
         "flops_per_s: {fp8: {value: 5 TFLOPS, source: x}}\n",
         "2:21: flops_per_s.fp8.value",
@@ -248,38 +227,17 @@ FIGURES = [
 ]
 """Figure, its value in a profile, and what is said of it."""
 
-PROFILE_TEXTS = [
-    (
-        "",
-        "the file is empty: write keys and values, such as",
-    ),
-    (
-        "a: &x 1\nb: *x\n",
-        "neither aliases nor tags are supported",
-    ),
-    ("a: 1\n---\nb: 1\n", "found another document"),
-    ("[" * 1000, "nested too deeply"),
-    ("extends: mine.yaml\n", "a cycle"),
-]
-
 TRACES = [
-    ({"format": "umem-trace/9"}, "format: umem-trace/9 is of a newer umem"),
-    ({"format": "umem-trace/2"}, "format: umem-trace/2 is of an older umem"),
-    ({"format": "umem-plan/1"}, "format: 'umem-plan/1' is not a trace"),
-    ({"flop": 1}, "flop: unknown key. Valid keys: format, name"),
     (
         {"durations_s": np.zeros(3)},
         "'durations_s': unknown column, did .* 'duration_s'.* Valid columns: tensor_b",
     ),
     ({"name": 5}, "name: 5: Input should be a valid string"),
-    ({"name": "\ud800"}, r"not valid JSON.* hex escape"),
     ({"tensor_names": "abc"}, "tensor_names: 'abc': .* valid array"),
     ({"tensor_names": ["a", "b", 3]}, r"tensor_names\[2\]: 3: Input should be a valid string"),
     ({"tensor_bytes": [1, 1]}, "tensor_bytes: 2 entries; it takes 3"),
-    ({"tensor_bytes": np.ones(3)}, "tensor_bytes: of float64; it takes int64"),
     ({"tensor_class": [0, 1, 9]}, r"tensor_class\[2\]: 9 is not from 0 to 5"),
     ({"persistent": np.array([2, 0, 0], np.uint8).view(np.bool_)}, "persistent: .* 0 and 1"),
-    ({"first_phase": np.zeros(3, ">i4")}, "first_phase: of >i4; it takes int32"),
     ({"flops": [1.0, 0.0, INF]}, r"flops\[2\]: inf is not from 0"),
     ({"access_start": [0, 2, 4, 6]}, r"access_start\[3\]: 6; it is 5"),
     ({"access_start": [0, 2, 5]}, "access_start: 3 entries; it takes 4"),
@@ -288,7 +246,6 @@ TRACES = [
     ({"metadata": []}, r"metadata: \[\]: .* object"),
     ({"metadata": {"a": [1]}}, "metadata.a: a list; give text or a number"),
     ({"metadata": {"\u202e": None}}, r"metadata.\\u202e: a NoneType"),
-    ({"flop": np.zeros(3)}, r"'flop': unknown column, did you mean 'flops'\?"),
     *(
         (put((key,), GONE), f"{key}: missing")
         for key in sorted({*TraceHeader.model_fields, *DTYPES} - {"duration_s"})
@@ -300,19 +257,9 @@ DOCUMENTS: list[tuple[tuple[Any, ...], Any, str]] = [
     (("tensors", 2, "id"), True, r"tensors\[2\]\.id: true: .* integer"),
     (("tensors", 2, "id"), 2**63, r"tensors\[2\]\.id: 9223372036854775808: .* less than"),
     (("tensors", 2, "bytes"), 0, r"tensors\[2\]\.bytes: 0: .* greater than or equal to 1"),
-    (
-        ("tensors", 2, "bytes"),
-        2**50 + 1,
-        r"tensors\[2\]\.bytes: \d+: .* equal to 1125899906842624",
-    ),
-    (("tensors", 2, "bytes"), 1.5, r"tensors\[2\]\.bytes: 1.5: .* integer"),
+    (("tensors", 2, "bytes"), 2**50 + 1, r"tensors\[2\]\.bytes: \d+: .* equal to 1125899906842624"),
     (("tensors", 2, "bytes"), True, r"tensors\[2\]\.bytes: true: .* integer"),
     (("tensors", 2, "class"), "weight", r"tensors\[2\]\.class: 'weight': .* 'frozen_weights'"),
-    (
-        ("tensors", 2, "class"),
-        ["weights"],
-        r"tensors\[2\]\.class: \['weights'\]: .* 'frozen_weights'",
-    ),
     (
         ("tensors", 2, "persistent"),
         1,
@@ -320,11 +267,9 @@ DOCUMENTS: list[tuple[tuple[Any, ...], Any, str]] = [
     ),
     (("tensors", 2, "size"), 1, r"tensors\[2\]\.size: unknown key.* id, bytes, class, persis"),
     (("tensors", 2), 5, r"tensors\[2\]: 5 is not .* id, bytes, class, persistent"),
-    (("tensors",), {}, "tensors: {}: .* array"),
     (("tensors",), [], r"phases\[1\]\.reads\[0\]: tensor 7 is not among the tensors"),
     (("phases",), [], "phase_names: 0 entries; a trace has from 1"),
     (("phases", 3), [], r"phases\[3\]: \[\] is not .* name, duration_us, reads, writes"),
-    (("phases", 3, "name"), 5, r"phases\[3\]\.name: 5: Input should be a valid string"),
     (("phases", 3, "name"), "\x1b", r"phase_names\[3\]: holds the control character"),
     (
         ("phases", 3, "duration_us"),
@@ -337,19 +282,12 @@ DOCUMENTS: list[tuple[tuple[Any, ...], Any, str]] = [
         r"phases\[3\]\.duration_us: 2\S+: .* equal to 1000000000000",
     ),
     (("phases", 3, "duration_us"), 10**400, r"phases\[3\]\.duration_us: 1\S+: .* number"),
-    (("phases", 3, "duration_us"), None, r"phases\[3\]\.duration_us: null: .* number"),
-    (("phases", 3, "duration_us"), True, r"phases\[3\]\.duration_us: true: .* number"),
     (("phases", 3, "reads", 0), 99, r"phases\[3\]\.reads\[0\]: tensor 99 is not among the"),
     (("phases", 2, "reads", 1), 7.0, r"phases\[2\]\.reads\[1\]: 7.0: .* integer"),
-    (("phases", 2, "writes"), 7, r"phases\[2\]\.writes: 7: .* array"),
-    (("phases", 2, "write"), [], r"phases\[2\]\.write: unknown key"),
     (("published",), [], r"published: \[\]: .* object"),
-    (("published", "ideal"), None, "metadata.published_ideal: a NoneType; give text"),
     (("published", "ideal"), True, "metadata.published_ideal: a bool; give text"),
-    (("name",), 5, "name: 5: Input should be a valid string"),
     (("phases", 1, "duration_us"), NAN, r"phases\[1\]\.duration_us: inf: .* finite"),
     (("published", "ideal"), NAN, "metadata.published_ideal: inf; give a finite number"),
-    (("format",), "umem-trace/2", "format: umem-trace/2 is of an older umem.*make the file again"),
     (
         (),
         {
@@ -390,7 +328,6 @@ RECORDINGS = [
     ({"end_ns": [2**50, 30]}, "end_ns[0]: 1125899906842624 is not"),
     ({"end_ns": [-(2**63), 30]}, "end_ns[0]: -9223372036854775808 is not from 0"),
     ({"bytes": [64, 2**62]}, "bytes[1]"),
-    ({"bytes": np.array([64, 1.5])}, "bytes: of float64; it takes int64"),
     ({"tensor": [1, -1]}, "tensor[0]: 1 is not from -1 to 0"),
     ({"tensor_class": [0, 6]}, "tensor_class[1]: 6 is not from -1 to 5"),
     ({"step_start_ns": [0, 400]}, "step_start_ns[1]: 400 is before the last end"),
@@ -404,10 +341,7 @@ RECORDINGS = [
     ),
     ({"dropped": -1}, "dropped: -1: "),
     ({"duration_ns": True}, "duration_ns: true: "),
-    ({"notes": ["x", 5]}, "notes[1]: 5: Input should be a valid string"),
-    ({"workload": "\ud800"}, "not valid JSON"),
     ({"ideal_s": 0}, "ideal_s: 0: "),
-    ({"ideal_s": "1"}, "ideal_s: '1': "),
     ({"hints": [None]}, "hints: 1 entries for 2 steps"),
     ({"hints": [None, {"refused": 1}]}, "hints[1].uses: missing"),
     (put(("hints", 1, "refused"), -1), "hints[1]: -1 is not from 0"),
@@ -453,14 +387,15 @@ def cases() -> Iterator[tuple[str, Any, str]]:
         place = f":{line}:{column}: " + (f"{key}: " if key else "")
         yield "policy", text, re.escape(place) + ".*" + re.escape(says)
     for text, place, says in PROFILES:
-        extends = "extends: h200\n" + ("name: x\n" if text.startswith("extends") else "")
-        yield "hardware", extends + text, re.escape(f":{place}: ") + ".*" + re.escape(says)
+        yield (
+            "hardware",
+            "extends: h200\n" + text,
+            re.escape(f":{place}: ") + ".*" + re.escape(says),
+        )
     for figure, value, says in FIGURES:
         text = f"extends: h200\n{figure}: {{value: {value}, source: x}}\n"
         place = f":2:{len(figure) + 4}: {figure}.value: "
         yield "hardware", text, place + ".*" + re.escape(says)
-    for text, says in PROFILE_TEXTS:
-        yield "hardware", text, ".*" + re.escape(says)
     for where, value, says in DOCUMENTS:
         yield "document", put(where, value) if where else value, f": {says}"
     for change, says in TRACES:

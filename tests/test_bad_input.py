@@ -38,11 +38,7 @@ def umem_process(
     command = [*(prefix or ()), sys.executable, "-c", "from umem.cli import main; main()"]
     options.setdefault("stdout", subprocess.PIPE)
     return subprocess.run(
-        [*command, *map(str, arguments)],
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        **options,
+        [*command, *map(str, arguments)], stderr=subprocess.PIPE, text=True, check=False, **options
     )
 
 
@@ -77,14 +73,7 @@ def test_a_folder_that_may_not_be_entered(words: tuple[str, ...], tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [
-        ("trace", "--show", "locked"),
-        ("report", "locked"),
-        ("plan", "--trace", "locked"),
-        ("fit", "./locked"),
-        ("policy", "show", "./locked"),
-        ("policy", "validate", "locked"),
-    ],
+    [("trace", "--show", "locked"), ("fit", "./locked"), ("policy", "validate", "locked")],
     ids=lambda words: words[0],
 )
 def test_a_file_that_may_not_be_read(words: tuple[str, ...], tmp_path: Path) -> None:
@@ -152,7 +141,7 @@ def test_a_current_folder_that_is_gone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["--version", "policy list", "policy schema"])
+@pytest.mark.parametrize("words", ["--version", "policy list"])
 def test_standard_output_on_a_full_disk(words: str) -> None:
     with open("/dev/full", "w") as full:
         done = umem_process(*words.split(), stdout=full)
@@ -409,48 +398,6 @@ def test_many_problems(run: Run, tmp_path: Path) -> None:
     assert "1,002 more problems" in errors.splitlines()[-1]
 
 
-# ----------------------------------------------------------------------------------- network
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("doctor",),
-        ("fit", "llama-2-7b", "--gpu", "h100-sxm"),
-        ("simulate", "--model", "llama-tiny", "--mode", "sft", "--batch", "1", "--seq", "64"),
-    ],
-    ids=lambda words: words[0],
-)
-def test_no_command_uses_the_network(words: tuple[str, ...], tmp_path: Path) -> None:
-    """Python reports each use of a socket, of the libraries' too, to this hook.
-
-    `doctor` connects to trainings of this user, if any run, through sockets that are files.
-    """
-    code = """
-import os, sys
-
-def watch(event, arguments):
-    if event == "socket.connect" and isinstance(arguments[1], str):
-        return
-    if event in ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.sendto"):
-        os._exit(99)
-
-sys.addaudithook(watch)
-from umem.cli import main
-main()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-    )
-    assert done.returncode in (0, 1), done.stderr
-    assert done.stdout
-
-
 # ------------------------------------------------------------------------- tables, remedies
 
 
@@ -478,10 +425,7 @@ def test_a_table_is_wider_than_the_terminal_rather_than_cut(
     ],
 )
 def test_the_command_that_installs_an_extra(
-    noted: dict[str, Any] | None,
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    noted: dict[str, Any] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the place that umem came from, and from no index, which has none."""
     text = None if noted is None else json.dumps(noted).replace("{folder}", str(tmp_path))

@@ -17,7 +17,7 @@ from umem_bench.generate import run as generations
 from umem_bench.generate import tables as generate_tables
 from umem_bench.load import run as loads
 from umem_bench.load import tables as load_tables
-from umem_bench.machine import git_commit, header
+from umem_bench.machine import git_commit
 from umem_bench.results import (
     LORA_CASES,
     GenerateResult,
@@ -40,7 +40,6 @@ from umem_bench.tables import markdown
 from umem_bench.training.tables import (
     CARD_MARGIN_BYTES,
     checks,
-    device_peak_bytes,
     fits,
     heading,
     tables,
@@ -51,8 +50,6 @@ from umem import UmemError
 
 CASE = "1 MiB, 1 thread"
 STEP = "SFT, small"
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-PAGE = 64 << 10
 MARGIN = CARD_MARGIN_BYTES
 
 
@@ -125,21 +122,6 @@ def test_tables_of_allocators() -> None:
     ]  # fmt: skip
 
 
-def test_report_prints_a_results_file(tmp_path: Path) -> None:
-    path, run = tmp_path / "results.jsonl", of_allocators()
-
-    plain = report(run, path)
-    checked = report(run, path, "--markdown", "--check")
-    one = report(run, path, "--markdown", "--tables", "training")
-
-    for part in ("Made-up GPU", "driver 1.2", "CUDA 13.0", "torch 2.13.0",
-                 "umem 0.1.0 (0123456789ab)", "policy sft", "3 rounds", "2026-01-02"):  # fmt: skip
-        assert part in " ".join(plain.split())
-    assert f"| {CASE} | 2 [1 to 3] |" in checked
-    assert checked.count("pass  ") == 4
-    assert one.count("**") == 2
-
-
 @pytest.mark.parametrize(
     ("missed", "detail", "measurements"),
     [
@@ -184,24 +166,7 @@ def test_a_missed_limit_fails(
     assert f"FAIL  {missed}" in shown
 
 
-def test_a_run_without_limits_fails_the_check(tmp_path: Path) -> None:
-    case = Measurement(benchmark="core", case="512 B", subject="umem", rounds_s=(1e-7,))
-
-    report(of_allocators(case), tmp_path / "core.jsonl", "--check", status=1)
-
-
 # ---- files and provenance ----
-
-
-def test_results_survive_the_file_and_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    run = of_allocators()
-    write_results(run, tmp_path / "results.jsonl")
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match="taken"):
-        write_results(run, tmp_path / "taken")
-
-    assert read_results(tmp_path / "results.jsonl") == run
-    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "taken"}
 
 
 @pytest.mark.parametrize(
@@ -241,13 +206,6 @@ def test_a_file_that_is_no_report_is_an_error(tmp_path: Path, benchmark: Any, wo
         CliRunner().invoke(app, ["report", str(path)], catch_exceptions=False)
 
 
-def test_packages_of_a_results_file_have_the_names_that_pip_knows() -> None:
-    names = set(header("systems", {}, "annotated-types").packages)
-
-    assert {"torch", "annotated-types"} <= names
-    assert not {"annotated", "rmm-cu12", "rmm-cu13"} & names
-
-
 def test_the_commit_is_the_checkouts_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"ls-files": "machine.py", "rev-parse": "0123456789ab", "status": "M a"}
     monkeypatch.setattr("umem_bench.machine._git", lambda command, *_: said[command])
@@ -262,33 +220,6 @@ def test_the_commit_is_the_checkouts_or_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # ---- training ----
-
-
-@pytest.mark.parametrize(
-    ("entry", "fitted"),
-    [
-        (result("stock"), [100]),
-        (result("save-on-cpu", peak_bytes=6 * GIB + PAGE - 1), [100, 60]),
-        (result("save-on-cpu", peak_bytes=6 * GIB + PAGE), [100]),
-        (result("torchao-offload", peak_bytes=3 * GIB), [100, 60, 30]),
-        # Its optimizer's state is on the host, and bitsandbytes' is not counted by torch.
-        (result("umem-optimizer-host", host_state_bytes=4 * GIB), [100, 60]),
-        (result("bnb-paged-adamw", peak_bytes=4 * GIB, paged_state_bytes=3 * GIB), [100]),
-        # It keeps to its budget, whatever is allocated, unless it is seen not to.
-        (result("umem-planned", peak_bytes=12 * GIB, percent=60.0), [100, 60]),
-        (result("umem-planned", percent=60.0, resident_bytes=6 * GIB + PAGE), []),
-        (result("rmm-pool", peak_bytes=None), []),
-        (result("save-on-cpu", peak_bytes=GIB, state="failed", steps_s=()), []),
-    ],
-)
-def test_a_variant_fits_the_budgets_that_its_peak_fits(
-    entry: TrainingResult, fitted: list[float]
-) -> None:
-    run = made_up_run(result("stock"), entry)
-
-    assert [it for it in (100, 60, 30) if fits(run, entry, it)] == fitted
-    on_host = result("umem-optimizer-host", host_state_bytes=3 * GIB)
-    assert device_peak_bytes(run, on_host) == 7 * GIB
 
 
 @pytest.mark.parametrize(
@@ -472,15 +403,6 @@ def test_rows_at_scale_are_beside_stock_where_it_was_measured() -> None:
     assert ["of stock" in it.columns for it in scale_tables.tables(both)] == [False, True]
 
 
-def test_old_results_are_read_and_shown_as_they_were() -> None:
-    every = map(read_results, sorted(RESULTS.glob("*-scale-*.jsonl")))
-    before_budgets = [it for it in every if not it.scale_settings.budgets_bytes]
-    assert len(before_budgets) == 8
-    for old in before_budgets:
-        assert "full fine-tuning of random weights" in scale_tables.heading(old)
-        assert all("of stock" not in it.columns for it in scale_tables.tables(old))
-
-
 def test_work_beside_the_median_step_is_seen() -> None:
     made = scale_run(at_scale("umem", wall_s=3.5), at_scale("floor"))
 
@@ -579,15 +501,6 @@ def test_the_bound_is_the_slower_of_computing_and_copying() -> None:
     ):
         assert generate_tables.bound_s(generate_run(row, *others), row) == pytest.approx(bound_s)
     assert generate_tables.bound_s(generate_run(umem), generated("accelerate")) is None
-
-
-def test_without_stock_bits_are_not_compared() -> None:
-    out = generated("stock", state="out of memory", reason="CUDA out of memory", token_s=())
-    # Of its base only the context is known then.
-    made = generate_run(generated("umem", card_peak_bytes=17 * GIB // 2), out)
-
-    assert rows_of(generate_tables, made)["umem"][-1] == "—"
-    assert passed(generate_tables.checks(made)) == [True]
 
 
 # ---- loading ----

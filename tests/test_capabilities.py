@@ -12,13 +12,7 @@ from other_process import run_forked
 
 from umem.core.errors import UnsupportedError
 from umem.hardware import capabilities
-from umem.hardware.capabilities import (
-    Capabilities,
-    NumaNode,
-    detect,
-    detect_all,
-    numa_nodes,
-)
+from umem.hardware.capabilities import Capabilities, NumaNode, detect, detect_all, numa_nodes
 from umem.hardware.host_memory import HostMemory
 
 GIB = 1 << 30

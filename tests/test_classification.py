@@ -486,10 +486,7 @@ def test_a_model_with_a_list_named_buffers_is_classified(witness: Witness) -> No
 
 @pytest.mark.parametrize("part", ["_see_call", "_see_parameter", "_begin_step", "_end_step"])
 def test_no_error_of_a_hook_ends_the_program(
-    part: str,
-    witness: Witness,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    part: str, witness: Witness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise KeyError(part)

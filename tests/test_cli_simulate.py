@@ -209,10 +209,7 @@ def test_pictures(run: Run, layers: Path, tmp_path: Path) -> None:
     )
     assert (status, errors) == (0, "")
     names = sorted(path.name for path in folder.iterdir())
-    assert names == [
-        "residency--odd-name-fault.png",
-        "residency--odd-name-planned.png",
-    ]
+    assert names == ["residency--odd-name-fault.png", "residency--odd-name-planned.png"]
     assert sorted(re.findall(r"^wrote (.*)$", output, re.MULTILINE)) == [
         str(folder / name) for name in names
     ]

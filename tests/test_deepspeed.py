@@ -111,9 +111,7 @@ def make_engine(name: str) -> Any:
         {"params": [it for name, it in named if name.endswith("bias")], "weight_decay": 0.0},
     ]
     engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(groups, lr=1e-2),
-        config=config,
+        model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config
     )
     return engine
 

@@ -122,8 +122,7 @@ def values(program: Program) -> list[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("use", "eagerness", "temporary"),
-    pairs([*USES], [0.0, 0.8], [TemporaryPlan(), TEMPORARY]),
+    ("use", "eagerness", "temporary"), pairs([*USES], [0.0, 0.8], [TemporaryPlan(), TEMPORARY])
 )
 def test_all_bits_are_stocks(use: str, eagerness: float, temporary: TemporaryPlan) -> None:
     counts = compare(USES[use], eagerness, temporary=temporary).training.counts

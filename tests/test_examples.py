@@ -167,6 +167,20 @@ def test_wrong_offloading_arguments(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_loop_trains_and_generates_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    train_and_generate = pytest.importorskip("train_and_generate")
+    size = 64, 2
+    digest = train_and_generate.main(
+        ["--way", "move", "--steps", "2", "--hidden", str(size[0]), "--layers", str(size[1])]
+    )
+    output = capsys.readouterr().out
+    assert output.count("mean reward 0.") == 2
+    assert f"weights {digest[:16]}" in output
+    untrained = train_and_generate.digest_of(train_and_generate.build_model(*size))
+    assert digest != untrained
+
+
 def is_print(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and ast.unparse(value.func) == "print"
 

@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from managed_training import (
-    BEFORE_PLANNED,
-    MIB,
-    Net,
-    Training,
-    both,
-    host_machine,
-    program_of,
-)
+from managed_training import BEFORE_PLANNED, MIB, Net, Training, both, host_machine, program_of
 
 from umem.core.errors import PlanError
 from umem.managing import manage_on

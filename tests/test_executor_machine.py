@@ -340,9 +340,7 @@ def test_spilled_memory_comes_back_where_a_plan_wants_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_that_moves_nothing_leaves_the_training_alone(
-    allocator: CountingAllocator,
-) -> None:
+def test_a_plan_that_moves_nothing_leaves_the_training_alone(allocator: CountingAllocator) -> None:
     """Such as where only the first steps have passed the budget."""
     training = Training()
     manager = managed(training, machine_with(allocator, 400 * MIB))

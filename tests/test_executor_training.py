@@ -15,7 +15,6 @@ from managed_training import (
     BEFORE_PLANNED,
     MIB,
     TIGHT,
-    WIDTH,
     Checkpointed,
     Net,
     Scale,
@@ -23,6 +22,7 @@ from managed_training import (
     hook_count,
     program_of,
 )
+from pairs import pairs
 from torch import nn
 
 from umem.core.classes import TensorClass
@@ -39,8 +39,7 @@ def both(train: Callable[[Training], None], planner: str = "planned", **more: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planner", ["planned", "fault"])
-def test_gradient_accumulation(planner: str) -> None:
+def test_gradient_accumulation() -> None:
     def train(training: Training) -> None:
         for _ in range(12):
             for _ in range(3):
@@ -49,7 +48,7 @@ def test_gradient_accumulation(planner: str) -> None:
             training.optimizer.zero_grad()
             training.losses.append(0.0)
 
-    status = both(train, planner).status()
+    status = both(train).status()
     # The step in which the program starts diverges: its first call is over by then.
     assert (status.steps, status.diverged_steps, status.plans) == (12 - BEFORE_PLANNED, 1, 1)
 
@@ -72,12 +71,11 @@ def test_accumulation_that_ends_early_diverges_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planner", ["planned", "lookahead"])
-def test_zero_grad_that_keeps_gradients(planner: str) -> None:
+def test_zero_grad_that_keeps_gradients() -> None:
     def train(training: Training) -> None:
         training.steps(12, gradients_stay=True)
 
-    assert both(train, planner).status().diverged_steps == 0
+    assert both(train, "lookahead").status().diverged_steps == 0
 
 
 @pytest.mark.slow
@@ -118,17 +116,6 @@ def test_evaluation_with_gradients_in_a_step() -> None:
 
     status = both(train).status()
     assert (status.steps, status.diverged_steps) == (14 - BEFORE_PLANNED - 1, 1)
-
-
-@pytest.mark.slow
-def test_a_learning_rate_schedule() -> None:
-    def train(training: Training) -> None:
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, 14)
-        for _ in range(14):
-            training.step()
-            schedule.step()
-
-    assert both(train).status().diverged_steps == 0
 
 
 @pytest.mark.slow
@@ -201,8 +188,9 @@ class Reentrant(Checkpointed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [Checkpointed, Reentrant])
-@pytest.mark.parametrize("planner", ["planned", "lookahead"])
+@pytest.mark.parametrize(
+    ("model", "planner"), [(Checkpointed, "planned"), (Reentrant, "lookahead")]
+)
 def test_activation_checkpointing(model: type[nn.Module], planner: str) -> None:
     def train(training: Training) -> None:
         for _ in range(12):
@@ -354,24 +342,6 @@ def test_a_model_compiled_as_a_whole_is_not_managed(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.slow
-def test_two_models_in_one_process() -> None:
-    def train(first: Training, second: Training) -> None:
-        for _ in range(12):
-            first.step()
-            second.step()
-
-    stock, managed = (Training(), Training()), (Training(), Training())
-    managers = [training.manage() for training in managed]
-    assert managers[0] is not managers[1]
-    train(*stock)
-    train(*managed)
-    for training, plain, manager in zip(managed, stock, managers, strict=True):
-        assert training.equals(plain)
-        assert manager.status().steps == 12 - BEFORE_PLANNED
-        assert manager.status().diverged_steps == 0
-
-
-@pytest.mark.slow
 def test_two_models_with_nested_steps() -> None:
     """A generator and its discriminator."""
 
@@ -474,9 +444,14 @@ def in_the_optimizer(error: type[BaseException]) -> Callable[[Training], None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planner", ["planned", "fault"])
-@pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", [in_forward, inside_a_block, in_backward, in_the_optimizer])
+@pytest.mark.parametrize(
+    ("place", "error", "planner"),
+    pairs(
+        [in_forward, inside_a_block, in_backward, in_the_optimizer],
+        [StopError, KeyboardInterrupt],
+        ["planned", "fault"],
+    ),
+)
 def test_a_step_that_fails(
     place: Callable[[type[BaseException]], Callable[[Training], None]],
     error: type[BaseException],
@@ -547,18 +522,3 @@ def test_an_interrupt_at_any_moment_costs_one_step_of_the_plan(
         assert after.steps > before.steps
         assert saved_tensors.innermost() is None
     assert managed.equals(plain)
-
-
-@pytest.mark.slow
-def test_an_interrupt_leaves_no_saved_tensor_hooks_for_the_next_step() -> None:
-    training = Training()
-    manager = training.manage()
-    training.steps(BEFORE_PLANNED + 2)
-    inside_a_block(KeyboardInterrupt)(training)
-    training.step()
-    before = manager.store.statistics
-    x = torch.randn(2, WIDTH, requires_grad=True)
-    torch.tanh(x * 2).sum().backward()  # no part of the managed model
-    after = manager.store.statistics
-    assert (after.bytes_out, after.bytes_in) == (before.bytes_out, before.bytes_in)
-    assert saved_tensors.innermost() is None

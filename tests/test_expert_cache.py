@@ -72,9 +72,7 @@ def test_hits_do_not_read_the_table() -> None:
     assert not cached.select(table, chosen).any()
 
 
-def test_an_interrupt_within_a_selection_empties_the_cache(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_within_a_selection_empties_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have come between the choice and the copy."""
     table = table_of()
     cached = cache_of(table, 4)

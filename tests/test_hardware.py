@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -26,7 +25,6 @@ from umem.cli.hardware import app
 from umem.core.classes import TensorClass
 from umem.core.errors import HardwareError, UnsupportedError
 from umem.hardware import (
-    Hardware,
     Source,
     capabilities,
     explain_hardware,
@@ -232,14 +230,6 @@ def test_an_inherited_source_does_not_serve_a_new_value(tmp_path: Path) -> None:
     )
 
 
-def test_an_error_in_a_parent_names_the_parent(tmp_path: Path) -> None:
-    parent = write(tmp_path, "extends: h200\ncall_s: {value: 1, source: x}\n", "base.yaml")
-    (problem,) = problems_of(write(tmp_path, "extends: base.yaml\n"))
-    assert problem.startswith(
-        f"{parent}:2:10: call_s.value: 1 is not a number and a unit: give one such as '45 us'"
-    )
-
-
 def test_a_mapping_may_extend_a_profile() -> None:
     mapping = {"extends": "gh200-96", "host_bytes": {"value": 2**40, "assumption": "more of it"}}
     assert load_hardware(mapping).host_bytes == 2**40
@@ -290,44 +280,6 @@ def test_a_mapping_that_holds_itself_is_refused() -> None:
     endless["call_s"] = endless
     (problem,) = problems_of(endless)
     assert "nested too deeply" in problem
-
-
-_WORDS = st.sampled_from(["name", "extends", "value", "source", "assumption", "bf16", *FIGURES])
-_LEAVES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=20),
-    st.sampled_from(["51 GB/s", "45 us", "2 MiB", "h200", "5 ms/GiB", "51%", "serial"]),
-)
-_TREES = st.recursive(
-    _LEAVES,
-    lambda below: st.one_of(
-        st.lists(below, max_size=3),
-        st.dictionaries(st.one_of(_WORDS, st.text(max_size=9)), below, max_size=4),
-    ),
-    max_leaves=12,
-)
-
-
-@pytest.mark.slow
-@given(st.dictionaries(st.one_of(_WORDS, st.integers(), st.text(max_size=9)), _TREES, max_size=6))
-def test_any_mapping_is_a_profile_or_a_hardware_error(mapping: dict[Any, Any]) -> None:
-    for extended in (mapping, {**mapping, "extends": "h200"}):
-        with contextlib.suppress(HardwareError):
-            assert isinstance(load_hardware(extended), Hardware)
-
-
-@pytest.mark.slow
-@given(st.dictionaries(_WORDS, _TREES, max_size=4), st.text(max_size=30))
-def test_any_file_is_a_profile_or_a_hardware_error(
-    tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any], tail: str
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.yaml"
-    path.write_bytes((yaml.safe_dump(data) + tail).encode("utf-8", "surrogatepass"))
-    with contextlib.suppress(HardwareError):
-        assert isinstance(load_hardware(path), Hardware)
 
 
 # ---------------------------------------------------------------------------------- quantities

@@ -100,9 +100,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("way", "of", "name"), pairs(WAYS, [weights, moments], [*PROGRAMS]))
 def test_kept_addresses_have_stocks_values_after_each_step(
-    way: Callable[[list[torch.Tensor]], Any],
-    of: Callable[[Program], list[torch.Tensor]],
-    name: str,
+    way: Callable[[list[torch.Tensor]], Any], of: Callable[[Program], list[torch.Tensor]], name: str
 ) -> None:
     def change(run: Program) -> None:
         if run.kept is None:

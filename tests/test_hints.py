@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -57,14 +56,6 @@ class TestRequests:
             with pytest.raises(ValueError, match="placement: moon"):
                 engine.advise(at(0), BLOCK, placement="moon")  # type: ignore[arg-type]
 
-    def test_a_newer_request_supersedes_an_older_one(self) -> None:
-        with slow_engine() as engine:
-            engine.submit(HintOp.EVICT, at(10), BLOCK)  # keeps the worker busy
-            out = engine.submit(HintOp.EVICT, at(0), BLOCK)
-            back = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
-            assert engine.wait(out, timeout_s=PATIENCE_S) is HintOutcome.SUPERSEDED
-            assert engine.wait(back, timeout_s=PATIENCE_S) is HintOutcome.DONE
-
     def test_invalid_requests(self) -> None:
         with HintEngine.on_host() as engine:
             with pytest.raises(ValueError, match="address cannot be 0"):
@@ -108,12 +99,6 @@ class TestWaiting:
             assert engine.wait(ticket, timeout_s=1e-3) is HintOutcome.OPEN
             assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
 
-    def test_shutdown_ends_every_wait(self) -> None:
-        engine = slow_engine()
-        tickets = [engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK) for i in range(100)]
-        threading.Timer(0.05, engine.shutdown).start()
-        assert engine.wait(tickets[-1], timeout_s=PATIENCE_S) is HintOutcome.DROPPED
-
 
 class TestLateAndEarly:
     def test_late(self) -> None:
@@ -126,20 +111,6 @@ class TestLateAndEarly:
             assert 0 < counts.late_s < PATIENCE_S
             assert counts.driver_s >= 0.2
 
-    @pytest.mark.slow
-    def test_a_link_is_shared(self) -> None:
-        """Moved bytes over driver time is the link's rate, with any number of workers."""
-        link_bytes_per_s = 500e6
-        settings = HintSettings(chunk_bytes=4 * MIB, prefetch_workers=2)
-        with HintEngine.on_host(settings, bytes_per_s=link_bytes_per_s) as engine:
-            engine.start(0)
-            start_s = time.perf_counter()
-            ticket = engine.submit(HintOp.PREFETCH, at(0), 100 * BLOCK)
-            assert engine.wait(ticket, timeout_s=PATIENCE_S) is HintOutcome.DONE
-            wall_s = time.perf_counter() - start_s
-            counts = engine.statistics().counts["prefetch", TensorClass.OTHER]
-        assert 0.99 * counts.moved_bytes / link_bytes_per_s <= counts.driver_s <= wall_s
-
     def test_many_are_marked_at_once(self) -> None:
         with HintEngine.on_host() as engine:
             tickets = [engine.submit(HintOp.PREFETCH, at(2 * i), BLOCK) for i in range(100)]
@@ -150,25 +121,8 @@ class TestLateAndEarly:
             counts = engine.statistics().counts["prefetch", TensorClass.OTHER]
             assert (counts.late, counts.early) == (0, 100)
 
-    def test_early(self) -> None:
-        with HintEngine.on_host() as engine:
-            ticket = engine.submit(HintOp.PREFETCH, at(0), BLOCK)
-            engine.wait(ticket, timeout_s=PATIENCE_S)
-            engine.mark_needed(ticket)
-            counts = engine.statistics().counts["prefetch", TensorClass.OTHER]
-            assert (counts.late, counts.early) == (0, 1)
-
 
 class TestQueue:
-    @pytest.mark.slow
-    def test_a_full_queue_refuses(self) -> None:
-        settings = HintSettings(chunk_bytes=BLOCK, capacity=3, prefetch_workers=1)
-        with HintEngine.on_host(settings, bytes_per_s=BLOCK / 0.2) as engine:
-            tickets = [engine.submit(HintOp.PREFETCH, at(10 * i), BLOCK) for i in range(4)]
-            assert all(tickets[:3])
-            assert tickets[3] == 0
-            assert engine.statistics().refused == 1
-
     def test_forget(self) -> None:
         with slow_engine() as engine:
             ticket = engine.submit(HintOp.EVICT, at(0), 20 * BLOCK)
@@ -313,19 +267,6 @@ class TestReleases:
             counts = engine.statistics().counts["evict", TensorClass.OTHER]
             assert counts.moved_bytes == 2 * BLOCK
 
-    @pytest.mark.slow
-    def test_the_engine_may_end_before_the_allocator(self) -> None:
-        allocator = Allocator.on_host(Config([ClassSetting()] * len(TensorClass)))
-        engine = HintEngine.on_host()
-        engine.listen_to_releases(allocator)
-        address = allocator.malloc(20 * BLOCK)
-        engine.submit(HintOp.EVICT, address, 20 * BLOCK)
-        del engine
-        gc.collect()
-        allocator.free(address)
-        allocator.empty_cache()
-        assert allocator.managed_bytes() == 0
-
 
 class TestFailures:
     def test_counted_and_printed_once(self, capfd: pytest.CaptureFixture[str]) -> None:
@@ -367,15 +308,6 @@ class TestFailures:
             assert (failure.call, failure.count) == (call, 1)
         assert capfd.readouterr().err.count(f"umem: hint: {call} failed") == 1
 
-    def test_injected_failure_of_a_later_call(self) -> None:
-        with HintEngine.on_host(SMALL, fail={"evict": 2, "prefetch": 1}) as engine:
-            outcomes = [
-                engine.wait(engine.submit(op, at(0), BLOCK), timeout_s=PATIENCE_S)
-                for op in (HintOp.EVICT, HintOp.PREFETCH) * 3
-            ]
-        failed = [number for number, of in enumerate(outcomes) if of is HintOutcome.FAILED]
-        assert failed == [1, 2]
-
     @pytest.mark.parametrize(
         ("fail", "message"),
         [({"map": 1}, "no such call: map"), ({"evict": 0}, "numbered from 1: evict")],
@@ -394,28 +326,6 @@ class TestFailures:
 
 
 class TestThreadsAndProcesses:
-    def test_many_threads(self) -> None:
-        with HintEngine.on_host(SMALL) as engine:
-            tickets: list[list[int]] = [[] for _ in range(4)]
-
-            def work(number: int) -> None:
-                for i in range(200):
-                    op = HintOp.EVICT if i % 2 else HintOp.PREFETCH
-                    tickets[number].append(engine.submit(op, at(1000 * number + i % 7), BLOCK))
-                    if i % 50 == 49:
-                        assert engine.forget(at(1000 * number), 7 * BLOCK)
-
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            flat = [ticket for of_thread in tickets for ticket in of_thread]
-            assert 0 not in flat
-            assert len(set(flat)) == 800
-            for ticket in flat:
-                assert engine.wait(ticket, timeout_s=PATIENCE_S) is not HintOutcome.OPEN
-
     @pytest.mark.slow
     def test_waiting_lets_other_threads_run(self) -> None:
         with slow_engine() as engine:
@@ -471,29 +381,3 @@ class TestThreadsAndProcesses:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "asked\n", "")
-
-    @pytest.mark.slow
-    def test_a_forked_child_refuses(self) -> None:
-        code = (
-            "import os\n"
-            "from umem.runtime.hints import HintEngine\n"
-            "from umem.core.schedule import HintOp\n"
-            "engine = HintEngine.on_host(bytes_per_s=20e6)\n"
-            "ticket = engine.submit(HintOp.EVICT, 1 << 40, 2 << 20)\n"
-            "child = os.fork()\n"
-            "if child == 0:\n"
-            "    assert engine.submit(HintOp.PREFETCH, 1 << 40, 2 << 20) == 0\n"
-            "    assert engine.statistics().refused == 1\n"
-            "    assert engine.forget(1 << 40, 2 << 20)\n"
-            "else:\n"
-            "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
-            "    assert engine.wait(ticket, timeout_s=20) == 'done'\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")

@@ -44,10 +44,7 @@ RANKS = 8
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, (4, "SLURM_STEP_TASKS_PER_NODE")),
         ({"SLURM_STEP_TASKS_PER_NODE": "3,4(x12)"}, (4, "SLURM_STEP_TASKS_PER_NODE")),
         # torchrun under srun: a task of SLURM's starts the ranks.
-        (
-            {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "LOCAL_WORLD_SIZE": "8"},
-            (8, "LOCAL_WORLD_SIZE"),
-        ),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "LOCAL_WORLD_SIZE": "8"}, (8, "LOCAL_WORLD_SIZE")),
     ],
 )
 def test_ranks_by_launcher(variables: dict[str, str], expected: tuple[int, str]) -> None:

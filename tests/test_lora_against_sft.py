@@ -8,16 +8,19 @@ not publish what counts as a memory operation, so these tests compare the order 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
+from umem_bench.shapes import LLAMA_1_7B
+from umem_bench.training.variants import WORKLOADS
 
-from umem.capture.offline import model_trace
+from umem.capture.offline import llama_of_size, model_trace
 from umem.core.classes import TensorClass
 from umem.core.report import MigrationReport
 from umem.hardware import load_hardware
 from umem.policy import load_policy, resolve
 from umem.predict.prediction import predict
-from umem.trace import Trace, check_trace
+from umem.trace import Trace, check_trace, live_bytes
 from umem.trace.published import PUBLISHED_UM_SHARES
 
 pytestmark = pytest.mark.slow
@@ -28,8 +31,8 @@ PUBLISHED = {entry.workload: entry.share for entry in PUBLISHED_UM_SHARES}
 
 
 @functools.cache
-def recorded(model: str, mode: str) -> Trace:
-    return model_trace(model, mode, batch=BATCH, seq=SEQ)
+def recorded(mode: str) -> Trace:
+    return model_trace("llama-2-7b", mode, batch=BATCH, seq=SEQ)
 
 
 @functools.cache
@@ -37,16 +40,14 @@ def reports(mode: str) -> dict[str, MigrationReport]:
     """Reports by planner for the published pair: Llama-2-7B on one GH200."""
     hardware = load_hardware("gh200-96")
     policy = resolve(load_policy("managed"), hardware, environ={})
-    planned = predict(recorded("llama-2-7b", mode), hardware, policy, ("fault", "planned"))
+    planned = predict(recorded(mode), hardware, policy, ("fault", "planned"))
     return {report.planner: report for report in planned}
 
 
-@pytest.mark.parametrize(
-    ("model", "parameters"), [("llama-2-7b", 6_738_415_616), ("llama-2-13b", 13_015_864_320)]
-)
-def test_the_trace_has_the_models_real_size(model: str, parameters: int) -> None:
-    trace = recorded(model, "sft")
-    check_trace(trace, model)
+def test_the_trace_has_the_models_real_size() -> None:
+    parameters = 6_738_415_616
+    trace = recorded("sft")
+    check_trace(trace, "llama-2-7b")
     assert trace.metadata["parameters"] == parameters
 
     def persistent_bytes(tensor_class: TensorClass) -> int:
@@ -97,3 +98,31 @@ def test_the_plan_of_7b_is_within_5_percent_of_the_lower_bound() -> None:
     assert planned.step_s - planned.stall_s["pages"] <= 1.05 * planned.lower_bound_s
     # The causes add up to the whole stall, to the microsecond.
     assert sum(planned.stall_s.values()) == pytest.approx(planned.exposed_stall_s, abs=1e-6)
+
+
+def test_the_measured_pair_is_predicted_to_differ_as_the_published_one() -> None:
+    """`umem bench training --workloads pair-lora,pair-sft`, in 16 GiB of managed memory of an H200.
+
+    tests/gpu/test_lora_against_sft_measured.py measures it.
+    """
+    sft_name, config = llama_of_size("1.7b")
+    widths = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    shape = LLAMA_1_7B
+    assert tuple(config[it] for it in widths) == (
+        *(shape.hidden, shape.intermediate, shape.layers, shape.heads),
+    )
+    hardware = load_hardware("h200")
+    policy = resolve(load_policy("managed"), hardware, environ={})
+    for name, mode in (("llama-2-7b", "lora"), (sft_name, "sft")):
+        workload = WORKLOADS["pair-lora" if mode == "lora" else "pair-sft"]
+        model, (percent,) = workload.model, workload.budgets_percent
+        trace = model_trace(
+            name, mode, batch=model.batch, seq=model.tokens, checkpoint=True, precision="bf16"
+        )
+        peak_bytes = int(live_bytes(trace, trace.tensor_bytes).max())
+        assert peak_bytes < 15 << 30
+        budget = replace(policy, device_budget_bytes=int(peak_bytes * percent / 100))
+        (paged,) = predict(trace, hardware, budget, ("fault",))
+        for share in (paged.um_time_share, paged.um_ops_share, paged.um_bytes_share):
+            assert (share <= PUBLISHED["llama-2-7b-lora"]) == (mode == "lora")
+            assert (share >= PUBLISHED["llama-2-7b-sft"]) == (mode == "sft")

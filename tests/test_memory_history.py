@@ -37,6 +37,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def put(key: str, value: object) -> None:
         names = {
             "cuda_memory_snapshot": "_cuda_memorySnapshot",
+            "cuda_empty_cache": "_cuda_emptyCache",
             "cuda_memory_history": "_cuda_record_memory_history",
             "cuda_memory_history_legacy": "_cuda_record_memory_history_legacy",
         }
@@ -195,6 +196,17 @@ def test_threads_and_the_collector_free_while_a_snapshot_is_made(allocator: Any)
     actions = Counter(it["action"] for it in trace)
     assert actions["alloc"] == actions["free_requested"] == actions["free_completed"] == 900
     assert {it["category"] for it in trace if it["action"] == "alloc"} == {"activations"}
+
+
+def test_what_is_held_goes_before_the_cache(
+    allocator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = allocate(allocator, TensorClass.ACTIVATIONS, 30 * MIB)
+    monkeypatch.setattr("umem.runtime.memory_stats.let_go", lambda: allocator.free(held))
+    monkeypatch.setattr("torch.cuda.memory.is_initialized", lambda: True)
+    assert allocator.kind_stats(0)["device"]["reserved_bytes"]
+    torch.cuda.empty_cache()
+    assert not allocator.kind_stats(0)["device"]["reserved_bytes"]
 
 
 def test_a_notebook_shows_the_summary_as_a_table() -> None:

@@ -5,7 +5,9 @@ The "device" is the CPU: its memory counts what was placed there. Values stay eq
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,6 +74,10 @@ class DeviceMemory(HostStateMemory):
         if new is not None:
             self._addresses.add(new.data_ptr())
         return new
+
+    def put_on_device(self, tensor: torch.Tensor) -> None:
+        """Count the memory of a tensor of the program's as the device's."""
+        self._addresses.add(tensor.data_ptr())
 
 
 class CountedMemory(DeviceMemory):
@@ -271,6 +277,58 @@ def test_weights_come_back_when_calls_need_less_for_long() -> None:
     assert on_device(model, memory) == WEIGHT_BYTES
     assert made.status().streamed_bytes == 0
     assert made.status().buffer_bytes == 0
+
+
+def test_weights_that_were_moved_away_are_placed_as_before_when_they_are_back() -> None:
+    model: Any = Net(8)
+    model.register_buffer("mask", torch.ones(WIDTH, WIDTH))
+    expected = call(model)
+    made, _, memory = make(model, 256 * MIB + SMALL_BYTES + 6 * LAYER_BYTES)
+    call(model)
+    before, had = made.status(), on_device(model, memory)
+    assert had < WEIGHT_BYTES
+    assert before.buffer_bytes
+    buffers = [weakref.ref(it) for it in (*memory.buffers, model.mask)]
+    memory.buffers.clear()
+
+    def move(tensor: torch.Tensor, *, is_back: bool) -> torch.Tensor:
+        new = tensor.clone()
+        if is_back:  # to the device, all of it
+            memory.moved.pop(new.data_ptr(), None)
+            memory.put_on_device(new)
+        else:
+            memory.moved[new.data_ptr()] = new.detach()
+        return new
+
+    model._apply(partial(move, is_back=False))
+    made.let_go(None)
+    assert [it() for it in buffers] == [None] * len(buffers)
+    assert torch.equal(call(model), expected)  # away, it is not placed
+    assert made.status().buffer_bytes == 0
+    model._apply(partial(move, is_back=True))
+    assert on_device(model, memory) == WEIGHT_BYTES
+    assert torch.equal(call(model), expected)
+    assert on_device(model, memory) == had
+    after = made.status()
+    assert (after.plans, after.buffer_bytes) == (before.plans, before.buffer_bytes)
+    assert after.streamed_bytes == before.streamed_bytes
+
+
+def test_what_stays_elsewhere_is_left_there_and_the_others_are_streamed() -> None:
+    model = Net(8)
+    expected = call(model)
+    made, _, memory = make(model, 256 * MIB + SMALL_BYTES + 6 * LAYER_BYTES)
+    call(model)
+    buffers = len(memory.buffers)
+    moved: Any = model.layers[7].weight
+    moved.data = moved.data.clone()
+    memory.moved[moved.data_ptr()] = moved.detach()
+    for _ in range(3):
+        made.let_go(None)
+        assert torch.equal(call(model), expected)
+        assert made.status().buffer_bytes
+    assert moved.data_ptr() in memory.moved
+    assert len(memory.buffers) == buffers + 2  # once: nothing has moved since
 
 
 class WithTable(Net):

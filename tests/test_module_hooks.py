@@ -27,11 +27,7 @@ from torch import nn
 
 from umem.runtime.torch_hooks.graphed import graphed_tensors, watch_graphing
 from umem.runtime.torch_hooks.hidden import hidden_in, hide, uncalled
-from umem.runtime.torch_hooks.modules import (
-    enter_running_forward,
-    hook_calls,
-    hook_running_forward,
-)
+from umem.runtime.torch_hooks.modules import enter_running_forward, hook_calls, hook_running_forward
 from umem.streaming.training import graphing_begins
 
 SUPPORT = Path(__file__).parent / "support"

@@ -36,8 +36,16 @@ for module in walk_packages(umem.__path__, "umem."):
 serve(dict)
 print("process", os.getpid())
 assert ask(os.getpid()) == {}
-sys.argv = ["umem", "fit", "llama-2-7b", "--gpu", "h100-sxm"]
-main()
+for words in (
+    "fit llama-2-7b --gpu h100-sxm",
+    "simulate --model llama-tiny --mode sft --batch 1 --seq 64",
+    "doctor",
+):
+    sys.argv = ["umem", *words.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        assert ended.code in (None, 0, 1), words
 """
 
 

@@ -133,8 +133,9 @@ def test_an_interrupt_at_any_moment() -> None:
 
 
 class TestOffload:
-    @pytest.mark.parametrize("name", MAKERS)
-    @pytest.mark.parametrize("autocast", [False, True])
+    @pytest.mark.parametrize(
+        ("name", "autocast"), [(name, number % 2 == 0) for number, name in enumerate(MAKERS)]
+    )
     def test_values_equal_those_without_offload(self, name: str, autocast: bool) -> None:
         plain = plain_results(name, autocast=autocast)
         context, sync = offload(LAYERS - 1, LAYERS, min_bytes=HIDDEN_BYTES // 2)
@@ -264,17 +265,6 @@ class TestOffload:
         assert context.statistics.tensors_in == 1
         assert context.statistics.late_fetches == 0
 
-    @pytest.mark.slow
-    def test_compiled_layers(self) -> None:
-        plain, layers = plain_results("layernorm+mlp"), make_layers("layernorm+mlp")
-        context, sync = offload(3, min_bytes=MIN_BYTES)
-        for layer in layers:
-            layer.compile(backend="aot_eager")
-        found = results(layers, context, sync)
-        for one, other in zip(found, plain, strict=True):
-            torch.testing.assert_close(one, other)
-        assert context.statistics.tensors_out > 0
-
     @pytest.mark.parametrize(
         ("num_layers", "model_layers", "text"),
         [
@@ -374,22 +364,6 @@ class TestOffloadBlocks:
                 model(torch.ones(1, 1, WIDTH + 1))
         assert_equal(train(model), plain)
         handle.remove()
-
-    def test_an_interrupt_in_a_layer(self) -> None:
-        def interrupt(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        plain = train(Model())
-        model = Model()
-        handle = offload_blocks(model, 3, min_bytes=MIN_BYTES)
-        hook = model.layers[1].up.register_forward_pre_hook(interrupt)  # type: ignore[union-attr]
-        with pytest.raises(KeyboardInterrupt):
-            model(make_input())
-        hook.remove()
-        assert_equal(train(model), plain)
-        assert handle.statistics[torch.device("cpu")].late_fetches == 0
-        handle.remove()
-        assert saved_tensors.innermost() is None
 
     def test_copies_of_the_model_are_not_hooked(self) -> None:
         model = Model("linear")

@@ -56,12 +56,7 @@ class TestSendReleaseFetch:
         ],
     )
     def test_gradients_are_equal_to_the_bit(
-        self,
-        store: ActivationStore,
-        expected: torch.Tensor,
-        verbs: str,
-        in_tensors: int,
-        late: int,
+        self, store: ActivationStore, expected: torch.Tensor, verbs: str, in_tensors: int, late: int
     ) -> None:
         x = make_input()
         y = saved(store, "a", x)

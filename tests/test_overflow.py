@@ -157,11 +157,7 @@ def test_what_has_no_room_takes_its_time(machine: Hardware) -> None:
     copies_s += 40 * MIB / machine.copy_to_device_bytes_per_s
     for budget, forward, backward in [(60, 0, 0), (50, 10, 0), (40, 20, 10)]:
         plan = plan_training(
-            [first, second],
-            None,
-            budget_bytes=budget * MIB,
-            hardware=machine,
-            may_overflow=True,
+            [first, second], None, budget_bytes=budget * MIB, hardware=machine, may_overflow=True
         )
         assert plan.overflow_bytes == max(forward, backward) * MIB
         assert plan.stream.left_before == {0: 1}

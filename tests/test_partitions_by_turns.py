@@ -210,10 +210,7 @@ def beside_stock(
 @pytest.mark.parametrize("more_bytes", [-1, ROOM_FOR_SOME, ROOM_FOR_ALL])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_state_is_streamed_beside_a_model_without_memory(
-    name: str,
-    more_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    name: str, more_bytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "umem")
     with beside_stock(name, more_bytes, monkeypatch) as (run, streams):

@@ -349,11 +349,10 @@ def test_a_call_that_changes_a_library_is_found(code: str) -> None:
     assert Changes(f"import torch\n{code}").calls
 
 
-@pytest.mark.parametrize("key", PATCHES)
-def test_an_entry_stands_where_it_is_made(key: str) -> None:
-    source = FILES[PATCHES[key].made_in]
-    if PATCHES[key].way is Way.REPLACED:
-        assert f'"{key}"' in source or f"{PATCHES[key].attribute}=" in source
+def test_each_entry_stands_where_it_is_made() -> None:
+    for key in REPLACED:
+        source = FILES[PATCHES[key].made_in]
+        assert f'"{key}"' in source or f"{PATCHES[key].attribute}=" in source, key
 
 
 def test_the_page_has_the_table() -> None:

@@ -222,6 +222,16 @@ def test_hints_end_before_the_memory_goes(allocator: Any) -> None:
     manager.close()
 
 
+def test_buffers_go_before_the_memory_goes(allocator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "umem.pausing.let_go", lambda device: seen.append((device, allocator.is_paused(0)))
+    )
+    with umem.paused(0), pytest.raises(umem.PauseError):
+        umem.pause(0)  # now nothing may touch the memory
+    assert seen == [(torch.device("cuda", 0), False)]
+
+
 @pytest.mark.slow
 def test_two_trainings_pause_between_their_steps(allocator: Any) -> None:
     """Hints of both end before, and both go on exactly behind it."""

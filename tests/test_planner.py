@@ -48,13 +48,7 @@ def policy_of(
 ) -> ResolvedPolicy:
     """All classes in managed memory, but for what is said of some."""
     budget = None if budget_bytes is None else f"{budget_bytes} B"
-    policy = load_policy(
-        {
-            "name": "test",
-            "device_budget": budget,
-            "classes": classes,
-        }
-    )
+    policy = load_policy({"name": "test", "device_budget": budget, "classes": classes})
     return resolve(policy, machine, environ={})
 
 
@@ -514,7 +508,7 @@ def test_the_mechanism_that_is_fastest_is_chosen(machine: Hardware, training: Tr
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     layers=st.integers(3, 8),
     blocks=st.sampled_from([40, 50, 60, 80]),

@@ -12,8 +12,6 @@ from typing import Any, get_args
 
 import pytest
 from command_line import umem_command
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
@@ -425,16 +423,6 @@ def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert load_policy(path).device_budget == GIB
 
 
-@pytest.mark.slow
-@given(st.text(alphabet=st.characters(codec="utf-8"), max_size=60))
-def test_any_text_is_a_policy_or_a_policy_error(tmp_path_factory: Any, text: str) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.yaml"
-    path.write_text(text, encoding="utf-8")
-    for problem in find_problems(path):
-        assert problem.file == str(path)
-        assert problem.line is not None
-
-
 # ---------------------------------------------------------------------------------- conflicts
 
 
@@ -558,13 +546,6 @@ def test_a_fraction_of_anything_else_is_refused(name: str, kind: str) -> None:
     assert not find_problems({"classes": {name: {"kind": kind, "fraction": 1}}})
 
 
-def test_a_fraction_of_all_classes_is_refused() -> None:
-    found = find_problems({"extends": "sft", "defaults": {"fraction": 0.5}})
-    assert {problem.key for problem in found} == {
-        f"classes.{name}.fraction" for name in ("gradients", "activations", "other")
-    }
-
-
 @pytest.mark.parametrize("value", [-0.1, 1.1, "0.5", True, None, float("nan"), float("inf")])
 def test_a_fraction_is_a_number_from_0_to_1(value: Any) -> None:
     (problem,) = find_problems(
@@ -677,14 +658,6 @@ def test_the_smaller_of_two_limits_holds(
     assert resolve(policy, CARD, environ).managed_limit_bytes == limit_bytes
 
 
-def test_the_environment_overrides_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = load_policy({"device_budget": "10%"})
-    environ = {"UMEM_DEVICE_BUDGET": "50%"}
-    assert resolve(policy, CARD, environ).device_budget_bytes == 40 * GIB
-    monkeypatch.setenv("UMEM_DEVICE_BUDGET", "6GiB")
-    assert resolve(policy, CARD).device_budget_bytes == 6 * GIB
-
-
 @pytest.mark.parametrize("name", ["UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET"])
 @pytest.mark.parametrize("value", ["", "lots", "0", "-1GiB", "8G", "0%"])
 def test_a_bad_variable_is_named(name: str, value: str) -> None:
@@ -699,11 +672,6 @@ def test_every_planner_can_be_chosen(planner: str) -> None:
     assert resolve(load_policy("managed"), CARD, {"UMEM_PLANNER": planner}).planner == planner
     # Without managed memory there are no pages to plan.
     assert resolve(load_policy("sft"), CARD, {"UMEM_PLANNER": planner}).planner == "none"
-
-
-def test_the_environment_overrides_the_planner() -> None:
-    policy = load_policy({"planner": "fault"})
-    assert resolve(policy, CARD, {"UMEM_PLANNER": "none"}).planner == "none"
 
 
 def test_unknown_planners_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -99,11 +100,7 @@ class Selective(Layer):
         return y
 
 
-class Tally:
-    calls = 0
-
-
-TALLY = Tally()
+TALLY = threading.local()
 
 
 class Counted(nn.Module):
@@ -292,3 +289,21 @@ def test_an_error_of_the_choice_does_not_reach_the_program(monkeypatch: pytest.M
     monkeypatch.setattr(activations, "_may_run_again", fail)
     assert not activations.leaves_out(asked)
     assert [str(it) for it in errors] == ["choice"]
+
+
+def test_checkpoints_stay_where_a_model_has_recurrent_layers_that_drop() -> None:
+    # Each backward pass through a checkpoint has the dropout of cuDNN begin anew.
+    class Ending(Wrapped):
+        def __init__(self) -> None:
+            super().__init__(Dropping, around_the_block)
+            self.cells = nn.LSTM(4, 4, 2, dropout=0.3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.cells(super().forward(x))[0]
+            return y
+
+    stock = run(Ending(), lambda _: None)
+    model = Ending()
+    activations = managed(model)
+    assert run(model, plan(activations)) == stock
+    assert not any(it.checkpointed_bytes for it in activations.proofs.values())

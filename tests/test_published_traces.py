@@ -8,11 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from training_runs import made_up_header
-from typer.testing import CliRunner
-from umem_bench.cli import app
 from umem_bench.published import (
     BUDGETS_PERCENT,
     OWN_ADDRESSES,
@@ -25,13 +22,8 @@ from umem_bench.published import (
 from umem_bench.results import Measurement, Run, read_results
 from umem_bench.tables import beside, markdown
 
-from umem.core.errors import TraceError, UmemError
-from umem.core.schedule import HintOp
+from umem.core.errors import TraceError
 from umem.hardware import load_hardware
-from umem.pages.plan.planners import ideal_clock, pose_problem
-from umem.pages.plan.problem import Manner, plan_step
-from umem.policy import load_policy, resolve
-from umem.trace import find_gaps, load_trace
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 NAMES = ("bert-base-b256", "vit-b768")
@@ -100,41 +92,6 @@ def test_the_committed_results_are_those_of_a_fresh_run(fresh: Run) -> None:
             assert was.figures[figure] == pytest.approx(now.figures[figure], rel=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_what_leaves_comes_back_before_its_next_use(folder: Path, name: str) -> None:
-    """On a quarter of the device, where the link cannot let everything go in time."""
-    hardware = load_hardware("a100-g10")
-    trace = load_trace(folder / f"{name}.json.gz")
-    policy = resolve(load_policy({"extends": "managed-all", "device_budget": "25%"}), hardware, {})
-    problem = pose_problem(trace, hardware, policy, {})
-    schedule = plan_step(problem, ideal_clock(trace), name="candidate", manner=Manner()).schedule
-    gaps = find_gaps(trace)
-
-    def interval(tensor: int, phase: int) -> int:
-        phases = (phase, phase + trace.phase_count)
-        (found,) = (
-            gap
-            for gap in np.flatnonzero(gaps.tensor == tensor)
-            if any(gaps.last_use[gap] < now <= gaps.next_use[gap] for now in phases)
-        )
-        return int(found)
-
-    where = {
-        op: sorted(
-            interval(int(tensor), int(phase))
-            for tensor, phase in zip(
-                schedule.hint_tensor[schedule.hint_op == op],
-                schedule.hint_phase[schedule.hint_op == op],
-                strict=True,
-            )
-        )
-        for op in (HintOp.EVICT, HintOp.PREFETCH)
-    }
-    assert len(where[HintOp.EVICT]) > 100
-    assert where[HintOp.EVICT] == where[HintOp.PREFETCH]
-
-
 # ------------------------------------------------------------------------- a small trace
 
 
@@ -181,28 +138,6 @@ def test_a_small_trace_is_compared(write: Callable[[dict[str, Any]], Path]) -> N
     # What was not published is left out.
     assert "published: G10" not in shown
     assert "| published: DeepUM | 4.5 | — |" in shown
-
-
-@pytest.mark.slow
-def test_the_command_prints_tables_and_writes_results(
-    write: Callable[[dict[str, Any]], Path], tmp_path: Path
-) -> None:
-    results = tmp_path / "results.jsonl"
-    done = CliRunner().invoke(app, ["published", str(write(document())), "--output", str(results)])
-    assert done.exit_code == 0, done.output
-    assert "`planned`" in done.stdout
-    checked = CliRunner().invoke(app, ["report", str(results), "--check"])
-    assert checked.exit_code == 2
-    assert "has no limits" in checked.output
-    shown = CliRunner().invoke(app, ["report", str(results), "--markdown"])
-    assert "| `planned` | 3.0 (1.000) |" in shown.stdout
-
-
-def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UmemError, match=r"0 files \*\.json\.gz: give a folder of 1 to 64"):
-        compare(tmp_path)
-    with pytest.raises(UmemError, match=r"0 files \*\.json\.gz"):
-        compare(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("published", [{}, {"ideal": "fast"}])

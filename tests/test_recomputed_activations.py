@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +30,9 @@ from repeated_blocks import (
     step,
 )
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from umem.streaming.activations import CopiedActivations
 
@@ -59,6 +65,86 @@ def test_nothing_is_proved_with_several_processes(monkeypatch: pytest.MonkeyPatc
     activations = managed(model)
     assert run(model, plan(activations)) == run(Net(Layer), lambda _: None)
     assert not activations.proofs
+
+
+COUNTED = ("Linear", "aten.addmm.default", "linear")
+"""What the three ways to count have counted."""
+
+
+@contextmanager
+def counting_modules(counts: Counter[str]) -> Iterator[None]:
+    handle = register_module_forward_hook(lambda it, *_: counts.update([type(it).__name__]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def counting_operators(counts: Counter[str]) -> Iterator[None]:
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            counts.update([str(func)])
+            return func(*args, **(kwargs or {}))
+
+    with Counting():  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextmanager
+def counting_functions(counts: Counter[str]) -> Iterator[None]:
+    class Counting(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            counts.update([func.__name__])
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        yield
+
+
+@pytest.mark.parametrize("counting", [counting_modules, counting_operators, counting_functions])
+def test_nothing_runs_twice_where_the_program_sees_every_call(counting: Any) -> None:
+    def counts_of(begin: Callable[[int], None], model: nn.Module) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        with counting(counts):
+            for number in range(3):
+                begin(number)
+                step(model, number)
+        return counts
+
+    model = Net(Layer)
+    activations = managed(model)
+    found, stock = counts_of(plan(activations), model), counts_of(lambda _: None, Net(Layer))
+    assert not activations.proofs
+    assert [found[it] for it in COUNTED] == [stock[it] for it in COUNTED]
+
+
+@pytest.mark.parametrize("counting", [counting_modules, counting_operators, counting_functions])
+def test_a_proved_block_runs_once_where_the_program_begins_to_see(counting: Any) -> None:
+    model = Net(Layer)
+    activations = managed(model)
+    begin, counts = plan(activations), Counter[str]()
+    for number in range(3):
+        begin(number)
+        with counting(counts) if number == 2 else nullcontext():
+            step(model, number)
+    assert activations.proofs
+    stock = Counter[str]()
+    with counting(stock):
+        step(Net(Layer), 2)
+    assert [counts[it] for it in COUNTED] == [stock[it] for it in COUNTED]
+
+
+def test_the_mode_of_a_default_device_sees_nothing() -> None:
+    model = Net(Layer)
+    activations = managed(model)
+    with torch.device("cpu"):
+        assert run(model, plan(activations)) == run(Net(Layer), lambda _: None)
+    assert set(NAMES) <= activations.proofs.keys()
 
 
 def test_a_block_may_be_called_several_times() -> None:

@@ -325,9 +325,7 @@ def recording_of(training: Training, **options: Any) -> StepRecording:
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_a_recording_maps_reported_phases_to_those_of_the_trace(
-    reentrant: bool | None,
-) -> None:
+def test_a_recording_maps_reported_phases_to_those_of_the_trace(reentrant: bool | None) -> None:
     training, log = Training(reentrant), Log()
     recording = recording_of(training)
     with training.tracked(log):

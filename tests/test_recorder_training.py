@@ -41,10 +41,7 @@ class Net(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(
             nn.Sequential(
-                nn.Linear(WIDTH, 4 * WIDTH),
-                nn.Tanh(),
-                nn.Dropout(0.2),
-                nn.Linear(4 * WIDTH, WIDTH),
+                nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH)
             )
             for _ in range(layers)
         )
@@ -257,10 +254,7 @@ def test_evaluation_is_not_recorded() -> None:
 def test_two_models_are_recorded_side_by_side() -> None:
     expected = [recorded(*make(layers)) for layers in (2, 4)]
     first, second = make(2), make(4)
-    with (
-        umem.record(*first, clock=Ticks()) as one,
-        umem.record(*second, clock=Ticks()) as other,
-    ):
+    with umem.record(*first, clock=Ticks()) as one, umem.record(*second, clock=Ticks()) as other:
         for _ in range(13):
             train(*first, 1)
             train(*second, 1)

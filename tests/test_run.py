@@ -272,11 +272,7 @@ def test_command_line_errors_end_with_status_2(
     ],
 )
 def test_program_that_is_not_there(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    program: str,
-    module: bool,
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, module: bool, message: str
 ) -> None:
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -154,10 +154,7 @@ def test_a_late_prefetch_is_waited_for_or_overtaken_by_faults(
         # The prefetch of b has a quarter of the time that it takes.
         [(0.1, ["a"], ["a"]), (transfer_s / 4, [], []), (0.1, ["b"], ["b"]), (0.1, [], [])],
     )
-    hints = [
-        (0, HintOp.EVICT, "b"),
-        (1, HintOp.PREFETCH, "b"),
-    ]
+    hints = [(0, HintOp.EVICT, "b"), (1, HintOp.PREFETCH, "b")]
     report = simulate(trace, schedule_of(trace, hints, waits=waits), machine, policy_of(machine))
     if waits:
         assert report.stall_s["prefetch"] == pytest.approx(0.75 * transfer_s)
@@ -298,8 +295,7 @@ def test_the_copy_kernel_has_its_own_rates_and_slows_compute(
         copy_slowdown_s_per_byte=1e-3 / BLOCK,
     )
     trace = make_trace(
-        {"a": (8 * BLOCK, "activations")},
-        [(0.1, ["a"], ["a"]), (0.1, [], []), (0.1, [], [])],
+        {"a": (8 * BLOCK, "activations")}, [(0.1, ["a"], ["a"]), (0.1, [], []), (0.1, [], [])]
     )
     hints = [(1, HintOp.COPY_OUT, "a"), (2, HintOp.COPY_IN, "a")]
     report = simulate(trace, schedule_of(trace, hints), machine, policy_of(machine))
@@ -315,8 +311,7 @@ def test_pages_slow_the_computation_that_they_move_beside(
 ) -> None:
     machine = dataclasses.replace(machine, page_slowdown_s_per_byte=1e-3 / BLOCK)
     trace = make_trace(
-        {"a": (8 * BLOCK, "activations")},
-        [(0.1, ["a"], ["a"]), (0.1, [], []), (0.1, [], [])],
+        {"a": (8 * BLOCK, "activations")}, [(0.1, ["a"], ["a"]), (0.1, [], []), (0.1, [], [])]
     )
     ahead = [(1, HintOp.EVICT, "a"), (2, HintOp.PREFETCH, "a")]
     report = simulate(trace, schedule_of(trace, ahead), machine, policy_of(machine))

@@ -38,6 +38,7 @@ from umem.capture.live import NO_BLOCK, Block, PhaseTracker, find_blocks
 from umem.core.classes import TensorClass
 from umem.hardware import Hardware, load_hardware
 from umem.offloading import ActivationStore
+from umem.runtime.giving_back import let_go
 from umem.runtime.managed_runs import managed_runs
 from umem.runtime.native_library import native
 from umem.runtime.program_waits import program_waits
@@ -946,6 +947,29 @@ def test_gradients_are_copied_where_activations_alone_leave_too_little_room(capl
 
 
 @pytest.mark.slow
+def test_a_training_that_was_moved_away_goes_on_by_its_plan(monkeypatch: Patch) -> None:
+    """Coming back puts more on the host than steps do; they run no shorter of memory for that."""
+    machine = Machine(2 * LAYER_STATE + 4 * SAVED)
+    run, stock = Training(machine, share=0.5), Training()
+    assert run.run(12) == stock.run(12)
+    before = run.status
+    assert before.activations.pinned_bytes > 0
+    for _ in range(3):
+        state = [it for of in run.optimizer.state.values() for it in of.values() if it.numel() > 1]
+        for tensor in state:
+            tensor.data = moved = tensor.data.clone()
+            run.memory.moved[moved.data_ptr()] = moved
+        let_go()
+        assert run.training.status().slots_bytes == 0
+        assert run.status.activations.pinned_bytes == 0
+        run.memory.moved.clear()
+        more_bytes = machine.spilled_bytes() + LAYER_STATE
+        monkeypatch.setattr(machine, "spilled_bytes", lambda bytes=more_bytes: bytes)
+        assert run.run(6) == stock.run(6)
+    assert run.training.status().slots_bytes
+    assert (run.status.plans, run.status.plan) == (before.plans, before.plan)
+
+
 def test_a_larger_batch_is_planned_for() -> None:
     machine = Machine(2 * LAYER_STATE + 8 * SAVED)
     run, expected = Training(machine), Training()

@@ -77,11 +77,10 @@ ONE_UNIT_IS_THE_PEAK = ("lstm", "graph_net")
 
 @functools.cache
 def stock(name: str) -> dict[str, Any]:
-    """What two stock runs have, which must be the same, and another loss in each step."""
-    first, second = run(name, None), run(name, None)
-    assert first == second
-    assert len(set(first["losses"])) == STEPS
-    return first
+    """What a stock run has: another loss in each step."""
+    found = run(name, None)
+    assert len(set(found["losses"])) == STEPS
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -109,3 +108,13 @@ def test_weights_that_a_program_changes_itself_are_its_own(name: str) -> None:
     streams = Streams(streams_weights=True)
     assert run(name, streams) == stock(name)
     assert not streams.status
+
+
+@pytest.mark.parametrize("name", ["gpt", "vision_transformer"])
+def test_blocks_run_twice_with_weights_that_are_staged(name: str) -> None:
+    streams = Streams(eagerness=0.0, recomputes=True, streams_weights=True)
+    assert run(name, streams) == stock(name)
+    assert all(it.proofs for it in streams.activations)
+    counts = [it.status().counts for it in streams.weights.values()]
+    # What a proof sees of staged weights keeps no buffer.
+    assert all(it.fetched and not it.in_place for it in counts)

@@ -215,6 +215,18 @@ ENGINES = {
 OFTEN = frozenset(("state", "weights", "in-backward"))
 """Engines of the fast tests. The others use the same parts."""
 
+BY_TURNS = (
+    ("state-in-pieces", "state-with-a-number-in-pieces"),
+    ("temporary-slots", "temporary-slots-at-the-step"),
+    ("gradients", "returning-gradients"),
+    ("host", "host-in-pieces"),
+    ("recomputed", "recomputed-with-weights-and-state"),
+    ("checkpoints-left-out", "checkpoints-left-out-with-weights-and-state"),
+    ("caches-of-eight-bits", "weights-and-caches-of-eight-bits"),
+    ("recomputed-in-backward", "in-backward-in-pieces"),
+)
+"""Engines of the same parts: every use meets one of two, every second use the same one."""
+
 
 def cases() -> Iterator[Any]:
     """Use, engine and eagerness; by use first, whose stock runs are kept for all its engines.
@@ -222,8 +234,9 @@ def cases() -> Iterator[Any]:
     Slow ones have one eagerness by turns, so that each use and each engine meets all.
     """
     for number, use in enumerate(USES):
-        for turn, (name, engine) in enumerate(ENGINES.items(), number):
-            if use.__name__ in engine.leaves_out:
+        others = {two[number % 2] for two in BY_TURNS}
+        for turn, (name, engine) in enumerate(ENGINES.items(), number // 2):
+            if use.__name__ in engine.leaves_out or name in others:
                 continue
             is_often = name in OFTEN
             chosen = engine.eagerness[turn % len(engine.eagerness)]

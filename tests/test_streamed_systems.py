@@ -26,7 +26,6 @@ from streamed_programs import Net, Program, bits, compare
 from torch import nn
 from torch.nn.functional import softplus
 from torch.optim.optimizer import Optimizer
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import umem
 from umem.core.errors import PlanError
@@ -159,13 +158,15 @@ BLOCKS_AGAIN = {"gradient_checkpointing": True}
 REENTRANT = {**BLOCKS_AGAIN, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 PROGRAMS: dict[str, dict[str, Any]] = {
     "saved and resumed": {**CHECKPOINTS, **EVALUATIONS},
-    "two batches a step": {"gradient_accumulation_steps": 2, "max_steps": 6},
     "bf16 weights": {"make_model": bf16_llama, "optim": "adamw_torch"},
     "autocast, checkpointed": {"bf16": True, **BLOCKS_AGAIN},
-    "autocast, reentrant checkpoints": {"bf16": True, **REENTRANT, **EVALUATIONS},
-    "reentrant checkpoints": {"optim": "adamw_torch_fused", **REENTRANT},
+    "autocast, reentrant checkpoints": {
+        "bf16": True,
+        "optim": "adamw_torch_fused",
+        **REENTRANT,
+        **EVALUATIONS,
+    },
     "adafactor": {"optim": "adafactor"},
-    "loaded with a device map": {"make_model": mapped_llama, **CHECKPOINTS},
     "with hooks of accelerate": {"make_model": hooked_llama, **CHECKPOINTS},
     "the best is loaded": {
         **EVALUATIONS,
@@ -238,18 +239,6 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
     return torch.compile(function, backend="eager", **options)
 
 
-def compile_model(program: Program) -> None:
-    if program.is_first(compile_model):
-        torch.compiler.reset()
-        program.model.compile(backend="eager")
-
-
-def compile_a_block(program: Program) -> None:
-    if program.is_first(compile_a_block):
-        torch.compiler.reset()
-        program.model.layers[2].compile(backend="eager")
-
-
 def compile_what_calls_the_model(program: Program) -> None:
     if program.kept is None:
         program.kept = compiled(lambda x: program.model(x).square().mean())
@@ -258,18 +247,6 @@ def compile_what_calls_the_model(program: Program) -> None:
     program.seen.append(loss.detach())
     loss.backward()
     program.optimizer.step()
-
-
-def compiled_average(program: Program) -> None:
-    def update(averages: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
-        for average, weight in zip(averages, weights, strict=True):
-            average.lerp_(weight.detach(), 0.1)
-
-    if program.kept is None:
-        program.kept = compiled(update, fullgraph=True)
-        program.extra = [torch.zeros(it.shape) for it in program.model.parameters()]
-    program.kept(program.extra, list(program.model.parameters()))
-    program.seen.append([it.clone() for it in program.extra])
 
 
 def gradient_of_a_function(program: Program) -> None:
@@ -284,7 +261,7 @@ def gradient_of_a_function(program: Program) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *(compile_model, compile_a_block, compile_what_calls_the_model, compiled_average),
+        compile_what_calls_the_model,
         gradient_of_a_function,
     ],
     ids=lambda it: it.__name__,
@@ -344,16 +321,6 @@ def _wide(layers: int) -> Net:
     net = Net(layers)
     net.head = nn.Linear(16, 16)
     return net
-
-
-def average_beside(seen: list[Any]) -> None:
-    model = Net()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = _adamw(model)
-    for number in range(8):
-        _step(model, optimizer, _batch(number))
-        average.update_parameters(model)
-    seen += [*model.parameters(), *average.parameters()]
 
 
 def two_networks(seen: list[Any]) -> None:
@@ -630,7 +597,7 @@ def test_a_model_that_is_trained_again_keeps_nothing_of_its_first_training(
 
 
 LOOPS: list[Callable[[list[Any]], None]] = [
-    *(average_beside, two_networks, one_optimizer_of_two_networks, two_optimizers_of_one_network),
+    *(two_networks, one_optimizer_of_two_networks, two_optimizers_of_one_network),
     *(interrupted, forked_workers, copied_and_continued, a_recipe_of_torchtune),
     *(an_optimizer_for_each_parameter, a_loop_of_accelerate, parts_that_are_replayed),
 ]

@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,10 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (ROOT / "benchmarks", ROOT / "tests" / "support")
 SEARCHED = os.pathsep.join(filter(None, (*map(str, FOLDERS), os.environ.get("PYTHONPATH", ""))))
 
-SYSTEMS = (
-    *("hf_trainer_device_map", "hf_trainer_qlora", "ddp", "trl_sft"),
-    *("deepspeed_zero2", "transformer_lens_cache"),
-)
+SYSTEMS = (*("hf_trainer_qlora", "ddp", "trl_sft", "deepspeed_zero2", "transformer_lens_cache"),)
 """By Python and by torchrun; `make systems` and tests/gpu/test_systems.py run all of them."""
 
 TWO_GPUS = ("megatron_core_tensor", "megatron_core_pipeline", "transformer_lens_two_devices")
@@ -168,47 +164,6 @@ def test_the_table_of_a_results_file(tmp_path: Path) -> None:
     assert ["ddp, umem", "6 GiB", "note", "it is slow"] in cells
 
 
-def test_goals_are_speeds_within_shares_and_beside_checkpoints(tmp_path: Path) -> None:
-    def row(system: str, variant: str, step_ms: float, peak: float, **more: Any) -> dict[str, Any]:
-        return {
-            "system": system,
-            "variant": variant,
-            "state": "measured",
-            "steps_s": [step_ms / 1e3] * 6,
-            "losses_hex": ["0x1p+1"],
-            "weights_hex": "0x1p+3",
-            "card_peak_bytes": int(peak * GIB),
-            **more,
-        }
-
-    def rows(system: str, within: float, in_checkpoints: float, **more: Any) -> Any:
-        yield row(system, "stock", 100, 9, outside_bytes=GIB)
-        yield row(system, "stock-again", 101, 9, outside_bytes=GIB)
-        yield row(system, "umem", 100, 9, plan_running=True)
-        yield row(system, "umem-budget", within, 5.8, budget_bytes=int(4.8 * GIB), **more)
-        yield row(system, "checkpoints", 140, 5, outside_bytes=GIB)
-        yield row(system, "umem-at-checkpoints", in_checkpoints, 5, budget_bytes=4 * GIB)
-
-    absent = {"system": "lstm", "variant": "checkpoints", "state": "not comparable"}
-    found = reported(
-        tmp_path,
-        [
-            *rows("gpt", 124, 141, plan_running=True),
-            *rows("gan", 126, 200, plan_running=False, losses_hex=["0x1p+2"]),
-            *[it for it in rows("lstm", 110, 0) if "checkpoints" not in it["variant"]],
-            absent,
-        ],
-        "--goals",
-    )
-    by_name = {it[0]: it[1:] for it in found}
-    assert by_name["gpt"] == [
-        *("100 ms, 8 GiB", "100 %", "80.6 %", "—", "71.4 % (50 %)", "70.9 %", "reached")
-    ]
-    assert by_name["gan"][2] == "79.4 %, no plan, values differ"
-    assert by_name["gan"][-1] == "below 80 %, slower than checkpoints"
-    assert by_name["lstm"][4:] == ["—", "—", "reached"]
-
-
 def test_budgets_are_shares_of_stocks_memory_or_that_of_checkpoints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -245,38 +200,6 @@ def runner(cards: int, ranks: int) -> Runner:
     )
 
 
-@pytest.mark.parametrize("name", TWO_GPUS)
-def test_a_system_of_two_gpus_runs_with_two_ranks_only(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("matrix.is_installed", lambda _: True)
-    for cards, ranks in ((0, 1), (0, 2), (1, 1), (4, 4)):
-        found = runner(cards, ranks).measure((name, "stock"), (), None)
-        assert found.state == "not comparable"
-        assert "two GPUs" in (found.reason or "")
-    found = runner(2, 2).measure((name, "umem"), (), None)
-    assert (found.state, found.reason) == ("left out", "stock was not measured")
-
-
-def has_option(command: Sequence[str], *option: str) -> bool:
-    """Whether an option and its value are neighbours in a command."""
-    return option in set(pairwise(command))
-
-
-def test_commands_of_two_gpus() -> None:
-    tensor, pipeline, lens = (list(runner(2, 2).command(it, "umem-budget")) for it in TWO_GPUS)
-    for command, parallel, writer in ((tensor, "tensor", "0"), (pipeline, "pipeline", "1")):
-        assert "--nproc-per-node=2" in command
-        assert has_option(command, "--policy", "sft")
-        assert has_option(command, "--parallel", parallel)
-        assert has_option(command, "--writer", writer)
-        assert str(PROGRAMS / "megatron_core.py") in command
-    assert not any("nproc" in word for word in lens)
-    assert has_option(lens, "--policy", "inference")
-    assert has_option(lens, "--devices", "2")
-    assert str(PROGRAMS / "transformer_lens_cache.py") in lens
-
-
 class Machine:
     """In the place of processes, and of what NVML says of their memory."""
 
@@ -291,9 +214,7 @@ class Machine:
 
     def sampler(self, card: Card) -> contextlib.AbstractContextManager[Any]:
         self.sampled.append(card.pci_address)
-        return contextlib.nullcontext(
-            SimpleNamespace(figures=lambda: {"card_peak_bytes": 1100}),
-        )
+        return contextlib.nullcontext(SimpleNamespace(figures=lambda: {"card_peak_bytes": 1100}))
 
     def end_status(self, command: Sequence[str], _: object, __: Path, log: Any, *___: float) -> int:
         log.write(f"umem: 9 steps of Net\numem: {self.WORDS}\n".encode())
@@ -323,25 +244,6 @@ def test_the_card_of_the_rank_that_writes_is_sampled(
     assert machine.writers == [str(card)] * 2
 
 
-@pytest.mark.parametrize(("used_until_s", "state"), [(40, "measured"), (70, "left out")])
-def test_a_card_that_others_use_is_waited_for(
-    used_until_s: float, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A minute at most, of a clock that goes on while the matrix sleeps."""
-    now_s = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now_s[0] += seconds
-
-    Machine(monkeypatch)
-    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
-    monkeypatch.setattr("time.sleep", sleep)
-    monkeypatch.setattr(Card, "used_bytes", lambda _: (now_s[0] < used_until_s) * (979 << 20))
-    found = runner(1, 1).measure(("hf_trainer_sft", "stock"), (), None)
-    assert found.state == state
-    assert ("979 MiB more in use" in (found.reason or "")) == (state == "left out")
-
-
 def test_programs_are_forked_from_one_that_has_imported_their_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,14 +271,6 @@ def test_programs_are_forked_from_one_that_has_imported_their_modules(
                 assert {"the end", f"True for {seconds} ['{seconds}']"} <= set(
                     log.read_text().replace("the end", "the end\n").splitlines()
                 )
-
-
-def test_what_two_ranks_run() -> None:
-    done = run_matrix("--cpu", "--ranks", "2", "--systems", "all")
-    assert done.returncode == 2
-    names = done.stderr.rpartition("none of ")[2].strip().split(", ")
-    assert {"fsdp2", "megatron_core", *TWO_GPUS} <= set(names)
-    assert not {"transformer_lens_cache", "hf_trainer_sft"} & set(names)
 
 
 def test_a_checksum_shows_the_least_difference_of_large_sums() -> None:

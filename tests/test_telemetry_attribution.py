@@ -15,7 +15,6 @@ from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.inspection import LiveTensor
 from umem.telemetry import RecordKind
 from umem.telemetry.attribution import Snapshot, attribute, blocks_hit, snapshot_of
-from umem.telemetry.records import make_records
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -221,31 +220,9 @@ def test_a_name_from_the_next_snapshot_is_used(later_class: int, expected: int) 
     assert (tensor_class.tolist(), name.tolist()) == ([3], [expected])
 
 
-def test_each_record_is_searched_in_the_snapshot_before_it() -> None:
-    count, snapshots = 4_000, 200
-    records = make_records(count, kind=RecordKind.GPU_FAULT, start_ns=np.arange(count), address=50)
-    start, end = np.array([0]), np.array([100])
-    each = [
-        Snapshot(
-            number * count // snapshots,
-            start,
-            end,
-            np.array([number % 6], np.int8),
-            np.array([number], np.int32),
-        )
-        for number in range(snapshots)
-    ]
-    _, name, _ = attribute(records, each)
-    assert (name == np.arange(count) * snapshots // count).all()
-
-
 def test_copies_belong_to_no_tensor() -> None:
     snapshot = Snapshot(
-        0,
-        np.array([0]),
-        np.array([100]),
-        np.array([1], np.int8),
-        np.array([0], np.int32),
+        0, np.array([0]), np.array([100]), np.array([1], np.int8), np.array([0], np.int32)
     )
     records = records_of([(5, 1, 2, 0, 8, 0, 0, 0, 1), (0, 1, 2, 0, 8, 0, 1, 0, 0)])
     tensor_class, name, _ = attribute(records, [snapshot])

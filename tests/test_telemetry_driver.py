@@ -204,13 +204,6 @@ def test_entries_dropped_by_a_full_queue_are_counted() -> None:
     assert [it["address"] for it in queue.take().view(MIGRATION)] == [77]
 
 
-def test_only_enabled_events_are_in_the_queue() -> None:
-    kernel = StandInKernel()
-    queue = queue_of(kernel, 8)
-    kernel.write(bytes([9]) + bytes(ENTRY_BYTES - 1), migration(1, 1, 1, 2))
-    assert len(queue.take()) == 1
-
-
 @pytest.mark.parametrize(
     ("kernel", "words"),
     [
@@ -229,9 +222,7 @@ def test_unknown_drivers_are_refused(kernel: StandInKernel, words: str) -> None:
 @pytest.mark.parametrize(
     "reported", [[], [(BLOCK, 2 * MIB)], [(BLOCK, 4 * MIB), (BLOCK + MIB, MIB)]]
 )
-def test_a_queue_must_report_the_probe_block(
-    reported: list[tuple[int, int]],
-) -> None:
+def test_a_queue_must_report_the_probe_block(reported: list[tuple[int, int]]) -> None:
     """Otherwise its entries may have another layout."""
     kernel = StandInKernel()
 

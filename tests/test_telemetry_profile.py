@@ -305,14 +305,6 @@ def test_a_profile_that_failed_to_begin_cannot_begin_again(profiled: Profiled) -
         pytest.fail("it must not begin again")
 
 
-def test_an_error_in_the_block_ends_the_recording(profiled: Profiled) -> None:
-    collector = StandInCollector()
-    with pytest.raises(RuntimeError, match="of the script"), profiled(collector) as profile:
-        raise RuntimeError("of the script")
-    assert collector.calls == ["start", "stop"]
-    assert profile.report().step_count == 0
-
-
 @pytest.mark.parametrize("what", ["hints", "residency", "blocks"])
 def test_what_fails_while_recording_is_left_out_and_training_goes_on(
     what: str, caplog: pytest.LogCaptureFixture

@@ -160,14 +160,6 @@ def test_the_typical_step_has_the_median_time(times_ns: tuple[int, ...], typical
     assert sum(it.moved_bytes() for it in reports) == sum(row[3] for row in inside)
 
 
-def test_the_typical_step_is_one_that_occurred() -> None:
-    """The medians of single figures would all be 0."""
-    rows = [(TO_DEVICE, 1000 * it, 1000 * it + 9, 1 << 20, 0, 2 + it, 0, -1) for it in range(3)]
-    typical = report_of(recording(rows, [(1000 * it, 1000 * it + 900) for it in range(3)]))
-    assert typical.moved_bytes() == 1 << 20
-    assert typical.um_bytes_share == 1.0
-
-
 def test_sums_of_large_transfers_are_exact() -> None:
     rows = [(TO_DEVICE, 0, 1, 2**53 + 1, 0, HINT, WEIGHTS, 0)] * 3
     assert report_of(recording(rows, [])).moved_bytes() == 3 * (2**53 + 1)

@@ -12,13 +12,7 @@ from collectors import StandInCollector
 
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.telemetry import (
-    Profile,
-    Recording,
-    measured_row,
-    phase_begins,
-    residency_over_run_figure,
-)
+from umem.telemetry import Profile, Recording, measured_row, phase_begins, residency_over_run_figure
 from umem.telemetry.live import ResidencySampler
 from umem.telemetry.records import Residency
 

@@ -114,9 +114,7 @@ def test_a_training_shows_its_steps_and_its_copies(top: Run, runtime_folder: Pat
 
 def test_a_killed_process_is_gone_though_its_socket_stays(top: Run, runtime_folder: Path) -> None:
     process = start(
-        sys.executable,
-        "-c",
-        "from umem.runtime.live_socket import serve; serve(dict)\n" + WAIT,
+        sys.executable, "-c", "from umem.runtime.live_socket import serve; serve(dict)\n" + WAIT
     )
     assert live_processes() == [process.pid]
     process.send_signal(signal.SIGKILL)
@@ -152,9 +150,7 @@ def test_a_stopped_process_is_said_to_be_busy(
 ) -> None:
     monkeypatch.setattr(live_socket, "_TIMEOUT_S", 0.2)
     process = start(
-        sys.executable,
-        "-c",
-        "from umem.runtime.live_socket import serve; serve(dict)\n" + WAIT,
+        sys.executable, "-c", "from umem.runtime.live_socket import serve; serve(dict)\n" + WAIT
     )
     process.send_signal(signal.SIGSTOP)
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])

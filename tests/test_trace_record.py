@@ -313,10 +313,7 @@ def test_results_of_list_operators_are_born_together() -> None:
     assert trace.first_phase[results].tolist() == [2, 2]
     assert [
         set(accesses(trace, phase)) & {trace.tensor_names[r] for r in results} for phase in (2, 3)
-    ] == [
-        {"aten._foreach_mul [0]"},
-        {"aten._foreach_mul [1]"},
-    ]
+    ] == [{"aten._foreach_mul [0]"}, {"aten._foreach_mul [1]"}]
 
 
 @pytest.mark.slow
@@ -516,20 +513,6 @@ def test_tied_weights_are_one_tensor() -> None:
 
 
 @pytest.mark.slow
-def test_frozen_weights_get_no_gradient() -> None:
-    def make_step() -> Step:
-        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        model[0].requires_grad_(False)
-        inputs = torch.randn(4, 16)
-        return lambda: model(inputs).sum().backward()
-
-    trace = record(make_step)
-    assert class_of(trace, "0.weight") is TensorClass.FROZEN_WEIGHTS
-    assert class_of(trace, "1.weight") is TensorClass.WEIGHTS
-    assert "0.weight.grad" not in trace.tensor_names
-
-
-@pytest.mark.slow
 def test_autocast_for_a_gpu_computes_in_its_precision() -> None:
     trace = record(stack_step(autocast=torch.bfloat16))
     products = trace.flops > 0
@@ -718,11 +701,6 @@ def test_a_step_that_needs_data_gets_a_remedy() -> None:
     assert "in <lambda>" in message
     assert "aten._local_scalar_dense.default needs the data of a tensor" in message
     assert "leave out .item(), float()" in message
-
-
-def test_shapes_that_depend_on_data_are_refused() -> None:
-    with pytest.raises(TraceError, match=r"aten\.nonzero\.default needs the data"):
-        record_function(lambda: torch.ones(4).nonzero())
 
 
 def test_a_step_that_raises_is_the_cause() -> None:

@@ -298,10 +298,10 @@ PATCHES: Mapping[str, Patch] = {
         Way.CALLED,
     ),
     **_patches(
-        "streaming/activations/repeatable.py",
-        "the call of a block in the first measured step, in its thread",
+        "streaming/activations/random_states.py",
+        "a block's second call, in the first measured step and in backward passes, in its thread",
         "the end of that call",
-        "no block would be known to do the same twice: what it saves would be copied",
+        "blocks with dropout could not run twice: what they save would be copied",
         {"random_state": "torch:set_rng_state"},
         Way.CALLED,
     ),

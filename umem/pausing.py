@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from umem.core.errors import PauseError
 from umem.hardware.host_share import host_share
+from umem.runtime.giving_back import let_go
 from umem.runtime.inspection import device_number
 from umem.runtime.state import runtime
 
@@ -41,10 +44,11 @@ class PausedMemory:
 def pause(device: int | None = None) -> PausedMemory:
     """Give the memory of a GPU back, and keep what is in it on the host.
 
-    Waits for all work of the GPU, updates of a deferred step included. Cached memory is released,
-    live tensors are copied to host memory, page-locked where it can be had, and their device memory
-    goes back to the driver. Tensors keep their addresses. CUDA's context stays, and so does what
-    other libraries allocate themselves.
+    Waits for all work of the GPU, updates of a deferred step included. Cached memory and umem's own
+    buffers, on the GPU and on the host, are released. Live tensors are copied to host memory,
+    page-locked where it can be had, and their device memory goes back to the driver; tensors whose
+    home is on the host stay there, without a copy. Tensors keep their addresses. CUDA's context
+    stays, and so does what other libraries allocate themselves.
 
     Until :func:`resume`, allocations on the GPU raise ``RuntimeError``; tensors may be freed.
 
@@ -79,6 +83,8 @@ def pause(device: int | None = None) -> PausedMemory:
     """
     state, number = runtime(), device_number(device)
     _finish_hints()
+    if not state.allocator.is_paused(number):
+        let_go(torch.device("cuda", number))
     try:
         return PausedMemory(*state.allocator.pause(number, _most_host_bytes(state.allocator)))
     except RuntimeError as error:

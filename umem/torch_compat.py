@@ -10,6 +10,7 @@ The versions were checked against torch 2.8.0 to 2.15.0, builds with CUDA 12 and
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -52,6 +53,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "begin_checkpoint",
+    "every_call_is_seen",
     "fsdp_flats",
     "fsdp_groups",
     "fsdp_modules",
@@ -141,6 +143,10 @@ def _names(
     }
 
 
+_HOOKS_OF_ALL_MODULES = (
+    *("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"),
+)
+
 PRIVATE_NAMES: Mapping[str, PrivateName] = {
     **_names(
         "torch.cuda.memory.change_current_allocator calls it",
@@ -152,6 +158,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "gives torch umem's functions beside malloc and free",
         "record_stream and empty_cache would do nothing, and CUDA graphs had no memory pools",
         {f"set_{e}": f"torch._C:_CUDAPluggableAllocator.{name}" for e, name in _SETTERS.items()},
+        is_cuda=True,
+    ),
+    **_names(
+        "replaced, so that umem lets go of buffers for what the program has moved off the GPU",
+        "`torch.cuda.empty_cache` would leave these buffers on the card",
+        {"cuda_empty_cache": "torch._C:_cuda_emptyCache"},
         is_cuda=True,
     ),
     **_names(
@@ -391,6 +403,18 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
+        "what sees each call of a module or an operator",
+        "blocks would run twice beside a program that counts such calls",
+        {
+            **{
+                f"all_modules_{name}": f"torch.nn.modules.module:_global_{name}"
+                for name in _HOOKS_OF_ALL_MODULES
+            },
+            "dispatch_modes": "torch._C:_len_torch_dispatch_stack",
+            "function_modes": "torch.overrides:_get_current_function_mode_stack",
+        },
+    ),
+    **_names(
         "the current stream's handle, without an object for it",
         "hints could not be ordered behind the computation",
         {"current_raw_stream": "torch._C:_cuda_getCurrentRawStream"},
@@ -576,7 +600,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def begin_checkpoint(
-    function: Callable[..., object], tensors: Iterable[torch.Tensor], *, is_random: bool
+    function: Callable[..., object], tensors: Iterable[torch.Tensor]
 ) -> Generator[None, None, None]:
     """Have autograd save nothing of what a thread does until the result is resumed or closed.
 
@@ -586,12 +610,10 @@ def begin_checkpoint(
         Called with `tensors` in the backward pass: it does the same again.
     tensors
         They tell the devices.
-    is_random
-        Whether it begins with the states that torch's generators have now.
     """
     from torch.utils.checkpoint import noop_context_fn
 
-    options = {"preserve_rng_state": is_random, "context_fn": noop_context_fn}
+    options = {"preserve_rng_state": False, "context_fn": noop_context_fn}
     options |= {"determinism_check": "default", "debug": False, "early_stop": True}
     begin = PRIVATE_NAMES["checkpoint_ends"].find()
     known = inspect.signature(begin).parameters  # early_stop is a newer torch's
@@ -696,6 +718,23 @@ def is_distributed() -> bool:
     """Whether ``torch.distributed`` is initialised."""
     distributed: Any = importlib.import_module("torch.distributed")
     return distributed.is_available() and distributed.is_initialized()
+
+
+def every_call_is_seen() -> bool:
+    """Whether the program sees each call of a module or an operator: it may count them.
+
+    By hooks of all modules, or by a mode; that of a default device sees nothing for the program.
+    """
+    hooks, dispatch_modes, function_modes = _observers()
+    if any(hooks) or dispatch_modes():
+        return True
+    return any(type(it).__name__ != "DeviceContext" for it in function_modes())
+
+
+@functools.cache
+def _observers() -> tuple[list[Any], Callable[[], int], Callable[[], list[Any]]]:
+    hooks = [PRIVATE_NAMES[f"all_modules_{it}"].find() for it in _HOOKS_OF_ALL_MODULES]
+    return hooks, PRIVATE_NAMES["dispatch_modes"].find(), PRIVATE_NAMES["function_modes"].find()
 
 
 def torch_profiler_runs() -> bool:

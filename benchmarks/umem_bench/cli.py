@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from umem.core.units import parse_limit
-from umem_bench import allocators, bounds, planning, published
+from umem_bench import allocators, bounds, planning, predicted, published
 from umem_bench.commands import COMMANDS
 from umem_bench.generate import run as generations
 from umem_bench.generate import tables as generate_tables
@@ -39,7 +39,7 @@ from umem_bench.scale import tables as scale_tables
 from umem_bench.tables import Check, print_tables
 from umem_bench.training import run as trainings
 from umem_bench.training import tables as training_tables
-from umem_bench.training.variants import WORKLOADS
+from umem_bench.training.variants import USUAL_WORKLOADS, WORKLOADS
 
 __all__ = ["app"]
 
@@ -53,6 +53,7 @@ _SHOWN_BY: dict[str, Any] = {
     "planning": planning,
     "published": published,
     "bounds": bounds,
+    "predicted": predicted,
 }
 _Name = TypeVar("_Name", bound=str)
 _RunsOfOptions = Callable[..., Callable[..., Run]]
@@ -147,9 +148,10 @@ def training(
         str,
         typer.Option(
             help="long (one long sequence, checkpoints), activations (none), short (little to "
-            "compute), trainer (the Trainer of transformers)."
+            "compute), trainer (the Trainer of transformers), pair-lora, pair-sft (in 16 GiB "
+            "of managed memory)."
         ),
-    ] = ",".join(WORKLOADS),
+    ] = ",".join(USUAL_WORKLOADS),
     methods: Annotated[str, typer.Option(help="sft, lora, or both. Default: the workload's.")] = "",
     variants: Annotated[
         str, typer.Option(help="Those to compare; stock is always one. Default: the workload's.")
@@ -362,6 +364,19 @@ def against_bounds(
     names = () if models == "none" else tuple(models.split(","))
     found = bounds.run_bounds(folder, names, _say)
     _finish(Run(header("bounds", bounds.SETTINGS), tuple(found)), output, check)
+
+
+@app.command("predicted", help=COMMANDS["predicted"])
+def predictions(
+    folder: Annotated[
+        Path, typer.Argument(help="Results, as --output wrote them.", show_default=False)
+    ] = Path(predicted.__file__).parents[1] / "results",
+    output: _Output = None,
+    check: _Check = False,
+) -> None:
+    found = predicted.run_predicted(folder, _say)
+    settings = {"usual_percent": predicted.USUAL_PERCENT}
+    _finish(Run(header("predicted", settings), tuple(found)), output, check)
 
 
 @app.command(help=COMMANDS["report"])

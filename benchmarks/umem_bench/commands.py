@@ -23,6 +23,7 @@ COMMANDS = {
     "planning": "Time to record, plan and simulate a step, without a GPU.",
     "published": "Plan published traces beside their published times.",
     "bounds": "Compare planned steps with their lower bounds, without a GPU.",
+    "predicted": "Predict every measured row of results, without a GPU.",
     "report": "Print the tables of a results file.",
 }
 """Name -> line of `umem bench --help`."""

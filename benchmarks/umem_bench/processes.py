@@ -14,8 +14,12 @@ __all__ = ["end_status", "environment"]
 
 
 def environment(budget_bytes: int | None, managed_limit: str, **more: str) -> dict[str, str]:
-    """This process's environment without umem's own variables but for these limits."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("UMEM_")}
+    """This process's environment without umem's variables but for these limits and poison's."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "UMEM_POISON" or not name.startswith("UMEM_")
+    }
     budget = {} if budget_bytes is None else {"UMEM_DEVICE_BUDGET": str(budget_bytes)}
     return {**kept, **budget, "UMEM_MANAGED_LIMIT": managed_limit, **more}
 

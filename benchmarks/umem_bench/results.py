@@ -123,7 +123,7 @@ BUDGETED: dict[Variant, Literal["planned", "lookahead", "fault"] | None] = {
 }
 """The variants that train within a budget, and their planner of pages; None where state streams."""
 
-WorkloadName = Literal["long", "activations", "short", "trainer"]
+WorkloadName = Literal["long", "activations", "short", "trainer", "pair-lora", "pair-sft"]
 
 
 class LlamaShape(Record):
@@ -210,6 +210,12 @@ class Migration(Record):
     fault_batches: int
     um_time_share: float | None = None
     """Share of the time of all memory operations; None where copies were not recorded."""
+    um_ops_share: float | None = None
+    """The same of their number."""
+    um_bytes_share: float | None = None
+    """And of their bytes."""
+    predicted_shares: tuple[float, float, float] | None = None
+    """All three by the plan: of time, number and bytes."""
     moved_bytes: dict[str, int]
     predicted_bytes: dict[str, int] | None = None
     """According to the plan of this step."""
@@ -496,6 +502,8 @@ class Header(Record):
         "bounds",
         "systems",
         "sound",
+        "predicted",
+        "verify",
     ]
     date: str | None
     commit: str | None

@@ -18,6 +18,7 @@ from umem_bench.workers import Answers, Worker, WorkerError
 
 __all__ = [
     "HOST_LEFT_BYTES",
+    "PRELOADED",
     "ask_worker",
     "continued",
     "find_card",
@@ -35,7 +36,7 @@ _PROCESS_LIMIT_S = 240.0
 _LEAST_LIMIT_S = 20.0
 """For a process that was started, however little is left of the run's time."""
 
-_PRELOADED = ("umem_bench.training.shared_imports",)
+PRELOADED = ("umem_bench.training.shared_imports",)
 
 HOST_LEFT_BYTES = 16 << 30
 """Of the host's available memory, never used."""
@@ -144,7 +145,7 @@ def ask_worker(
     can have further `parts`, such as a profile, which takes memory of its own.
     """
     card = card and card.between_processes()
-    worker = Worker(answers, job.model_copy(update={"card": card}), _PRELOADED)
+    worker = Worker(answers, job.model_copy(update={"card": card}), PRELOADED)
     began_s = time.monotonic()  # the server process has imported what its workers share
     limit_s = min(process_limit_s, max(_LEAST_LIMIT_S, left_s))
     told: dict[str, Any] = {}

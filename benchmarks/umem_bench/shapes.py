@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from umem_bench.results import LlamaShape
 
-__all__ = ["CODE_LLAMA_34B", "LLAMA_2_7B", "LLAMA_2_13B", "QWEN3_30B_A3B", "TINYLLAMA_1B"]
+__all__ = [
+    "CODE_LLAMA_34B",
+    "LLAMA_1_7B",
+    "LLAMA_2_7B",
+    "LLAMA_2_13B",
+    "QWEN3_30B_A3B",
+    "SYSTEMS",
+    "TINYLLAMA_1B",
+]
 
 LLAMA_2_7B = LlamaShape(hidden=4096, intermediate=11_008, layers=32, heads=32)
 
@@ -17,6 +25,9 @@ LLAMA_2_13B = LlamaShape(hidden=5120, intermediate=13_824, layers=40, heads=40)
 CODE_LLAMA_34B = LlamaShape(
     hidden=8192, intermediate=22_016, layers=48, heads=64, key_value_heads=8
 )
+
+LLAMA_1_7B = LlamaShape(hidden=2560, intermediate=6912, layers=19, heads=20)
+"""As `umem simulate --params 1.7b` has it."""
 
 TINYLLAMA_1B = LlamaShape(hidden=2048, intermediate=5632, layers=22, heads=32, key_value_heads=4)
 
@@ -31,3 +42,17 @@ QWEN3_30B_A3B = LlamaShape(
     experts=128,
     experts_per_token=8,
 )
+
+SYSTEMS = {
+    "large": LlamaShape(weights="float32", batch=4, tokens=2048),
+    "xlarge": LlamaShape(
+        hidden=2048,
+        intermediate=5504,
+        layers=24,
+        heads=16,
+        weights="float32",
+        batch=8,
+        tokens=2048,
+    ),
+}
+"""The Llamas of ``tests/systems/programs/shared.py``, by size."""

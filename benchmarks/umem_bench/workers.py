@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -72,6 +73,12 @@ class Worker:
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         context: Any = multiprocessing.get_context(os.environ.get("UMEM_BENCH_START", "forkserver"))
         context.set_forkserver_preload(list(preload))
+        if context.get_start_method() == "forkserver":
+            # Ctrl-C is this process's: the server would show where it was, and so would workers.
+            resource_tracker.ensure_running()  # which unblocks the signal, when it starts
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            forkserver.ensure_running()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._folder = tempfile.TemporaryDirectory(prefix="umem-bench-")
         self._log = Path(self._folder.name, "log")
         self._connection, theirs = context.Pipe()
@@ -152,7 +159,10 @@ def _serve(answers: Answers, job: Record, connection: Connection, log: str) -> N
     # What libraries print goes to the log.
     sys.stdout.flush()
     sys.stderr.flush()
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except FileNotFoundError:  # who asked for this process was interrupted before it began
+        return
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

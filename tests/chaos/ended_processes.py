@@ -97,10 +97,7 @@ class Processes:
             *(str(_STEPS), str(self._trace), str(self._root / "work")),
         ]
         hardware = ["--trace", str(self._trace), "--hardware", "h200", "--budget", "128MiB"]
-        self._commands = {
-            "plan": ["plan", *hardware],
-            "simulate": ["simulate", *hardware],
-        }
+        self._commands = {"plan": ["plan", *hardware], "simulate": ["simulate", *hardware]}
         whole = {"training": self._training, **self._commands}
         self._whole = {name: self._run(words) for name, words in whole.items()}
         self._checksum = self._stock_checksum()

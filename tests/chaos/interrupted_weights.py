@@ -70,8 +70,7 @@ def interrupt_streamed_weights(seed: int, interrupts: int) -> None:
     lanes = HostLanes() if by_signal else LazyLanes(streamed.model, 1.0)
     memory = HostStateMemory(parameters=streamed.model.parameters(), lanes=lanes)
     weights = ModelWeights(
-        *(streamed.model, lanes, memory, NoRoom(), ActivationStore("cpu")),
-        min_bytes=WIDTH * WIDTH,
+        *(streamed.model, lanes, memory, NoRoom(), ActivationStore("cpu")), min_bytes=WIDTH * WIDTH
     )
     offloaded = offload_blocks(streamed.model, chance.randint(1, 3), min_bytes=1)
     for it in (stock, streamed):  # the first calls place the weights, and learn their order

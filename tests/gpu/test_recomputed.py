@@ -9,7 +9,7 @@ from gpu_jobs import SIDE_BY_SIDE, Start, under
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-MODES = ("dropout", "accumulated", "float32")
+MODES = ("dropout", "accumulated", "float32", "recurrent")
 SHARE = 0.6
 ROOM = 3.0
 """Of the peak with checkpoints: without them all fits."""

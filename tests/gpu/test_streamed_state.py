@@ -144,7 +144,12 @@ def test_the_host_updates_some_units(
     mode: str, is_poisoned: bool, pairs: Pairs, start: Start, tmp_path: Path
 ) -> None:
     policy = tmp_path / "hosts.yaml"
-    policy.write_text("name: hosts\nextends: sft\nhost_update: auto\n")
+    # Of weights at home, updates are the device's.
+    keep = "{kind: device, mechanism: keep}"
+    policy.write_text(
+        "name: hosts\nextends: sft\nhost_update: auto\n"
+        f"classes: {{weights: {keep}, frozen_weights: {keep}}}\n"
+    )
     settings = common(mode) | tight(mode) | {"UMEM_POLICY": str(policy)}
     settings |= {"UMEM_POISON": "1"} if is_poisoned else {}
     facts = start("streaming.py", mode, str(STEPS), HOST_UPDATES="1", **settings).facts()

@@ -30,7 +30,7 @@ OPTIMIZERS: Optimizers = {
 }
 
 CUDA_OPTIMIZERS: Optimizers = OPTIMIZERS | {
-    "adamw-capturable": lambda every: torch.optim.AdamW(every, lr=1e-3, capturable=True),
+    "adamw-capturable": lambda every: torch.optim.AdamW(every, lr=1e-3, capturable=True)
 }
 
 BETWEEN_PASSES = ("after backward", "after clip", "after step", "after zero_grad", "in step hook")
@@ -245,10 +245,7 @@ class Readings:
 
 
 def train_with_readers(
-    run: Run,
-    optimizer_name: str,
-    readings_of: Callable[[int], Sequence[Reading]],
-    steps: int,
+    run: Run, optimizer_name: str, readings_of: Callable[[int], Sequence[Reading]], steps: int
 ) -> None:
     """Train, and do the readings of each step from the second one on."""
     model, optimizer = run.model(lambda size: Net(size), CUDA_OPTIMIZERS[optimizer_name])

@@ -106,9 +106,7 @@ def generic_events(run: Run) -> None:
         event.record(torch.accelerator.current_stream())
         side.wait_event(event)
         of_cuda = torch.cuda.Stream(
-            stream_id=side.stream_id,
-            device_index=side.device_index,
-            device_type=side.device_type,
+            stream_id=side.stream_id, device_index=side.device_index, device_type=side.device_type
         )
         with torch.cuda.stream(of_cuda):
             run.record("doubled", [weight * 2 for weight in model.parameters()])

@@ -439,9 +439,7 @@ def by_address(tensor: Any) -> Any:
 
 
 _add_all(
-    _reads,
-    deep_copied=lambda t: copy.deepcopy(t),
-    pickled=lambda t: pickle.loads(pickle.dumps(t)),
+    _reads, deep_copied=lambda t: copy.deepcopy(t), pickled=lambda t: pickle.loads(pickle.dumps(t))
 )
 
 
@@ -644,10 +642,7 @@ _add_held(
     row_held=(lambda t: t[0], lambda kept: kept.detach() * 1),
     detached_held=(lambda t: t.detach(), lambda kept: kept * 1),
     data_held=(lambda t: t.data, lambda kept: kept * 1),
-    parameter_held=(
-        lambda t: nn.Parameter(t.detach(), requires_grad=False),
-        lambda kept: kept * 1,
-    ),
+    parameter_held=(lambda t: nn.Parameter(t.detach(), requires_grad=False), lambda kept: kept * 1),
     subclass_held=(
         lambda t: t.detach().as_subclass(_Tagged),
         lambda kept: (kept * 1).as_subclass(torch.Tensor),
@@ -731,10 +726,7 @@ def shrunk_by_numpy(tensor: Any) -> None:
     array *= np.float32(0.995)
 
 
-_add_all(
-    _changes,
-    shrunk_by_dlpack=lambda t: _DLPACK.from_dlpack(t.detach()).mul_(0.995),
-)
+_add_all(_changes, shrunk_by_dlpack=lambda t: _DLPACK.from_dlpack(t.detach()).mul_(0.995))
 
 
 @_writes

@@ -10,14 +10,7 @@ import torch
 from torch import nn
 
 Verdict = Literal[
-    "EQUAL",
-    "DIFFERENT",
-    "LOUD",
-    "CRASH",
-    "HANG",
-    "NO-PLAN",
-    "STOCK-DIFFERS",
-    "NOT-RUN",
+    "EQUAL", "DIFFERENT", "LOUD", "CRASH", "HANG", "NO-PLAN", "STOCK-DIFFERS", "NOT-RUN"
 ]
 """What is said of a program.
 
@@ -292,10 +285,7 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def program(
-    *needs: Need,
-    budget: float = 0.55,
-    expected: Sequence[Verdict] = ("EQUAL",),
-    page: str = "",
+    *needs: Need, budget: float = 0.55, expected: Sequence[Verdict] = ("EQUAL",), page: str = ""
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Put a function into the table of programs. One with CuPy or Triton needs a GPU, too."""
 

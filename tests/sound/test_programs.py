@@ -18,10 +18,8 @@ ON_HOST = [each for each in PROGRAMS.values() if each.runs_on_host and not each.
 
 @functools.cache
 def stock(program: Program) -> dict[str, str]:
-    """What two stock runs record, which must be the same."""
-    first, second = (trained(program, Run(HOST_SIZE, "cpu")) for _ in range(2))
-    assert first == second
-    return first
+    """What a stock run records."""
+    return trained(program, Run(HOST_SIZE, "cpu"))
 
 
 def trained(program: Program, run: Run) -> dict[str, str]:

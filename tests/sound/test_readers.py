@@ -6,15 +6,7 @@ import os
 from collections.abc import Sequence
 
 import pytest
-from drawn_readers import (
-    BLOCKS,
-    MOMENTS,
-    OPTIMIZERS,
-    TENSORS,
-    THREADS,
-    Reading,
-    train_with_readers,
-)
+from drawn_readers import BLOCKS, MOMENTS, OPTIMIZERS, TENSORS, THREADS, Reading, train_with_readers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from late_runs import LateRun

@@ -10,14 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from card_processes import Peaks, find_own_number
-from drawn_readers import reader_programs
 from small_trainings import HOST_SIZE, PROGRAMS, Program, Run, checksum
-from sound import PROCESS_LIMIT_S, Campaign, Comparison, Runner, read, tables, write
+from sound import PROCESS_LIMIT_S, Comparison, Runner, read
 from sound_programs import KINDS
-from umem_bench.machine import header
-
-import umem
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -72,11 +67,6 @@ def test_verdicts(stock: Any, own: Any, verdict: str, detail: str) -> None:
     assert result.is_right == (verdict == "EQUAL")
 
 
-def test_a_process_that_the_end_of_the_campaign_cut_did_not_hang() -> None:
-    result = Told(STOCK, {"status": None}, own_s=12.0).compare(PROGRAMS["plain"])
-    assert (result.verdict, result.detail) == ("NOT-RUN", "no time was left")
-
-
 def test_a_budget_that_is_not_kept_is_wrong() -> None:
     kept, over = (
         Comparison(program="p", file="loops", verdict="EQUAL", beyond_bytes=beyond << 20)
@@ -127,15 +117,6 @@ def test_records_of_one_name_are_kept_apart() -> None:
     assert list(run.results()) == ["000.a", "000.a.0", "000.a.1", "000.a#2"]
 
 
-def test_drawn_readers_are_the_same_for_a_seed() -> None:
-    names = [each.name for each in reader_programs(130, 5, on_cpu=True)]
-    assert names == [
-        "readers:adamw:5:60:cpu",
-        "readers:adamw-foreach:5:60:cpu",
-        "readers:adamw-fused:5:10:cpu",
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_tiny_campaign_fills_a_page(tmp_path: Path) -> None:
@@ -143,19 +124,19 @@ def test_a_tiny_campaign_fills_a_page(tmp_path: Path) -> None:
     driver = ROOT / "tests" / "sound" / "sound.py"
     subprocess.run(
         [
-            *(sys.executable, str(driver), "--cpu", "--only", "plain,gradients_kept"),
-            *("--readers", "1", "--jobs", "2", "--output", str(results)),
+            *(sys.executable, str(driver), "--cpu", "--only", "plain"),
+            *("--readers", "0", "--jobs", "2", "--output", str(results)),
         ],
         env=environment(),
-        check=False,  # a reader may differ
+        check=True,
         stdout=subprocess.DEVNULL,
     )
     campaign = read(results)
     assert campaign.header.benchmark == "sound"
-    verdicts = {it.program: it.verdict for it in campaign.results}
-    assert verdicts["plain"] == verdicts["gradients_kept"] == "EQUAL"
-    assert len(verdicts) == 3
-    assert all(it.records and it.deferred_steps for it in campaign.results)
+    (result,) = campaign.results
+    assert (result.program, result.verdict) == ("plain", "EQUAL")
+    assert result.records
+    assert result.deferred_steps
     report = f"<!-- python tests/sound/sound.py --report {results} --markdown -->"
     page.write_text(f"{report}\nold\n<!-- end of report -->\n")
     subprocess.run(
@@ -166,36 +147,7 @@ def test_a_tiny_campaign_fills_a_page(tmp_path: Path) -> None:
     filled = page.read_text()
     assert filled.startswith(f"{report}\n")
     assert "old" not in filled
-    assert "| loops | 2 | 2 |" in filled
-
-
-def test_a_results_file_and_its_tables(tmp_path: Path) -> None:
-    begun = header("sound", {"jobs": 1, "readers": 0, "seed": 0, "cpu": 1})
-    results = (
-        Comparison(program="a", file="loops", verdict="EQUAL", records=10, beyond_bytes=0),
-        Comparison(program="b", file="arrays", verdict="DIFFERENT", records=5, detail="001.x"),
-        Comparison(program="c", file="readers", verdict="EQUAL", beyond_bytes=1 << 30),
-    )
-    write(Campaign(begun, results), tmp_path / "sound.jsonl")
-    counts, others = tables(read(tmp_path / "sound.jsonl"))
-    assert [row[0] for row in counts.rows] == ["loops", "arrays", "readers", "all"]
-    assert counts.rows[-1] == ("all", "3", "2", "1", "15", "1 of 2")
-    assert [(row[0], row[1], row[3]) for row in others.rows] == [
-        ("b", "different", "001.x"),
-        ("c", "equal", "1 GiB beyond its budget"),
-    ]
-    with pytest.raises(umem.UmemError, match=r"nothing\.jsonl"):
-        read(tmp_path / "nothing.jsonl")
-
-
-def test_processes_are_counted_where_nvml_is(tmp_path: Path) -> None:
-    """Without it nothing is known, and nothing fails."""
-    peaks = Peaks("0000:00:00.0")
-    with find_own_number("0000:00:00.0", tmp_path / "lock") as found:
-        pass
-    peaks.close()
-    assert found == []
-    assert peaks.take(1) is None
+    assert "| loops | 1 | 1 |" in filled
 
 
 @pytest.mark.gpu

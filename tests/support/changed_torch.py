@@ -61,6 +61,7 @@ def cpu_stream() -> Any:
 
 
 USES: dict[str, Callable[[], object]] = {
+    "cuda_empty_cache": lambda: C._cuda_emptyCache(),
     "cuda_memory_stats": lambda: C._cuda_memoryStats(0),
     "cuda_memory_snapshot": lambda: C._cuda_memorySnapshot(None),
     "cuda_reset_peak_stats": lambda: C._cuda_resetPeakMemoryStats(0),

@@ -14,11 +14,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import umem
 
 _UMEM = str(Path(umem.__file__).parent)
+_autograd: Any = torch._C._autograd
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 
 
@@ -32,7 +34,7 @@ def came_in_update(error: BaseException) -> bool:
 
 
 def mend_torch_modes() -> None:
-    """Leave grad mode and autocast as they are outside of all blocks.
+    """Leave grad mode, autocast and hooks of checkpoints as they are outside of all blocks.
 
     As without umem: a signal may have come within the begin or end of a block of torch's own, which
     then stays entered, for the tests behind this one too.
@@ -42,6 +44,10 @@ def mend_torch_modes() -> None:
         torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
     torch.set_autocast_enabled("cpu", False)
+    while (hooks := _autograd._top_saved_tensors_default_hooks(True)) and (
+        hooks[0].__module__ == checkpoint.__name__
+    ):
+        _autograd._pop_saved_tensors_default_hooks()
 
 
 class Fault(ABC):

@@ -138,6 +138,9 @@ class Streams:
             lanes, memory = self._weights_parts[model]
             tuner, ring = None, Ring(memory, lanes)
             lanes.may_update(updated)
+            if self._recomputes:
+                store = ActivationStore("cpu", LazyMover(), min_bytes=256)
+                self._run_again(model, optimizer, store)
         else:
             lanes = LazyLanes(model, self._eagerness, 1, also=updated)
             memory = HostStateMemory()

@@ -257,10 +257,7 @@ class StockHost:
         return not self.refuses() and kind_of(self._optimizer, settings, dtype) is not None
 
     def update(
-        self,
-        spans: Sequence[HostSpan],
-        settings: Callable[[], Hyperparameters],
-        dtype: torch.dtype,
+        self, spans: Sequence[HostSpan], settings: Callable[[], Hyperparameters], dtype: torch.dtype
     ) -> Future[None]:
         assert dtype is torch.float32
         self._queue.append(_LateFuture(self, lambda: self._update(spans, settings())))

@@ -69,11 +69,7 @@ class LazyLanes(Lanes):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        eagerness: float = 0.0,
-        seed: int = 0,
-        also: Iterable[Any] = (),
+        self, model: nn.Module, eagerness: float = 0.0, seed: int = 0, also: Iterable[Any] = ()
     ) -> None:
         self._model = weakref.ref(model)
         self._known: dict[int, Any] = {}
@@ -311,11 +307,17 @@ class HostStateMemory(StateMemory):
         self._homes: dict[int, bytearray] = {}
         """Memory by address, kept so that nothing else gets an address."""
         self.buffers: list[torch.Tensor] = []
+        self.moved: dict[int, torch.Tensor] = {}
+        """What the program has moved off the "device", by address, kept so."""
         self.refuses: Callable[[], bool] = lambda: False
 
     def may_stage(self, tensor: torch.Tensor) -> bool:
         """Large tensors that fill their memory."""
         return is_whole(tensor) and tensor.nbytes >= self._min_bytes
+
+    def is_of_device(self, tensor: torch.Tensor) -> bool:
+        """All that the program has not moved."""
+        return tensor.data_ptr() not in self.moved
 
     def is_home(self, tensor: torch.Tensor) -> bool:
         """What was not placed on the device, but for gradients until they are sent home."""

@@ -127,17 +127,11 @@ class Training:
         )
 
     def manage(
-        self,
-        planner: Any = "planned",
-        budget_bytes: int | str = TIGHT,
-        **machine: Any,
+        self, planner: Any = "planned", budget_bytes: int | str = TIGHT, **machine: Any
     ) -> Manager:
         """Put it under a manager on the CPU."""
         return manage_on(
-            self.model,
-            self.optimizer,
-            lambda: host_machine(budget_bytes, **machine),
-            planner,
+            self.model, self.optimizer, lambda: host_machine(budget_bytes, **machine), planner
         )
 
     def batch(self, rows: int = 2) -> torch.Tensor:

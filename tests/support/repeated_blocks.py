@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -110,6 +112,34 @@ class DroppingWithUnsetMemory(WithUnsetMemory):
         return nn.functional.dropout(super().forward(x), 0.3, self.training)
 
 
+class SaveUnused(SaveUnset):
+    """Saves a number that is not used any more, as flash attention does with dropout too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, torch.tensor(time.perf_counter_ns(), dtype=torch.uint64))
+        return 2.0 * x
+
+
+class DroppingWithUnusedMemory(Dropping):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        apply: Any = SaveUnused.apply
+        y: torch.Tensor = apply(super().forward(x))
+        return y
+
+
+class Recurrent(Layer):
+    """cuDNN would draw its dropout from a state that nobody can put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(WIDTH, WIDTH, 2, dropout=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.cells(super().forward(x))[0]
+        return y
+
+
 class Counting(Layer):
     calls = 0
 
@@ -175,6 +205,86 @@ class SummingInAGlobal(Layer):
         return super().forward(x) * (1.0 + 0.01 * float(SUMS))
 
 
+class Tally:
+    calls = 0
+    """Of all."""
+
+    def __init__(self) -> None:
+        self.own = 0
+
+    def more(self) -> None:
+        self.own += 1
+
+
+class Place:
+    __slots__ = ("x",)
+
+    def __init__(self, x: float) -> None:
+        self.x = x
+
+
+class ReadingAnObject(Layer):
+    """With all that may hold something: slots, a closure, a partial, a method, an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally, self.place, scale = Tally(), Place(1.5), np.ones(2)
+        self.also = [functools.partial(max, 1), self.tally.more]
+        self.scale: Callable[[], float] = lambda: float(scale[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (self.place.x + self.tally.own + self.scale())
+
+
+class CountingInAnObject(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = {"own": [Tally()]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tally = self.tally["own"][0]
+        tally.more()
+        return super().forward(x) * (1.0 + 0.01 * tally.own)
+
+
+class CountingInASlot(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = (Place(0.0),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.places[0].x += 1.0
+        return super().forward(x) * (1.0 + 0.01 * self.places[0].x)
+
+
+class CountingInAClass(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Tally.calls += 1
+        return super().forward(x) * (1.0 + 0.01 * Tally.calls)
+
+
+def count() -> int:
+    CALLS["by a function"] = CALLS.get("by a function", 0) + 1
+    return CALLS["by a function"]
+
+
+class CountingByAFunction(Layer):
+    def scale(self) -> float:
+        return 1.0 + 0.01 * count()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale()
+
+
+class Iterating(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.0 + 0.01 * next(self.numbers))
+
+
 def _doubling(graph: Any, _inputs: Any) -> Callable[..., Any]:
     """Compiles to twice as much: a call that runs as it is written shows."""
     return lambda *args: tuple(2.0 * it for it in graph(*args))
@@ -206,11 +316,19 @@ class Checkpointed(Layer):
 CHANGING_BUFFERS = [Averaging, CountingInABuffer]
 REPEATABLE = [
     *(Layer, Dropping, Attending, Frozen, Checkpointed, WithACompiledFunction, WithUnsetMemory),
-    *CHANGING_BUFFERS,
+    *(DroppingWithUnusedMemory, ReadingAnObject, *CHANGING_BUFFERS),
 ]
 OTHERS = [
     *(InPlaceHead, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
     *(DroppingWithUnsetMemory, Drifting, CountingInAGlobal, SummingInAGlobal, Hooked),
+    *(
+        CountingInAnObject,
+        CountingInASlot,
+        CountingInAClass,
+        CountingByAFunction,
+        Iterating,
+        Recurrent,
+    ),
 ]
 
 
@@ -265,7 +383,8 @@ def run(model: nn.Module, begin: Callable[[int], None], **options: Any) -> list[
     random.seed(5)
     np.random.seed(5)
     Drifting.drift[0] = 1.0
-    CALLS["all"] = 0
+    CALLS.clear()
+    CALLS["all"] = Tally.calls = 0
     SUMS.zero_()
     seen = []
     for number in range(4):

@@ -67,6 +67,9 @@ def exchange(**changes: Any) -> dict[str, Any]:
     return document | changes
 
 
+USE = HintUse("evict", TensorClass.WEIGHTS, *[1] * 12)
+
+
 def small_recording() -> Recording:
     return Recording(
         workload="small",
@@ -84,7 +87,9 @@ def small_recording() -> Recording:
         dropped=0,
         notes=(),
         ideal_s=1e-7,
-        hints=(None, HintReport((HintUse("evict", TensorClass.WEIGHTS, *[1] * 12),), *[0] * 2)),
+        hints=(None, HintReport((dataclasses.replace(USE, driver_s=0.5, late_s=0.25),), 0, 0)),
         residency=Residency(np.array([5]), np.arange(6, dtype=np.int64).reshape(1, 6)),
-        shares=Shares(np.array([0]), np.array([4]), np.array([3], np.int8), np.array([-1])),
+        shares=Shares(
+            *(np.array([it], of) for it, of in ((0, "i8"), (4, "i8"), (3, "i1"), (-1, "i4")))
+        ),
     )

@@ -606,9 +606,7 @@ def _speed(matrix: Matrix, result: SystemResult) -> str:
 
 
 def _share(
-    matrix: Matrix,
-    result: SystemResult,
-    of: Callable[[Sequence[float]], float] = statistics.median,
+    matrix: Matrix, result: SystemResult, of: Callable[[Sequence[float]], float] = statistics.median
 ) -> float | None:
     """Part of stock's speed, by one of a run's settled steps."""
     stock = [_settled(it.steps_s) for it in _stock(matrix, result) if it.steps_s]

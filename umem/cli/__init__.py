@@ -25,6 +25,7 @@ INTERRUPTED_STATUS = 130
 
 COMMANDS = {
     "doctor": "Show what works on this machine, what does not, and why.",
+    "verify": "Measure umem on this GPU beside predictions, as a page to send.",
     "demo": "Fine-tune a small Llama on the GPU, or predict a large one.",
     "run": "Run a Python program under umem, without changing it.",
     "top": "Show what a running training has where, copies and does.",

@@ -14,7 +14,7 @@ import umem
 from umem.cli import output
 from umem.core.errors import UmemError
 
-__all__ = ["app"]
+__all__ = ["app", "find_benchmarks"]
 
 app = output.make_app()
 
@@ -28,6 +28,15 @@ def bench(context: typer.Context) -> None:
 
     They are the package `umem_bench` in the folder `benchmarks` of a checkout.
     """
+    find_benchmarks()
+    import_module("umem_bench.commands").app(context.args, prog_name="umem bench")
+
+
+def find_benchmarks() -> None:
+    """Make the package of the benchmarks importable, here and in processes that this one starts.
+
+    Raises ``UmemError`` where umem is neither in a checkout nor has the benchmarks beside it.
+    """
     if importlib.util.find_spec("umem_bench") is None:
         folder = Path(umem.__file__).resolve().parents[1] / "benchmarks"
         if not (folder / "umem_bench").is_dir():
@@ -39,4 +48,3 @@ def bench(context: typer.Context) -> None:
         # For the processes that it starts.
         paths = [str(folder), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    import_module("umem_bench.commands").app(context.args, prog_name="umem bench")

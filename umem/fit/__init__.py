@@ -9,7 +9,7 @@ from umem.fit.estimate import (
     Workload,
     training_step,
 )
-from umem.fit.shapes import ModelShape, generic_shape, load_shape, shape_names
+from umem.fit.shapes import ModelShape, config_shape, generic_shape, load_shape, shape_names
 from umem.predict.stream_prediction import UnitChoice
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "UnitChoice",
     "Way",
     "Workload",
+    "config_shape",
     "fit_inference",
     "fit_training",
     "generic_shape",

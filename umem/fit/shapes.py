@@ -16,7 +16,15 @@ from umem.fit.families import FAMILIES, WRAPPED, Family
 from umem.io.files import read_file, unreadable
 from umem.io.problems import did_you_mean, shown
 
-__all__ = ["Layer", "Matrix", "ModelShape", "generic_shape", "load_shape", "shape_names"]
+__all__ = [
+    "Layer",
+    "Matrix",
+    "ModelShape",
+    "config_shape",
+    "generic_shape",
+    "load_shape",
+    "shape_names",
+]
 
 _MAX_CONFIG_BYTES = 2**20
 _MAX_SIZE = 2**31
@@ -146,10 +154,10 @@ def load_shape(model: str) -> ModelShape:
     is_path = path.suffix == ".json" or model.startswith((".", "/", "~"))
     name = None if is_path else find_model(model)
     if name is not None:
-        return _from_config(name, model_config(name), name)
+        return config_shape(name, model_config(name), name)
     if is_path or path.exists():
         file = path / "config.json" if path.is_dir() else path
-        return _from_config(file.resolve().parent.name, _read(file), str(file))
+        return config_shape(file.resolve().parent.name, _read(file), str(file))
     known = shape_names()
     hint = did_you_mean(model.rpartition("/")[2].lower(), known) or "."
     raise UmemError(
@@ -164,7 +172,7 @@ def generic_shape(size: str) -> ModelShape:
     That of :func:`umem.capture.offline.llama_of_size`, with its errors.
     """
     name, config = llama_of_size(size)
-    return _from_config(name, config, name)
+    return config_shape(name, config, name)
 
 
 # Configurations.
@@ -222,7 +230,11 @@ class _Keys:
         return []
 
 
-def _from_config(name: str, config: Mapping[str, Any], place: str) -> ModelShape:
+def config_shape(name: str, config: Mapping[str, Any], place: str) -> ModelShape:
+    """Shape of a model of this name from a configuration of transformers.
+
+    Errors as of :func:`load_shape`, with the configuration's `place`.
+    """
     quantisation = config.get("quantization_config")
     family = str(config.get("model_type", ""))
     inner = config.get(_PICTURES)

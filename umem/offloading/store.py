@@ -628,6 +628,12 @@ class ActivationStore:
                 peak_pinned_bytes=self._pool.peak_bytes,
             )
 
+    def trim(self) -> None:
+        """Give host memory back that nothing uses now."""
+        with self._lock:
+            self._free_unfinished()
+            self._pool.trim()
+
     def close(self) -> None:
         """Give host memory back.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from umem.patches import replace
+from umem.runtime.giving_back import let_go
 from umem.runtime.memory_history import MemoryHistory
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ def install_memory_stats(allocator: Allocator) -> None:
             "external_annotations": [],
         }
 
+    def empty_cache() -> None:
+        let_go()
+        allocator.empty_cache()
+
+    replace("cuda_empty_cache", empty_cache)
     replace("cuda_memory_stats", allocator.stats)
     replace("cuda_memory_snapshot", snapshot)
     replace("cuda_memory_history", history.record)
@@ -54,7 +60,7 @@ def install_memory_stats(allocator: Allocator) -> None:
     # torch asks this before every statistic, and a swapped allocator says no.
     replace("accelerator_is_initialized", torch.cuda.is_initialized)
     # torch.accelerator's go to the allocator that torch started with, swapped or not.
-    replace("accelerator_empty_cache", allocator.empty_cache)
+    replace("accelerator_empty_cache", empty_cache)
     replace("accelerator_stats", allocator.stats)
     replace("accelerator_reset_peak_stats", allocator.reset_peak_stats)
     replace("accelerator_reset_accumulated_stats", allocator.reset_accumulated_stats)

@@ -24,6 +24,7 @@ from umem.adapters import find_gathering
 from umem.adapters.interface import GatheredParameters
 from umem.capture.live import find_blocks
 from umem.core.errors import PlanError, TraceError
+from umem.runtime.giving_back import before_giving_back
 from umem.runtime.held_memory import before_hold, note_export
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import optimizer_parameters
@@ -119,6 +120,11 @@ def graphing_begins(_modules: Sequence[nn.Module]) -> None:
 def _memory_is_held() -> None:
     for training in streamed_trainings():
         training.memory_is_held()
+
+
+def _let_go(device: torch.device | None) -> None:
+    for training in streamed_trainings():
+        training.let_go(device)
 
 
 @dataclass(frozen=True)
@@ -241,6 +247,8 @@ class StreamedTraining(Listener):
         """While all is on the device, and a step has nothing to do but to look whether it is."""
         self._hears_blocks = False
         """Not while no update can be under way in a forward pass."""
+        self._has_let_go = False
+        """Whether nothing is placed and held, since :meth:`let_go`."""
         self._managed_run = new_run(model, "step", _weakly(self._late_uses))
         self._undo: list[Callable[[], None]] = [self.temporary.close]
         self._undo_on_optimizer: list[Callable[[], None]] = []
@@ -250,6 +258,7 @@ class StreamedTraining(Listener):
             self.move_into_backward()
         _trainings.add(self)
         before_hold(_memory_is_held)
+        before_giving_back(_let_go)
 
     # ------------------------------------------------------------------ the beginning
 
@@ -338,6 +347,8 @@ class StreamedTraining(Listener):
         """Wait for updates of what is outside of blocks."""
         if self._idle is not None:
             return
+        if self._has_let_go:
+            self._take_up(is_step=False)
         self.gradients.settle()
         if now.is_training:
             if self.tuner is not None:
@@ -412,6 +423,8 @@ class StreamedTraining(Listener):
     def _stream_step(self, optimizer: Optimizer, arguments: Mapping[str, Any]) -> Optimizer | None:
         """Queue the step; returns an optimizer without parameters, or None if nothing is queued."""
         self.step.check_known()
+        if self._has_let_go:
+            self._take_up(is_step=True)
         self.gradients.step_begins()
         self.temporary.step_begins()
         if self._weights is not None:
@@ -563,6 +576,46 @@ class StreamedTraining(Listener):
         self.step.join()
         self.step.units.write_back_and_wait()
         self.gradients.join()
+
+    def let_go(self, device: torch.device | None) -> None:
+        """Hold no memory until the next pass or step, if this is a training of a GPU.
+
+        None where the program has moved state or parameters of it elsewhere.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or self._has_let_go or self._lanes.is_capturing():
+            return
+        try:
+            if device is None:
+                is_meant = self.step.units.have_moved(optimizer.state)
+            else:
+                is_meant = device in {it.device for it in optimizer_parameters(optimizer)}
+            if not is_meant:
+                return
+            if self.tuner is not None:
+                self.tuner.let_go()
+            if self._idle is None:
+                self.gradients.join()
+                self._has_let_go = self.step.let_go()
+        except Exception as error:
+            self._fail(error)
+
+    def _take_up(self, *, is_step: bool) -> None:
+        """Place all again, by the plan, when it is here: at a step it has to be."""
+        optimizer, weights = self._optimizer(), self._weights
+        if optimizer is None or self._lanes.is_capturing():
+            return
+        if not is_step and not self.step.units.are_here(optimizer):
+            return
+        self._has_let_go = False
+        if weights is not None:
+            weights.take_up()  # what leaves the device makes room for state
+        if self._streams_state:
+            self.step.lay_out(optimizer)
+        if weights is not None:
+            weights.take_up()  # and state that leaves, for weights
+        if self.tuner is not None:
+            self.tuner.take_up()
 
     def memory_is_held(self) -> None:
         """Join, and look at the next step which state may still move: some is held from now on.

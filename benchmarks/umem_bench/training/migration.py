@@ -43,18 +43,25 @@ def profile_step(training: Training, name: str) -> tuple[Migration | None, tuple
     (report,) = profile.step_reports()
     if not report.collected:
         return None, report.notes
-    manager = training.manager if isinstance(training.manager, Manager) else None
-    predicted = None if manager is None else manager.status().predicted
+    status = training.manager.status() if isinstance(training.manager, Manager) else None
+    predicted = None if status is None else status.predicted
     predicted_bytes = None if predicted is None else _by_direction(predicted)
-    is_paged = manager is not None and manager.status().planner == "fault"
+    predicted_shares = None if predicted is None else _shares(predicted)
+    if status is not None and str(status.state) == "resident":
+        predicted_shares = (0.0, 0.0, 0.0)  # all of it fits, so that nothing moves
+    is_paged = status is not None and status.planner == "fault"
     paged_bytes = sum(predicted_bytes.values()) if predicted_bytes and is_paged else None
     words, is_lower_bound = missing_records(report, paged_bytes)
     notes = (*report.notes, words) if words else report.notes
     if words and not is_lower_bound:
         return None, notes
+    shares = _shares(report) if report.has_copies else (None, None, None)
     migration = Migration(
         fault_batches=report.fault_batches,
-        um_time_share=report.um_time_share if report.has_copies else None,
+        um_time_share=shares[0],
+        um_ops_share=shares[1],
+        um_bytes_share=shares[2],
+        predicted_shares=predicted_shares,
         moved_bytes=_by_direction(report),
         predicted_bytes=predicted_bytes,
         is_lower_bound=is_lower_bound,
@@ -102,6 +109,11 @@ def _unified_traffic(report: Any) -> list[Any]:
     from umem.core.report import UM_CAUSES
 
     return [it for it in report.traffic if it.cause in UM_CAUSES]
+
+
+def _shares(report: Any) -> tuple[float, float, float]:
+    """Of unified memory in all memory operations: of their time, number and bytes."""
+    return report.um_time_share, report.um_ops_share, report.um_bytes_share
 
 
 def _by_direction(report: Any) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from textwrap import shorten
 
 from umem.core.units import format_bytes
@@ -31,6 +31,7 @@ __all__ = [
     "heading",
     "panels",
     "peak_and_base",
+    "shares",
     "shown",
     "step_ms",
     "stock_of",
@@ -275,7 +276,7 @@ def _steps(run: Run, workload: Workload, method: Method) -> Table:
     columns = (
         *("variant", "budget", "step, ms", "of stock", "resident at most", "predicted step, ms"),
         *("pages to the device (predicted)", "pages to the host (predicted)", "fault batches"),
-        *("memory operations' time in unified memory", "loss"),
+        *("memory operations' time / number / bytes in unified memory (predicted)", "loss"),
     )
     rows = [
         (
@@ -320,8 +321,19 @@ def _migration(it: Migration | None) -> tuple[str, str, str, str]:
         + (f" ({format_bytes(it.predicted_bytes[way])})" if it.predicted_bytes else "")
         for way in ("to_device", "to_host")
     ]
-    share = NOTHING if it.um_time_share is None else f"{100 * it.um_time_share:.3g} %"
-    return moved[0], moved[1], f"{least}{it.fault_batches:,}", share
+    return moved[0], moved[1], f"{least}{it.fault_batches:,}", shares(it)
+
+
+def shares(it: Migration) -> str:
+    """Shares of unified memory in memory operations' time, number and bytes; predicted ones."""
+    kinds = (it.um_time_share, it.um_ops_share, it.um_bytes_share)
+    known = [each for each in kinds if each is not None]  # older files have that of time
+    text = _percents(known) if known else NOTHING
+    return f"{text} ({_percents(it.predicted_shares)})" if it.predicted_shares else text
+
+
+def _percents(parts: Iterable[float]) -> str:
+    return " / ".join(f"{100 * it:.3g}" for it in parts) + " %"
 
 
 def _losses(run: Run, result: TrainingResult) -> str:

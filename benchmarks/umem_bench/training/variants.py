@@ -29,12 +29,15 @@ from umem_bench.results import (
     Workload,
     WorkloadName,
 )
+from umem_bench.shapes import LLAMA_1_7B, LLAMA_2_7B
 from umem_bench.training.trainer import SteppedTrainer
 
 __all__ = [
     "DEEPSPEED_BUCKET_ELEMENTS",
     "LEARNING_RATE",
     "OPTIMIZER_ON_HOST",
+    "PUBLISHED_ROOM",
+    "USUAL_WORKLOADS",
     "WORKLOADS",
     "Training",
     "TrainingJob",
@@ -54,6 +57,12 @@ _SMALL = LlamaShape(
     hidden=1024, intermediate=3968, layers=18, heads=16, weights="float32", batch=4, tokens=1024
 )
 """0.36 billion parameters."""
+
+PUBLISHED_ROOM = 91_321_742_131 / 120_491_452_052
+"""Device memory over what full fine-tuning of Llama-2-7B needs on the GH200 whose shares of
+migrations are published (``benchmarks/results/planning.jsonl``)."""
+
+_PAIR = {"tokens": 2048, "loss_chunk_tokens": 1024}
 
 WORKLOADS: dict[WorkloadName, Workload] = {
     # One long sequence, where computing dominates.
@@ -89,7 +98,26 @@ WORKLOADS: dict[WorkloadName, Workload] = {
         budgets_percent=(60.0,),
         trainer_batches=2,
     ),
+    # LoRA of Llama-2-7B, all of it in managed memory of 16 GiB.
+    "pair-lora": Workload(
+        name="pair-lora",
+        model=LLAMA_2_7B.model_copy(update=_PAIR),
+        methods=("lora",),
+        variants=("stock", "umem-fault"),
+        budgets_percent=(100.0,),
+    ),
+    # The largest full fine-tuning there: 12.5 GiB, and what the allocator keeps.
+    "pair-sft": Workload(
+        name="pair-sft",
+        model=LLAMA_1_7B.model_copy(update=_PAIR),
+        methods=("sft",),
+        variants=("stock", "umem-planned", "umem-fault"),
+        budgets_percent=(round(100 * PUBLISHED_ROOM),),
+    ),
 }
+
+USUAL_WORKLOADS: tuple[WorkloadName, ...] = ("long", "activations", "short", "trainer")
+"""Those of a run that names none. The pair is NVIDIA's: migrations of LoRA and full fine-tuning."""
 
 LEARNING_RATE = 1e-4
 

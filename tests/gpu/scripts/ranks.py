@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from begin import print_of_all_ranks
-from managing import HIDDEN, Net, manager_facts
+from managing import HIDDEN, MOST_SEARCH_S, Net, manager_facts
 from torch import distributed, nn
 
 import umem
@@ -51,6 +51,8 @@ def train(wrapper: str, steps: int) -> dict[str, Any]:
             by_class = {str(kind): it.requested_bytes for kind, it in memory_by_class(rank).items()}
         optimizer.zero_grad()
         losses.append(loss.item())
+        for manager in managers():  # on a slow host the training would end before there is a plan
+            manager.wait_for_search(MOST_SEARCH_S)
     found: dict[str, Any] = {
         "losses": losses,
         "peak_bytes": torch.cuda.max_memory_allocated(),

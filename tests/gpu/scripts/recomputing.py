@@ -1,6 +1,7 @@
 """A language model written by hand, stock or within a budget: ``recomputing.py MODE [STEPS]``.
 
-Its modes: ``dropout``, ``accumulated``, ``float32``, and ``checkpoints`` of its own.
+Its modes: ``dropout``, ``accumulated``, ``float32``, ``recurrent`` with layers of cuDNN that drop,
+and ``checkpoints`` of its own.
 
 The last line is JSON: what its steps were, how long they took, and what the plan did.
 """
@@ -39,7 +40,8 @@ class Block(nn.Module):
         rows, tokens, _ = x.shape
         qkv = self.qkv(self.norm_1(x)).view(rows, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        dropout = self.dropout if self.training else 0.0
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         y = self.project(y.transpose(1, 2).reshape(rows, tokens, WIDTH))
         x = x + nn.functional.dropout(y, self.dropout, self.training)
         y = self.down(nn.functional.gelu(self.up(self.norm_2(x))))
@@ -47,9 +49,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, dropout: float, *, checkpoints: bool) -> None:
+    def __init__(self, dropout: float, *, checkpoints: bool, cells: bool) -> None:
         super().__init__()
         self.checkpoints = checkpoints
+        self.cells = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.1) if cells else None
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
@@ -59,6 +62,8 @@ class Model(nn.Module):
         x = self.words(words) + self.places.weight[: words.shape[1]]
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        if self.cells is not None:
+            x = x + self.cells(x)[0]
         y: torch.Tensor = self.head(self.norm(x))
         return y
 
@@ -77,9 +82,11 @@ def plan_for_a_slow_link() -> None:
 
 def main(mode: str, steps: int) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True)
+    # What is not set is another one each time, as in most programs.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(0)
-    has_dropout = mode in ("dropout", "checkpoints")
-    model = Model(0.1 if has_dropout else 0.0, checkpoints=mode == "checkpoints").cuda()
+    dropout = 0.1 if mode in ("dropout", "recurrent", "checkpoints") else 0.0
+    model = Model(dropout, checkpoints=mode == "checkpoints", cells=mode == "recurrent").cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     batches, rows = (2, ROWS // 2) if mode == "accumulated" else (1, ROWS)
     if mode == "float32":

@@ -7,17 +7,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from shared import LEARNING_RATE, Program
-from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from shared import Program
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
+from usual_loops import train_by_trainer
 
 program = Program("transformers", "accelerate", "peft", "bitsandbytes")
-
-
-class RecordedTrainer(Trainer):
-    def training_step(self, *arguments: Any, **named: Any) -> Any:
-        loss = super().training_step(*arguments, **named)
-        program.end_step(loss)
-        return loss
 
 
 # They have no types in these libraries.
@@ -48,20 +42,4 @@ model = get_peft_model(
     ),
     LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
 )
-with tempfile.TemporaryDirectory() as folder:
-    trainer = RecordedTrainer(
-        model,
-        TrainingArguments(
-            output_dir=folder,
-            max_steps=program.steps,
-            per_device_train_batch_size=program.shape.batch,
-            learning_rate=LEARNING_RATE,
-            bf16=program.on_gpu,
-            logging_steps=5,
-            save_strategy="no",
-            report_to="none",
-        ),
-        train_dataset=program.rows(),
-    )
-    trainer.train()
-program.write(model)
+train_by_trainer(program, model)

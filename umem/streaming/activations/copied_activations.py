@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +38,7 @@ from umem.streaming.activations.repeatable import (
     Proof,
     WatchedCall,
     call_signature,
+    drops_between_cells,
     is_plain,
     watch,
 )
@@ -192,6 +193,8 @@ class CopiedActivations(Listener):
         self._left_out: frozenset[str] = frozenset()
         self._names = weakref.WeakKeyDictionary({b.module: n for n, b in self._blocks.items()})
         self._unproved = set(self._blocks) if may_recompute else set()
+        self._has_dropping_cells = any(map(drops_between_cells, model.modules()))
+        """Their dropout begins anew behind each backward pass through the program's checkpoints."""
         self._fetch_ahead = 1
         self._is_measuring = False
         self._with_buffers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -266,6 +269,10 @@ class CopiedActivations(Listener):
         """Bytes of activations that are on the host only."""
         back_bytes = self._store.statistics.bytes_in - self._returned_bytes
         return max(0, self._released_bytes - back_bytes)
+
+    def let_go(self) -> None:
+        """Give host memory back until the next copy."""
+        self._store.trim()
 
     def close(self) -> None:
         """Copy nothing more and give host memory back; graphs that are alive keep working."""
@@ -355,6 +362,8 @@ class CopiedActivations(Listener):
         if failed:
             return
         if call.watched is not None and (proof := call.watched.end(output)) is not None:
+            if self._has_dropping_cells:
+                proof = replace(proof, checkpointed_bytes=0)
             self.proofs[call.name] = proof
         call.watched = None
         if call.has_group:

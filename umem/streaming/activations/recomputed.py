@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from umem.runtime.model_parts import tensors_in
 from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues
+from umem.streaming.activations.random_states import RandomStates
 from umem.torch_compat import begin_checkpoint
 
 __all__ = ["RecomputedCall"]
@@ -44,16 +47,20 @@ class RecomputedCall:
         is_random: bool,
         buffers: Iterable[torch.Tensor] = (),
     ) -> None:
+        random = RandomStates(tensors_in((args, kwargs))) if is_random else None
         given = Arguments(args, kwargs)
         before = BufferValues.of(buffers)
 
         def call(*tensors: torch.Tensor) -> None:
             args, kwargs = given.with_tensors(tensors)
-            with BufferValues.of(before.buffers).put_back_at_end():
+            with (
+                BufferValues.of(before.buffers).put_back_at_end(),
+                random.put_back() if random is not None else nullcontext(),
+            ):
                 before.put_back()
                 module(*args, **kwargs)
 
-        self._ends = begin_checkpoint(call, given.take_tensors(), is_random=is_random)
+        self._ends = begin_checkpoint(call, given.take_tensors())
 
     def end(self) -> None:
         """The call returns."""

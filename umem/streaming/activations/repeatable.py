@@ -13,11 +13,10 @@ With several processes there is no proof, as a second collective would wait for 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import random
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,19 +27,20 @@ from torch import nn
 
 from umem.capture.live.saved_tensors import SavedTensorHooks
 from umem.runtime.model_parts import tensors_in
+from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
 from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues, have_equal_bits
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting
-from umem.torch_compat import is_distributed, storage_key, version_counter
+from umem.streaming.activations.random_states import RandomStates
+from umem.streaming.activations.reachable import Reachable
+from umem.torch_compat import every_call_is_seen, is_distributed, storage_key
 
-__all__ = ["Proof", "WatchedCall", "call_signature", "is_plain", "watch"]
+__all__ = ["Proof", "WatchedCall", "call_signature", "drops_between_cells", "is_plain", "watch"]
 
 _LOG = logging.getLogger("umem")
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
-_CONTAINERS = (list, dict, set, deque)
-_CHANGING = (*_CONTAINERS, torch.Tensor, torch.Generator)
 _MOST_BUFFER_BYTES = 1 << 20
 """Buffers that a call may change: they are kept once more for each call."""
 _MOST_SEEDS = 2
@@ -67,7 +67,9 @@ class Proof:
 
 
 def call_signature(module: nn.Module) -> tuple[Any, ...] | None:
-    """Modes and hooks of a block's modules; None where the program's hooks would run twice."""
+    """Modes and hooks of a block's modules; None where the program's would run twice."""
+    if every_call_is_seen():
+        return None
     found: list[bool] = []
     for part in module.modules():
         attributes = vars(part)
@@ -89,6 +91,11 @@ def is_plain(value: object, depth: int = 4) -> bool:
     return False
 
 
+def drops_between_cells(module: nn.Module) -> bool:
+    """Whether a module has layers of cuDNN with dropout, from a state that nothing puts back."""
+    return isinstance(module, nn.RNNBase) and module.dropout > 0.0
+
+
 def watch(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -97,6 +104,8 @@ def watch(
 ) -> WatchedCall | None:
     """Begin to watch a call of a block; None where it can prove nothing."""
     if is_distributed() or call_signature(module) is None or not is_plain((args, kwargs)):
+        return None
+    if any(map(drops_between_cells, module.modules())):
         return None
     try:
         return WatchedCall(module, args, kwargs, around)
@@ -129,7 +138,7 @@ class WatchedCall:
         self._signature = call_signature(module)
         self._held = self._look()
         self._buffers = {name: (it, it.detach().clone()) for name, it in module.named_buffers()}
-        self._random = _torch_states(self._arguments())
+        self._random = RandomStates(self._arguments())
         self._around = around
         self._saved: list[_Saved] = []
         self._until_end = ExitStack()
@@ -146,7 +155,8 @@ class WatchedCall:
         """End it, and run the block once more; None where it may not run twice."""
         self.abandon()
         try:
-            if not is_plain(output) or self._held != self._look():
+            is_watched = is_plain(output) and not _has_recurrence(output, self._arguments())
+            if not is_watched or self._held != self._look():
                 return None
             return self._prove(output)
         except Exception:  # such as lack of memory for a second set of what is saved
@@ -160,8 +170,7 @@ class WatchedCall:
         self._before = BufferValues(dict(changed.values()))
         if self._before.size_bytes > _MOST_BUFFER_BYTES:
             return None
-        random_after = _torch_states(self._arguments())
-        is_random = not _are_equal(self._random.values(), random_after.values())
+        is_random = RandomStates(self._arguments()) != self._random
         freed_bytes = checkpointed_bytes = 0
         if self._around is None:
             if not self._is_repeated(self._saved, output, is_random=is_random):
@@ -197,7 +206,7 @@ class WatchedCall:
             and _are_all_alike(output, again)
             and all(
                 stays == stays_too
-                and (_are_alike(tensor, other) or (not is_random and _are_seeds(tensor, other)))
+                and (_are_alike(tensor, other) or _are_unset(tensor, other, is_random=is_random))
                 for (tensor, stays), (other, stays_too) in zip(saved, others, strict=True)
             )
         )
@@ -205,28 +214,18 @@ class WatchedCall:
     def _arguments(self) -> list[torch.Tensor]:
         return [*tensors_in((self._args, self._kwargs))]
 
-    def _look(self) -> list[object]:
+    def _look(self) -> tuple[object, ...]:
         """What would tell of a change."""
-        held: list[object] = [_python_states(), call_signature(self._module)]
-        tensors = (*self._arguments(), *self._module.parameters())
-        held += [version_counter(tensor) for tensor in tensors]
-        held += [
-            (name, *_contents_of(value))
-            for part in self._module.modules()
-            for holder in _holders_of(part)
-            for name, value in holder.items()
-        ]
-        return held
+        reachable = Reachable([self._module, *self._arguments()], but=self._module.buffers())
+        return _python_states(), call_signature(self._module), reachable
 
     def _run_again(self) -> tuple[list[_Saved], object]:
         """Call the block with the random numbers of the first time, past its hooks."""
-        devices = [device for device in self._random if device.type == "cuda"]
         saved: list[_Saved] = []
         hooks = _see(saved, alone=True)
         after = BufferValues.of(self._before.buffers)
         try:
-            with torch.random.fork_rng(devices), after.put_back_at_end():
-                _restore(self._random)
+            with self._random.put_back(), after.put_back_at_end():
                 self._before.put_back()
                 given = Arguments(self._args, self._kwargs)
                 # As in the backward pass, whose tensors are other objects.
@@ -250,6 +249,20 @@ class WatchedCall:
         return sum(size_bytes for key, size_bytes in sizes.items() if key not in held)
 
 
+def _has_recurrence(output: object, arguments: Iterable[torch.Tensor]) -> bool:
+    """Whether cuDNN's recurrent layers are in a call's graph, by modules or functions."""
+    known, queue = set(nodes_of(arguments)), nodes_of(tensors_in(output))
+    while queue:
+        node = queue.pop()
+        if node in known:
+            continue
+        if node.name().startswith("CudnnRnn"):
+            return True
+        known.add(node)
+        queue += [it for it, _ in node.next_functions if it is not None]
+    return False
+
+
 def _see(saved: list[_Saved], *, alone: bool = False) -> SavedTensorHooks:
     """Note what autograd saves in this thread, until the result is closed.
 
@@ -257,11 +270,18 @@ def _see(saved: list[_Saved], *, alone: bool = False) -> SavedTensorHooks:
     """
 
     def note(tensor: torch.Tensor) -> None:
-        saved.append((tensor.detach(), not may_leave(tensor) or is_lent(tensor)))
+        is_weight = is_lent(tensor)
+        # Staged weights are the same in both calls, and need their memory for the next block's.
+        its = _layout_of(tensor) if is_weight else tensor.detach()
+        saved.append((its, is_weight or not may_leave(tensor)))
 
     hooks = SavedTensorHooks(note, lambda _: None)
     (hooks.push_alone if alone else hooks.push_before_others)()
     return hooks
+
+
+def _layout_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _saved_results(saved: Iterable[_Saved], results: object) -> set[int]:
@@ -274,61 +294,22 @@ def _storage(tensor: torch.Tensor) -> int:
     return storage_key(tensor.untyped_storage())
 
 
-def _contents_of(value: Any) -> tuple[object, ...]:
-    """The identity of an object, and of what it holds: of containers, generators and tensors."""
-    if isinstance(value, torch.Tensor):
-        return id(value), None if value.is_inference() else version_counter(value)
-    if isinstance(value, torch.Generator):
-        return id(value), bytes(value.get_state().numpy())
-    if isinstance(value, dict):
-        return id(value), *map(id, value), *map(id, value.values())
-    return id(value), *(map(id, value) if isinstance(value, _CONTAINERS) else ())
-
-
-def _holders_of(module: nn.Module) -> Iterator[Mapping[str, Any]]:
-    """What a module's attributes are in, and what its forward function names that may change."""
-    yield vars(module)
-    for kind in type(module).__mro__:
-        if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
-            yield vars(kind)
-    forward = inspect.unwrap(type(module).forward)
-    if inspect.isfunction(forward):
-        names = inspect.getclosurevars(forward)
-        named = {**names.nonlocals, **names.globals}
-        yield {name: value for name, value in named.items() if isinstance(value, _CHANGING)}
-
-
 def _python_states() -> tuple[Any, ...]:
     numpys: Any = np.random.get_state()
     return random.getstate(), numpys[0], bytes(numpys[1]), numpys[2:]
 
 
-def _torch_states(tensors: Iterable[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-    """The states of torch's generators that operators on these tensors may use."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    states = {torch.device("cpu"): torch.get_rng_state()}
-    return states | {device: torch.cuda.get_rng_state(device) for device in devices}
+def _are_unset(tensor: torch.Tensor, other: torch.Tensor, *, is_random: bool) -> bool:
+    """Whether two tensors may be memory that attention saves as it finds it.
 
-
-def _restore(states: Mapping[torch.device, torch.Tensor]) -> None:
-    for device, state in states.items():
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
-
-
-def _are_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    return all(map(have_equal_bits, some, others))
-
-
-def _are_seeds(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors may be where attention notes what its dropout was drawn from.
-
-    Without dropout it saves that memory as it finds it.
+    Without dropout these are the numbers that tell what it was drawn from. With dropout these are
+    set, but for one that flash attention no longer uses.
     """
+    some = tensor, other
+    if is_random:
+        return all(it.dtype is torch.uint64 and it.dim() == 0 for it in some)
     kinds = torch.int64, torch.uint64
-    return all(it.dtype in kinds and it.numel() <= _MOST_SEEDS for it in (tensor, other))
+    return all(it.dtype in kinds and it.numel() <= _MOST_SEEDS for it in some)
 
 
 def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -336,7 +317,7 @@ def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     one, two = (
         (it.dtype, it.device, it.size(), it.stride(), it.storage_offset()) for it in (tensor, other)
     )
-    return one == two and have_equal_bits(tensor, other)
+    return one == two and (tensor.is_meta or have_equal_bits(tensor, other))
 
 
 def _are_all_alike(output: object, other: object) -> bool:

@@ -29,6 +29,9 @@ class StateMemory(Protocol):
         """Whether that holds, and nothing else sees the memory."""
         return self.may_stage(tensor) and not has_alias((tensor,))
 
+    def is_of_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the device's, at home too, and the program has not moved it away."""
+
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether a state tensor is in host memory, from where it is staged for its use."""
 

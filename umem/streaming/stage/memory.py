@@ -60,9 +60,19 @@ class CudaStateMemory(StateMemory):
             tensor.device == self._device and is_whole(tensor) and tensor.nbytes >= self._min_bytes
         )
 
+    def is_of_device(self, tensor: torch.Tensor) -> bool:
+        """Whether torch counts it as this GPU's."""
+        return tensor.device == self._device
+
     def is_home(self, tensor: torch.Tensor) -> bool:
         """Whether CUDA knows its memory as the host's."""
         return bool(native().memory_type(*addresses_of((tensor,))) == "host")
+
+    def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
+        """Move state, and count it as such: what the program has moved back has another class."""
+        super().place(tensor, on_device=on_device)
+        (address,) = addresses_of((tensor,))
+        self._allocator.retag(address, TensorClass.OPTIMIZER_STATE.number)
 
     def new_home(self, tensor: torch.Tensor, tensor_class: TensorClass) -> torch.Tensor | None:
         """Page-locked memory, which the allocator gives to optimizer state."""

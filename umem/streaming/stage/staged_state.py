@@ -175,7 +175,7 @@ class StagedState:
         views: StateViews | None = None,
         on_parts: bool = False,
     ) -> None:
-        self._whole = whole or self
+        self._whole = whole
         self.homes: list[torch.Tensor] = []
         """State tensors that are staged, by address."""
         self.others: list[torch.Tensor] = []
@@ -384,10 +384,11 @@ class StagedState:
 
     def keep_numbers(self, binding: Binding, parameter: torch.Tensor, state: Any) -> None:
         """Behind the last span's update, give the optimizer's own state the numbers in it."""
+        whole = self._whole or self  # no reference to itself, by which it would outlive its use
         for name, value in binding.views[parameter].items():
             if not isinstance(value, torch.Tensor):
-                state[parameter][name] = self._whole._known[parameter][name] = value
-                self._whole._values = None
+                state[parameter][name] = whole._known[parameter][name] = value
+                whole._values = None
 
     def keep(self, binding: Binding, parameters: Iterable[torch.Tensor], state: Any) -> None:
         """After an update, give the optimizer's own state what the update has replaced.

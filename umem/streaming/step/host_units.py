@@ -83,16 +83,17 @@ class _Numbers:
         self.tensors.append(value)
         return lambda: self._read(place)
 
-    def leave(self, memory: StateMemory) -> bool:
-        """Copy them home, behind the current stream's work; returns whether they can be."""
+    def leave(self) -> bool:
+        """Copy them to the host behind the current stream's work; returns whether they can be."""
         if any(it.dtype is not torch.float32 for it in self.tensors):
             return False
         if self.tensors:
             every = torch.stack([it.reshape(()) for it in self.tensors])
-            self.home = memory.new_home(every, TensorClass.OPTIMIZER_STATE)
-            if self.home is None:
-                return False
-            self.home.copy_(every)
+            # The allocator's own homes are for larger tensors: it has small ones on the device.
+            self.home = torch.empty(
+                len(every), dtype=torch.float32, device="cpu", pin_memory=every.is_cuda
+            )
+            self.home.copy_(every, non_blocking=True)
         return True
 
     def _read(self, place: int) -> float:
@@ -328,7 +329,7 @@ class HostUnits:
             numbers = _Numbers(part[0][1][0].device)
             moments: list[Moment] = []
             parts = self._parts(updater, unit, part, call, numbers, moments)
-            if parts is None or not numbers.leave(self._memory):
+            if parts is None or not numbers.leave():
                 return False
             copies = [
                 Copy(it.span.weight, addresses_of((it.parameter,))[0], it.parameter.nbytes)

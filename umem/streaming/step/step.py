@@ -678,6 +678,17 @@ class StreamedStep:
         if unit.updated is not None:  # another thread may have settled it just now, for its stream
             self._lanes.wait(unit.updated)
 
+    def let_go(self) -> bool:
+        """Hold no memory until the next layout; False where updates are ahead of their step."""
+        with self.lock:
+            if self._units_ahead():
+                return False
+            self.join()
+            self.units.let_go()
+            self._updates.begin()  # which forgets the pieces of the last step
+            self.hosts.fetch()
+            return True
+
     def forget(self) -> None:
         """Wait for all work, and give the optimizer's tensors free."""
         with self.lock:

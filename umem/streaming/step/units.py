@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from umem.core.classes import TensorClass
 from umem.runtime.guard import Guard
 from umem.runtime.held_memory import note_export
+from umem.runtime.model_parts import optimizer_parameters
 from umem.streaming.stage.homes import StateMemory, rehome
 from umem.streaming.stage.lanes import Lanes
 from umem.streaming.stage.placement import StatePlacement
@@ -220,6 +222,32 @@ class StreamedUnits:
         return self.ring.users == [self.staged] and not any(
             unit.state is not None and unit.state.is_shared for unit in self
         )
+
+    # ------------------------------------------------------------------ what the program moves
+
+    def have_moved(self, state: OptimizerState) -> bool:
+        """Whether the program has moved something of what is streamed elsewhere, or replaced it."""
+        with self.lock:
+            staged = [(unit, unit.state) for unit in self if unit.state is not None]
+            return any(not of.is_current(state) for _, of in staged) or not all(
+                self.memory.is_of_device(it)
+                for unit, of in staged
+                for it in (*unit.parameters, *of.homes)
+            )
+
+    def are_here(self, optimizer: Optimizer) -> bool:
+        """Whether all of an optimizer's parameters and state are the device's, but for numbers."""
+        every = chain(optimizer_parameters(optimizer), _tensors_of(optimizer.state))
+        return all(self.memory.is_of_device(it) or it.numel() == 1 for it in every)
+
+    def let_go(self) -> None:
+        """Have no slots, and know no state, until the next layout. No update is under way."""
+        with self.lock:
+            self._seen = self._values = None  # first: behind an interrupt all is laid out anew
+            self.ring.take_back()
+            self._drop_all()
+            for unit in self:
+                unit.device_bytes = 0
 
     # ------------------------------------------------------------------ before a step
 
@@ -434,9 +462,7 @@ class StreamedUnits:
         unit.pieces = []
         unit.host_homes.clear()
 
-    def clear(self) -> None:
-        """Wait for the last copies, and give the optimizer's tensors free."""
-        self.ring.write_back()
+    def _drop_all(self) -> None:
         for piece in self._pieces():
             self.ring.send_home(piece)  # and with it what was fetched into its slot before
             if piece.returned is not None:
@@ -446,6 +472,11 @@ class StreamedUnits:
                 # Not before: streams that gather wait for updates by this guard alone.
                 unit.guards.flats.release()
             self._drop_state(unit)
+
+    def clear(self) -> None:
+        """Wait for the last copies, and give the optimizer's tensors free."""
+        self.ring.write_back()
+        self._drop_all()
         self._units.clear()
         self.ring.leave(self.staged)
         self._members, self._in_line, self.absent, self._seen = [], None, frozenset(), None

@@ -326,6 +326,16 @@ class StreamTuner:
                 left_out=self._planning.left_out,
             )
 
+    def let_go(self) -> None:
+        """Hold no host memory for activations until the next pass."""
+        if self._activations is not None:
+            self._activations.let_go()
+
+    def take_up(self) -> None:
+        """What the program had moved is placed again: what that took is no sign of short memory."""
+        self._watching.settle()
+        self._room.take_peak_bytes()
+
     def close(self) -> None:
         """Remove all hooks."""
         self._enter(TuningEvent.ENDED)

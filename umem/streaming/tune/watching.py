@@ -78,13 +78,17 @@ class Watching:
         self._steps += 1
         self.peak_bytes = self._room.take_peak_bytes()
         if self.is_settling:
-            self._room.find_homes()
-            self._room.trim()
-            self.spilled_bytes = self._room.spilled_bytes()
+            self.settle()
         elif self._overflows and self._steps == _SETTLING_STEPS + 1:
             self._overflow_bytes = self._room.spilled_bytes() - self.spilled_bytes
         if not self.is_settling and self.measured_s is None:
             self._take_time()
+
+    def settle(self) -> None:
+        """What is in host memory because of the budget now is expected there."""
+        self._room.find_homes()
+        self._room.trim()
+        self.spilled_bytes = self._room.spilled_bytes()
 
     @property
     def is_timed(self) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import weakref
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError, UmemError
 from umem.offloading import ActivationStore
+from umem.runtime.giving_back import before_giving_back
 from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
 from umem.streaming.plan.step_timing import largest_slot_bytes
@@ -85,6 +87,7 @@ def manage_weights(model: nn.Module) -> ModelWeights:
         shared=shared_budget(index),
     )
     _models[model] = made
+    before_giving_back(_let_go)
     if not _STEP_HOOK:
         _STEP_HOOK.append(register_optimizer_step_pre_hook(_step_begins))
     return made
@@ -116,6 +119,11 @@ def stream_weights(model: nn.Module) -> ModelWeights | None:
     else:
         return weights
     return None
+
+
+def _let_go(device: torch.device | None) -> None:
+    for weights in managed_weights():
+        weights.let_go(device)
 
 
 def _step_begins(*_: object) -> None:

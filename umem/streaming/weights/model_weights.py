@@ -172,6 +172,12 @@ class ModelWeights(Listener):
         self._least_bytes: int | None = None
         """None until it is asked for, as every call of several models does."""
         self._managed_run = new_run(model, "call", functools.partial(_late, weakref.ref(self)))
+        self._has_let_go = False
+        """Whether nothing is staged, since :meth:`let_go`."""
+        self._lacks_room = False
+        """Whether weights that belong on the device by plan have found no room there."""
+        self._elsewhere: frozenset[int] = frozenset()
+        """Weights, by ``id``, that were off the device when the others were placed."""
         self._is_called = False
         """Between begin and end of the model's call."""
         first = {it.name: it.module for it in find_blocks(model, None)[:1]}
@@ -298,8 +304,10 @@ class ModelWeights(Listener):
         """Look at what calls need before the next one, and place weights anew if they have to."""
         if not is_forward_pass() or self._lanes.is_capturing():
             return
+        if self._has_let_go:
+            self.take_up()
         self.streamed.begin_call()
-        if self.is_driven or not self.may_place or not self._units:
+        if self._has_let_go or self.is_driven or not self.may_place or not self._units:
             return
         needed_bytes = self._measure()
         if self._calls_are_others_now() and needed_bytes is None:
@@ -473,31 +481,8 @@ class ModelWeights(Listener):
         self._extra = extra
         self._plan = plan
         self._plans += 1
-        self.streamed.close()
-        leaving: list[torch.Tensor] = []
-        coming, blocks = list(self._fixed), []
-        classes: dict[str, TensorClass] = {}
-        for unit, staged, in_place in zip(self._units, plan.streamed, plan.in_place, strict=True):
-            for number, tensor in enumerate(unit.tensors):
-                is_home = number in staged or number in in_place
-                (leaving if is_home else coming).append(tensor)
-        coming = self._exchange(leaving, coming)
-        for unit, staged in zip(self._units, plan.streamed, strict=True):
-            tensors = [unit.tensors[number] for number in sorted(staged)]
-            # The host may have no room for some.
-            tensors = [it for it in tensors if self._memory.is_home(it)]
-            if tensors:
-                name, module = unit.block.name, unit.block.module
-                blocks.append(StreamedBlock(name, module, tensors, unit.experts, plan.cached_share))
-                classes[unit.block.name] = self._class_of(tensors[0])
-        self._room.trim()
-        self.streamed.set_blocks(blocks, plan.slots, classes, extra)
-        for tensor in coming:
-            if not self._move(tensor, to_home=False):
-                break
-        self._room.trim()
-        self._room.take_peak_bytes()
-        self.spilled_bytes = self._room.spilled_bytes()
+        if not self._has_let_go:
+            self._carry_out(plan)
         _LOG.info(
             "umem: weights, plan %d: %s on the device, %s streamed through %d buffers of %s, %s "
             "of experts cached, %s read in place; %s of %s left for all else",
@@ -511,6 +496,74 @@ class ModelWeights(Listener):
             format_bytes(other_bytes),
             format_bytes(self._room.budget_bytes),
         )
+
+    def _carry_out(self, plan: WeightPlan) -> None:
+        self.streamed.close()
+        leaving: list[torch.Tensor] = []
+        coming, blocks = list(filter(self._memory.is_of_device, self._fixed)), []
+        classes: dict[str, TensorClass] = {}
+        for unit, staged, in_place in zip(self._units, plan.streamed, plan.in_place, strict=True):
+            for number, tensor in enumerate(unit.tensors):
+                if id(tensor) in self._elsewhere:
+                    continue
+                is_home = number in staged or number in in_place
+                (leaving if is_home else coming).append(tensor)
+        coming = self._exchange(leaving, coming)
+        for unit, staged in zip(self._units, plan.streamed, strict=True):
+            tensors = [unit.tensors[number] for number in sorted(staged)]
+            # The host may have no room for some.
+            tensors = [
+                it for it in tensors if id(it) not in self._elsewhere and self._memory.is_home(it)
+            ]
+            if tensors:
+                name, module = unit.block.name, unit.block.module
+                blocks.append(StreamedBlock(name, module, tensors, unit.experts, plan.cached_share))
+                classes[unit.block.name] = self._class_of(tensors[0])
+        self._room.trim()
+        self.streamed.set_blocks(blocks, plan.slots, classes, self._extra)
+        self._lacks_room = not all(self._move(it, to_home=False) for it in coming)
+        self._room.trim()
+        self._room.take_peak_bytes()
+        self.spilled_bytes = self._room.spilled_bytes()
+
+    # ------------------------------------------------------------------ what the program moves
+
+    def let_go(self, device: torch.device | None) -> None:
+        """Stage nothing until the next call, if these are weights of a GPU.
+
+        None where the program has moved some of them elsewhere.
+        """
+        model = self._model()
+        is_meant = device == self._device or (
+            device is None and not self._find_elsewhere() <= self._elsewhere
+        )
+        may_close = self.may_place and not (self._has_let_go or self._lanes.is_capturing())
+        if is_meant and may_close and model is not None:
+            self.streamed.close()
+            parts = _weights_of(model)
+            # Modules that move get other buffers: these are looked for anew.
+            self._fixed = [it for it in self._fixed if id(it) in parts]
+            self._has_let_go = True
+
+    def take_up(self) -> None:
+        """Place weights by plan that were let go of and are here, or that have lacked room."""
+        model = self._model()
+        if self._has_let_go:
+            elsewhere = self._find_elsewhere()
+            if model is None or len(elsewhere) == sum(len(it.tensors) for it in self._units):
+                return
+            self._has_let_go, self._elsewhere = False, elsewhere
+            parts = _weights_of(model)
+            self._fixed += [it for it in _movable(model, self._device) if id(it) not in parts]
+        elif not (self._lacks_room and self.may_place):
+            return
+        if self._plan is not None:
+            self._carry_out(self._plan)
+
+    def _find_elsewhere(self) -> frozenset[int]:
+        is_of_device = self._memory.is_of_device
+        every = (it for unit in self._units for it in unit.tensors)
+        return frozenset(id(it) for it in every if not is_of_device(it))
 
     def _exchange(
         self, leaving: Sequence[torch.Tensor], coming: Sequence[torch.Tensor]
@@ -543,6 +596,10 @@ class ModelWeights(Listener):
         return not is_movable_weight(tensor) or rehome(
             tensor, self._memory, self._class_of(tensor), on_device=not to_home
         )
+
+
+def _weights_of(model: nn.Module) -> frozenset[int]:
+    return frozenset(id(part) for it in model.parameters() for part in weight_parts(it))
 
 
 def _with_margin(needed_bytes: int) -> int:

@@ -1,0 +1,121 @@
+"""Predictions held to account: `umem bench predicted` and its committed results."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from umem_bench.predicted import checks, heading, run_predicted, tables
+from umem_bench.results import Measurement, Run, read_results
+from umem_bench.shapes import SYSTEMS
+from umem_bench.tables import markdown
+
+from umem import load_hardware, load_policy
+from umem.fit import Workload, fit_training, load_shape
+from umem.policy import resolve
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+TIMED = ("training", "scale", "generate", "load", "systems")
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return read_results(RESULTS / "predicted.jsonl")
+
+
+def measurements(run: Run) -> list[Measurement]:
+    return [it for it in run.results if isinstance(it, Measurement)]
+
+
+def test_no_prediction_is_off_by_more_than_its_bound(run: Run) -> None:
+    held = list(checks(run))
+    assert len(held) > 150
+    assert [f"{it.subject}: {it.detail}" for it in held if not it.passed] == []
+
+
+def test_a_row_that_is_off_or_an_exception_that_is_not_needed_is_found(run: Run) -> None:
+    good = next(it for it in measurements(run) if it.case == "h100-scale-7b, llama-2-7b-fp32, umem")
+    figures = good.figures | {"predicted_s": 1.11 * good.figures["measured_s"]}
+    off = replace(run, results=(good.model_copy(update={"figures": figures}),))
+    first, *exceptions = checks(off)
+    assert first.subject == good.case
+    assert not first.passed
+    assert len(exceptions) > 5
+    assert not any(it.passed for it in exceptions)
+
+
+def test_every_measured_row_is_in_it(run: Run) -> None:
+    """`umem bench predicted --output benchmarks/results/predicted.jsonl` puts them there."""
+    rows: Counter[str] = Counter()
+    for path in RESULTS.glob("*.jsonl"):
+        header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        if header["benchmark"] in TIMED:
+            rows[path.stem] = sum(it["state"] == "measured" for it in lines)
+    assert Counter(it.case.partition(",")[0] for it in measurements(run)) == +rows
+
+
+def test_the_page_shows_it(run: Run) -> None:
+    """`python benchmarks/fill_pages.py docs/predicted.md` puts it there."""
+    page = (RESULTS.parents[1] / "docs" / "predicted.md").read_text(encoding="utf-8")
+    assert "\n\n".join([heading(run), *map(markdown, tables(run))]) in page
+
+
+@pytest.mark.slow
+def test_predictions_are_the_present_codes(run: Run) -> None:
+    found = run_predicted(RESULTS, lambda _: None)
+    assert [it.case for it in found] == [it.case for it in measurements(run)]
+    for now, kept in zip(found, measurements(run), strict=True):
+        assert now.figures == pytest.approx(kept.figures, rel=1e-6), now.case
+        assert (now.benchmark, now.error) == (kept.benchmark, kept.error)
+
+
+@pytest.mark.slow
+def test_the_gh200_beside_superoffload_is_predicted_as_its_page_says() -> None:
+    page = (RESULTS.parents[1] / "docs" / "gh200.md").read_text(encoding="utf-8")
+    for name, model in (("Qwen3-14B", "qwen3-14b"), ("Phi-4", "phi-4")):
+        cells = []
+        for gpu in ("gh200-96", "gh200-144"):
+            shape, hardware = load_shape(model), load_hardware(gpu)
+            workload = Workload(shape, "sft", 4, 4096, "bf16-master", checkpoint=True)
+            policy = resolve(load_policy("sft"), hardware, {})
+            step_s = fit_training(workload, hardware, policy).umem.time_s
+            assert step_s is not None
+            attention = 16 * len(shape.layers) * shape.hidden * 4096**2
+            flops = 4 * (8 * shape.parameters * 4096 + attention)
+            cells.append(f"{step_s:.2f} s, {flops / step_s / 1e12:.0f} TFLOP/s")
+        assert f"| {name} | {' | '.join(cells)} |" in page
+
+
+def test_the_gh200s_steps_are_those_of_the_committed_predictions() -> None:
+    page = (RESULTS.parents[1] / "docs" / "gh200.md").read_text(encoding="utf-8")
+    kept = (RESULTS / "predicted-streamed.txt").read_text(encoding="utf-8")
+    rows = (
+        ("Llama-2-7B, fp32 + autocast", "llama-2-7b --mode sft --precision fp32-autocast"),
+        ("Llama-2-13B, bf16", "llama-2-13b --mode sft --precision bf16"),
+        ("GPT-OSS-20B, bf16", "gpt-oss-20b --mode sft --precision bf16"),
+    )
+    for name, words in rows:
+        cells = []
+        for machine in ("h100-sxm", "gh200-96"):
+            command = f"--model {words} --batch 4 --checkpoint --policy sft --hardware {machine}\n"
+            found = re.search(r"deferred +([\d.]+ m?s) +(\d+ %)", kept.partition(command)[2])
+            assert found
+            cells.append(", ".join(found.groups()))
+        first, second = cells
+        assert re.search(rf"\| {re.escape(name)} \| {first}[^|]* \| {second} \|", page), cells
+
+
+def test_shapes_of_the_systems_are_those_of_their_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parents[1] / "tests" / "systems" / "programs"))
+    monkeypatch.delitem(sys.modules, "shared", raising=False)
+    from shared import SHAPES
+
+    for size, shape in SYSTEMS.items():
+        program = asdict(SHAPES[size])
+        assert program.pop("checkpoints") == shape.checkpoint
+        assert program == shape.model_dump(include=set(program))
