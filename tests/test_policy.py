@@ -119,6 +119,14 @@ def test_classes_of_managed_share_memory() -> None:
     assert (resolved.device_budget_bytes, resolved.planner) == (72 * GIB, "planned")
 
 
+def test_host_updates_and_losses_in_slices_are_off_until_a_policy_has_them(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("name: mine\nextends: sft\nhost_update: auto\nslice_losses: auto\n")
+    for name, is_on in (("sft", False), (str(mine), True)):
+        resolved = resolve(load_policy(name), load_hardware("h200"), {})
+        assert (resolved.updates_on_host, resolved.slices_losses) == (is_on, is_on)
+
+
 ONE_POOL = tuple(name for name in hardware_names() if load_hardware(name).one_pool)
 
 
@@ -130,7 +138,7 @@ def test_nothing_is_copied_onto_itself_in_one_pool(name: str, hardware: str) -> 
     assert not resolved.streams_state
     assert not resolved.streams_weights
     assert not resolved.copies_activations
-    assert not resolved.recomputes
+    assert not any((resolved.recomputes, resolved.updates_on_host, resolved.slices_losses))
     assert (resolved.planner, resolved.homes) == ("none", [])
     assert all("one memory" in reason for reason in resolved.reasons)
 

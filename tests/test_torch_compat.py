@@ -17,7 +17,10 @@ import umem
 import umem.swap
 from umem import patches, torch_compat
 from umem.core.errors import UnsupportedError
+from umem.hardware import load_hardware
+from umem.policy import load_policy, resolve
 from umem.runtime import state
+from umem.streaming import begin
 from umem.torch_compat import NEWEST, OLDEST, PRIVATE_NAMES, Need, missing, require
 
 PACKAGE = Path(umem.__file__).parent
@@ -155,7 +158,7 @@ def test_a_missing_name_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_what_umem_enable_imports_needs_no_other_name() -> None:
     code = (
-        "from umem import torch_compat; import umem.managing, umem.swap; "
+        "from umem import torch_compat; import umem.managing, umem.swap, umem.streaming.begin; "
         "import umem.runtime.classification; print(*vars(torch_compat))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -164,6 +167,31 @@ def test_what_umem_enable_imports_needs_no_other_name() -> None:
         "torch_profiler_runs",
     }  # there whether torch has the name or not
     assert set(done.stdout.split()) & set(OPTIONAL) == functions
+
+
+@pytest.mark.parametrize(
+    ("preset", "is_on", "is_hidden"),
+    [("sft", True, False), ("sft", False, False), ("managed", True, False), ("sft", True, True)],
+)
+def test_losses_are_left_to_torch_by_default_and_where_it_lacks_a_name_of_slices(
+    preset: str,
+    is_on: bool,
+    is_hidden: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if is_hidden:
+        hide("register_scripted", monkeypatch)
+    policy = load_policy(preset)
+    if is_on:
+        policy = policy.model_copy(update={"slice_losses": "auto"})
+    resolved = resolve(policy, load_hardware("h200"), {})
+    model = torch.nn.Embedding(8, 2)
+    losses = begin._sliced_losses(resolved, model, torch.device("cpu"), 1 << 30)
+    assert (losses is not None) == (preset == "sft" and is_on and not is_hidden)
+    assert ("losses are left to torch" in caplog.text) == is_hidden
+    if losses is not None:
+        losses.end()
 
 
 FALLBACK = """

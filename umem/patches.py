@@ -96,6 +96,9 @@ def _private(made_in: str, since: str, until: str, *keys: str) -> dict[str, Patc
 
 
 _ENABLE, _NEVER = "`umem.enable`", "never"
+_SLICED = (
+    "the first training under a policy with `slice_losses: auto` whose activations may be copied"
+)
 _STREAMED, _TRAININGS_END = "state that is streamed", "the end of all such trainings"
 
 PATCHES: Mapping[str, Patch] = {
@@ -329,13 +332,13 @@ PATCHES: Mapping[str, Patch] = {
     ),
     **_private(
         "streaming/activations/sliced_loss.py",
-        "the first training with a budget whose activations may be copied",
+        _SLICED,
         _NEVER,
         "cross_entropy_loss",
     ),
     **_patches(
         "streaming/activations/sliced_loss.py",
-        "the first training with a budget whose activations may be copied",
+        _SLICED,
         _NEVER,
         "logits that the program casts to float32 would be there whole, and their gradient",
         {"upcast": "torch:Tensor.float"},

@@ -79,6 +79,7 @@ class Need(StrEnum):
     TRACE = "umem trace"
     PROFILE = "umem.profile"
     HISTORY = "torch.cuda.memory._record_memory_history"
+    SLICE_LOSSES = "slice_losses: auto in a policy"
 
 
 @dataclass(frozen=True)
@@ -321,33 +322,34 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {"function_transform_level": "torch._C:_functorch.maybe_current_level"},
     ),
     **_names(
-        "tells whether anything but autograd sees the operators of a loss, and what autocast casts",
-        "a loss that has no room would be computed whole",
-        {
-            "dispatch_modes": "torch._C:_len_torch_dispatch_stack",
-            "function_modes": "torch._C:_len_torch_function_stack",
-            "has_kernel": "torch._C:_dispatch_has_kernel_for_dispatch_key",
-        },
+        "tells what autocast casts, for the type in which a loss in slices is computed",
+        "losses could not be computed in slices",
+        {"has_kernel": "torch._C:_dispatch_has_kernel_for_dispatch_key"},
+        Need.SLICE_LOSSES,
     ),
     **_names(
         "the operator that torch.nn.functional.cross_entropy calls",
-        "a batch whose logits have no room would use them in host memory",
+        "losses could not be computed in slices",
         {"cross_entropy_loss": "torch._C:_nn.cross_entropy_loss"},
+        Need.SLICE_LOSSES,
     ),
     **_names(
-        "the operators of a loss, which are called for slices of its rows",
-        "a batch whose logits have no room would use them in host memory",
+        "the operator of a loss, which is called for slices of its rows",
+        "losses could not be computed in slices",
         {"log_softmax_backward": "torch:ops.aten._log_softmax_backward_data"},
+        Need.SLICE_LOSSES,
     ),
     **_names(
         "tells TorchScript which operator umem's replacement of a function stands for",
         "a function with a loss could not be scripted",
         {"register_scripted": "torch.jit._builtins:_register_builtin"},
+        Need.SLICE_LOSSES,
     ),
     **_names(
         "makes a tensor whose memory comes later",
         "logits that the program casts to float32 would be there whole",
         {"reinterpret_tensor": "torch:ops.inductor._reinterpret_tensor"},
+        Need.SLICE_LOSSES,
     ),
     **_names(
         "tells which module made an autograd node, and hooks its gradient in a fraction of "
@@ -404,7 +406,7 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     ),
     **_names(
         "what sees each call of a module or an operator",
-        "blocks would run twice beside a program that counts such calls",
+        "blocks would run twice, and losses in slices, beside a program that counts such calls",
         {
             **{
                 f"all_modules_{name}": f"torch.nn.modules.module:_global_{name}"
@@ -534,14 +536,14 @@ current_graph_task_id: Callable[[], int]
 current_autograd_node: Callable[[], Any]
 current_raw_stream: Callable[[int], int]
 dispatch_modes: Callable[[], int]
-"""How many modes see this thread's operators; the next one, its calls of torch's functions."""
+"""How many modes see this thread's operators."""
 flash_attention: Any
 flash_attention_backward: Any
 flash_attention_cpu: Any
 flash_attention_cpu_backward: Any
 foreach_add: Callable[..., None]
 foreach_copy: Callable[..., None]
-function_modes: Callable[[], int]
+function_modes: Callable[[], list[Any]]
 function_transform_level: Callable[[], int | None]
 """None outside of all transforms of ``torch.func``."""
 fused_adam: Callable[..., None]

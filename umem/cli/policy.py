@@ -176,8 +176,13 @@ def _bounds_table(
         headroom = format_bytes(policy.limits.system_headroom_bytes)
         table.add_row("free beside kind system", headroom)
     table.add_row("planner", planner)
-    for what, key in (("blocks run twice", policy.recompute), ("host updates", policy.host_update)):
-        table.add_row(what, "where faster" if key == "auto" else "never")
+    for what, key in (
+        ("blocks run twice", policy.recompute),
+        ("host updates", policy.host_update),
+        ("losses in slices", policy.slice_losses),
+    ):
+        where = "without room otherwise" if what == "losses in slices" else "where faster"
+        table.add_row(what, where if key == "auto" else "never")
     table.add_row("shared with", ", ".join(policy.share) or "none")
     return table
 

@@ -195,7 +195,8 @@ def fit_training(
     hardware
         The machine.
     policy
-        Resolved for it: ``sft`` or ``lora``. Only its budget counts.
+        Resolved for it: ``sft`` or ``lora``. Its budget counts, and what it lets umem compute in
+        another way.
     host_bytes
         Host memory that may be used; by default the machine's.
 
@@ -210,7 +211,7 @@ def fit_training(
     room = _room(room_bytes, limit_bytes, workload.gpus)
     piece_bytes = largest_slot_bytes(budget_bytes)
 
-    def made_step(batch: int, *, slices_loss: bool = True) -> StreamedStep:
+    def made_step(batch: int, *, slices_loss: bool = policy.slices_losses) -> StreamedStep:
         made = replace(workload, batch=batch, slices_loss=slices_loss)
         return training_step(made, hardware, piece_bytes)
 
@@ -244,7 +245,7 @@ def fit_training(
     choices: tuple[UnitChoice, ...] = ()
     slices_loss = False
     planned, tried = _find_plan(step, hardware, room, policy.recomputes), step
-    if isinstance(planned, str):
+    if isinstance(planned, str) and policy.slices_losses:
         slices_loss, tried = True, made_step(workload.batch)
         planned = _find_plan(tried, hardware, room, policy.recomputes)
     if isinstance(planned, str):
@@ -261,7 +262,8 @@ def fit_training(
             homes_bytes(made),
         )
         choices = unit_choices(made, hardware)
-    if umem.why_not and _is_fullest_at_loss(tried):
+    sliced = made_step(workload.batch, slices_loss=True)
+    if umem.why_not and _is_due_to_loss(tried, sliced, room, policy.recomputes):
         text = logits_text(workload.tokens, workload.shape.vocabulary)
         umem = replace(umem, why_not=f"{umem.why_not}; {text}. {LOSS_REMEDY}")
     most = _largest_batch(has_room)
@@ -312,6 +314,15 @@ def _find_plan(
         return why_not or _plan(step, hardware, room.device_bytes, recomputes)
     except PlanError as error:
         return str(error)
+
+
+def _is_due_to_loss(
+    step: StreamedStep, sliced: StreamedStep, room: _Room, recomputes: bool
+) -> bool:
+    """Whether a step has no room because of its loss, of which `sliced` has the least."""
+    if _is_fullest_at_loss(sliced):
+        return True
+    return _is_fullest_at_loss(step) and not _why_too_large(sliced, room, recomputes)
 
 
 def _is_fullest_at_loss(step: StreamedStep) -> bool:

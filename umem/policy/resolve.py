@@ -81,6 +81,8 @@ class ResolvedPolicy:
     """Whether blocks may run forward again in the backward pass, in place of copies."""
     updates_on_host: bool
     """Whether the host may update a part of the state that is streamed."""
+    slices_losses: bool
+    """Whether cross entropies may be computed in slices of their rows."""
 
     @property
     def streams_state(self) -> bool:
@@ -179,6 +181,7 @@ def resolve(
         share=policy.share,
         recomputes=policy.recompute == "auto" and not hardware.one_pool,
         updates_on_host=policy.host_update == "auto" and not hardware.one_pool,
+        slices_losses=policy.slice_losses == "auto" and not hardware.one_pool,
     )
 
 

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from umem.torch_compat import reinterpret_tensor
-
-__all__ = ["unfilled", "unfilled_bytes", "unfilled_like", "without_memory"]
+__all__ = ["unfilled", "unfilled_bytes", "unfilled_like"]
 
 
 def unfilled(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -34,11 +32,3 @@ def unfilled_like(tensor: torch.Tensor) -> torch.Tensor:
     storage = torch.UntypedStorage(tensor.nbytes, device=tensor.device)
     new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return new.set_(storage, 0, tensor.size(), tensor.stride())
-
-
-def without_memory(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor whose storage has no bytes, and has to be resized before a use."""
-    nothing = torch.empty(0, dtype=dtype, device=device)
-    strides = torch.empty(size, device="meta").stride()
-    tensor: torch.Tensor = reinterpret_tensor(nothing, size, strides)
-    return tensor

@@ -10,11 +10,13 @@ from torch.optim.optimizer import Optimizer
 
 from umem.capture.live.timing import CudaClock
 from umem.core.classes import TensorClass
+from umem.core.errors import UnsupportedError
 from umem.hardware import detect_hardware
 from umem.offloading import ActivationStore
+from umem.policy import ResolvedPolicy
 from umem.runtime.model_parts import gpu_of
 from umem.runtime.state import runtime
-from umem.streaming.activations.sliced_loss import SlicedLosses
+from umem.streaming import activations
 from umem.streaming.plan.step_timing import largest_slot_bytes
 from umem.streaming.stage.lanes import cuda_lanes
 from umem.streaming.stage.memory import CudaRoom, CudaStateMemory
@@ -23,6 +25,7 @@ from umem.streaming.step.known_optimizers import refusal
 from umem.streaming.training import StreamedTraining, streamed_trainings
 from umem.streaming.tune.tuner import StreamTuner
 from umem.streaming.weights.managed_models import stream_weights, weights_of
+from umem.torch_compat import Need, require
 
 __all__ = ["stream_state"]
 
@@ -84,9 +87,7 @@ def stream_state(
             state_share=rule.fraction,
             shared=shared_budget(index),
             may_recompute=policy.recomputes,
-            losses=_sliced_losses(model, device, budget_bytes)
-            if policy.copies_activations
-            else None,
+            losses=_sliced_losses(policy, model, device, budget_bytes),
         )
     training = StreamedTraining(
         model,
@@ -104,6 +105,18 @@ def stream_state(
     return training
 
 
-def _sliced_losses(model: nn.Module, device: torch.device, budget_bytes: int) -> SlicedLosses:
+def _sliced_losses(
+    policy: ResolvedPolicy, model: nn.Module, device: torch.device, budget_bytes: int
+) -> activations.SlicedLosses | None:
+    if not (policy.slices_losses and policy.copies_activations):
+        return None
+    try:
+        require(Need.SLICE_LOSSES)
+    except UnsupportedError as error:
+        _LOG.warning("umem: losses are left to torch: %s", error)
+        return None
     tables = (it.num_embeddings for it in model.modules() if isinstance(it, nn.Embedding))
-    return SlicedLosses(device.type, budget_bytes=budget_bytes, vocabulary=max(tables, default=0))
+    # Its module needs names of torch that umem does without otherwise.
+    return activations.SlicedLosses(
+        device.type, budget_bytes=budget_bytes, vocabulary=max(tables, default=0)
+    )

@@ -13,6 +13,6 @@ import umem
 recomputing.WORDS, recomputing.LAYERS, recomputing.ROWS = 128_256, 4, 4
 
 if __name__ == "__main__":
-    if "UMEM_DEVICE_BUDGET" in os.environ:
-        umem.enable("sft")
+    if "UMEM_POLICY" in os.environ:
+        umem.enable(os.environ["UMEM_POLICY"])
     print(json.dumps(recomputing.main(sys.argv[1], int(sys.argv[2]))))

@@ -42,7 +42,7 @@ from umem.runtime.guard import Guard, are_plain, guard_of, has_guard
 from umem.runtime.torch_hooks.memory_access import original_storage
 from umem.runtime.torch_hooks.passes import running_pass
 from umem.runtime.torch_hooks.saved_tensors import check_version, innermost, is_own
-from umem.runtime.unfilled_memory import unfilled, without_memory
+from umem.runtime.unfilled_memory import unfilled
 from umem.runtime.unguarded import Unguarded, allowed
 from umem.streaming.plan.loss_memory import (
     LEAST_LOSS_BYTES,
@@ -60,6 +60,7 @@ from umem.torch_compat import (
     has_kernel,
     log_softmax_backward,
     register_scripted,
+    reinterpret_tensor,
     tracing_state,
     version_counter,
     view_base,
@@ -362,7 +363,7 @@ class _Upcast(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.size = logits.dtype, logits.size()
-        made = without_memory(logits.size(), torch.float32, logits.device)
+        made = _without_memory(logits.size(), logits.device)
         kept = guard_of(logits)
         guard = _FloatLogits(kept if isinstance(kept, _KeptLogits) else _KeptLogits(logits))
         # The guard lives as long as the copy, and its views, which hold it.
@@ -378,6 +379,12 @@ class _Upcast(torch.autograd.Function):
             return None if gradient is None else gradient.to(ctx.dtype)
         saved, of_loss = left
         return saved.gradient(of_loss, ctx.dtype).view(ctx.size)
+
+
+def _without_memory(size: torch.Size, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor whose storage has no bytes, and has to be resized before a use."""
+    nothing = torch.empty(0, dtype=torch.float32, device=device)
+    return reinterpret_tensor(nothing, size, torch.empty(size, device="meta").stride())
 
 
 def _upcast_of(logits: torch.Tensor) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.streaming.activations.repeatable import Proof
-from umem.streaming.activations.sliced_loss import SlicedLosses
 from umem.streaming.plan.host_updates import plan_with_host_updates
 from umem.streaming.plan.recomputation import plan_with_recomputation
 from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes
@@ -22,6 +22,9 @@ from umem.streaming.tune.measured_steps import MeasuredStep, MeasuredSteps
 from umem.streaming.tune.named_plan import NamedPlan
 from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
 from umem.streaming.tune.states import TuningEvent
+
+if TYPE_CHECKING:
+    from umem.streaming.activations import SlicedLosses
 
 __all__ = ["Planning"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -12,7 +13,6 @@ from umem.capture.live.timing import Clock
 from umem.hardware import Hardware
 from umem.offloading import ActivationStatistics, ActivationStore
 from umem.streaming.activations.copied_activations import CopiedActivations
-from umem.streaming.activations.sliced_loss import SlicedLosses
 from umem.streaming.plan.state_plan import StreamPlan
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import SharedBudget
@@ -24,6 +24,9 @@ from umem.streaming.tune.states import TRANSITIONS, TuningEvent, TuningState, Tu
 from umem.streaming.tune.watching import Watching
 from umem.streaming.weights.model_weights import ModelWeights
 from umem.torch_compat import current_graph_task_id
+
+if TYPE_CHECKING:
+    from umem.streaming.activations import SlicedLosses
 
 __all__ = ["StreamTuner"]
 
