@@ -428,7 +428,7 @@ class TestOffloadBlocks:
             for name, module in model.named_modules():
                 hooked[name] += hidden_in(module._forward_hooks)
             handle.remove()
-            blocks = {block.name for block in find_blocks(model, None)}
+            blocks = {block.name for block in find_blocks(model)}
             assert {name for name, count in hooked.items() if count} <= blocks
         assert sum(hooked.values()) == 6
 

@@ -168,7 +168,7 @@ class Streams:
 
     def _run_again(self, model: nn.Module, optimizer: Optimizer, store: ActivationStore) -> None:
         """Prove in the next step which blocks may run twice, which they do from then on."""
-        blocks = find_blocks(model, None)
+        blocks = find_blocks(model)
         activations = CopiedActivations(model, blocks, store, _raise, may_recompute=True)
         activations.set_plan({}, 1, is_measuring=True)
         self.activations.append(activations)
