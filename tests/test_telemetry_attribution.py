@@ -90,7 +90,7 @@ def test_the_snapshot_before_a_record_decides_then_the_one_after(
         Snapshot(10 * (index + 1), it.start, it.end, it.tensor_class, it.name)
         for index, it in enumerate(drawn)
     ]
-    records = records_of([(3, when, when, at, 0, 1, 0, 1, 0) for when, at in touched])
+    records = records_of([(3, when, when, at, 0, 1, 0) for when, at in touched])
     tensor_class, name, _ = attribute(records, taken)
     for row, (time_ns, at) in enumerate(touched):
         before = [it for it in taken if it.time_ns <= time_ns][-1:]
@@ -140,7 +140,7 @@ def test_transfers_are_split_at_the_ends_of_large_blocks(
     )
     is_fault = kind == RecordKind.GPU_FAULT
     size = 0 if is_fault else length * KIB
-    records = records_of([(5, 1, 2, 0, 8, 0, 0, 0, 1), (kind, 1, 2, begin * KIB, size, 0, 1, 0, 0)])
+    records = records_of([(5, 1, 2, 0, 8, 0, 0), (kind, 1, 2, begin * KIB, size, 0, 1)])
     tensor_class, name, found = attribute(records, [snapshot])
     if is_fault:
         assert len(found) == 0
@@ -158,9 +158,9 @@ def test_the_next_snapshot_splits_what_the_last_one_lacks() -> None:
     after = snapshot_at((0, 3136, 0), (3136, 6272, 2), (6272, 9408, 3), time_ns=10)
     records = records_of(
         [
-            (1, 5, 6, 2048 * KIB, 2048 * KIB, 0, 1, 0, 0),
-            (1, 15, 16, 6144 * KIB, 2048 * KIB, 0, 1, 0, 0),
-            (1, 5, 6, 6144 * KIB, 2048 * KIB, 0, 1, 0, 0),
+            (1, 5, 6, 2048 * KIB, 2048 * KIB, 0, 1),
+            (1, 15, 16, 6144 * KIB, 2048 * KIB, 0, 1),
+            (1, 5, 6, 6144 * KIB, 2048 * KIB, 0, 1),
         ]
     )
     tensor_class, name, shares = attribute(records, [before, after])
@@ -184,7 +184,7 @@ def test_every_page_of_a_transfer_counts_for_its_block(
         blocks.append((at + gap * page, at + gap * page + size, member))
         at = blocks[-1][1]
     snapshot = snapshot_at(*blocks)
-    rows = [(0, 1, 2, start * page * KIB, count * page * KIB, 0, 1, 0, 0) for start, count in moved]
+    rows = [(0, 1, 2, start * page * KIB, count * page * KIB, 0, 1) for start, count in moved]
     tensor_class, name, shares = attribute(records_of(rows), [snapshot])
     assert (shares.bytes > 0).all()
     for row, (start, count) in enumerate(moved):
@@ -216,7 +216,7 @@ def test_a_name_from_the_next_snapshot_is_used(later_class: int, expected: int) 
             np.array([name], np.int32),
         )
 
-    records = records_of([(0, 5, 6, 0, 8, 0, 1, 0, 0)])
+    records = records_of([(0, 5, 6, 0, 8, 0, 1)])
     tensor_class, name, _ = attribute(records, [one_block(0, 3, -1), one_block(10, later_class, 7)])
     assert (tensor_class.tolist(), name.tolist()) == ([3], [expected])
 
@@ -247,7 +247,7 @@ def test_copies_belong_to_no_tensor() -> None:
         np.array([1], np.int8),
         np.array([0], np.int32),
     )
-    records = records_of([(5, 1, 2, 0, 8, 0, 0, 0, 1), (0, 1, 2, 0, 8, 0, 1, 0, 0)])
+    records = records_of([(5, 1, 2, 0, 8, 0, 0), (0, 1, 2, 0, 8, 0, 1)])
     tensor_class, name, _ = attribute(records, [snapshot])
     assert tensor_class.tolist() == [-1, 1]
     assert name.tolist() == [-1, 0]

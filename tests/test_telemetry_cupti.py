@@ -276,8 +276,6 @@ def test_activities_become_records() -> None:
     assert records.faults.tolist() == [1, 3, 0, 0, 0, 0]
     assert (records.end_ns - records.start_ns).tolist() == [0, 5, 50, 10, 30, 1]
     assert records.cause.tolist() == [0, 0, 2, 4, 0, 0]
-    assert records.access.tolist() == [1, 2, 0, 0, 0, 0]
-    assert records.copy_kind.tolist() == [0, 0, 0, 0, 8, 0]
     assert records.address[2] == 0x7F0000000000
     assert records.is_transfer().tolist() == [False, False, True, True, False, False]
 
@@ -310,19 +308,18 @@ def by_attribute(found: StandInActivity) -> Row | None:
         return None
     start, end = found.start, max(found.start, found.end)
     if found.kind == 1:
-        return (RecordKind.MEMCPY, start, end, 0, found.bytes, 0, 0, 0, found.copy_kind)
+        return (RecordKind.MEMCPY, start, end, 0, found.bytes, 0, 0)
     if found.kind == 2:
-        return (RecordKind.MEMSET, start, end, 0, found.bytes, 0, 0, 0, 0)
+        return (RecordKind.MEMSET, start, end, 0, found.bytes, 0, 0)
     if found.counter_kind > 4:
         return None
-    access = found.flags_ if found.flags_ < 5 else 0
     if found.counter_kind == 3:
-        return (RecordKind.CPU_FAULT, start, start, found.address, 0, 1, 0, access, 0)
+        return (RecordKind.CPU_FAULT, start, start, found.address, 0, 1, 0)
     if found.counter_kind == 4:
-        return (RecordKind.GPU_FAULT, start, end, found.address, 0, found.value, 0, access, 0)
+        return (RecordKind.GPU_FAULT, start, end, found.address, 0, found.value, 0)
     way = RecordKind.TO_DEVICE if found.counter_kind == 1 else RecordKind.TO_HOST
     cause = found.flags_ if found.flags_ < 6 else 0
-    return (way, start, end, found.address, found.value, 0, cause, 0, 0)
+    return (way, start, end, found.address, found.value, 0, cause)
 
 
 @pytest.mark.slow
@@ -354,10 +351,9 @@ def test_a_callback_reads_attributes_of_two_records_only() -> None:
     assert (len(raw), len(asked)) == (1000, 2)
 
 
-def test_unknown_causes_and_kinds_of_access() -> None:
+def test_unknown_causes() -> None:
     records = read(counter(1, 10, 40, 50, 1, 77), counter(4, 1, 50, 0, 1, 99))
     assert records.cause.tolist() == [0, 0]
-    assert records.access.tolist() == [0, 0]
     assert records.end_ns.tolist() == [50, 50]
 
 
@@ -376,8 +372,8 @@ def test_records_with_impossible_times_keep_their_bytes(never: int) -> None:
 
 
 def test_concatenated_records_are_ordered_by_start() -> None:
-    late = records_of([(5, 30, 40, 0, 1, 0, 0, 0, 1)])
-    early = records_of([(6, 10, 20, 0, 2, 0, 0, 0, 0), (6, 30, 31, 0, 3, 0, 0, 0, 0)])
+    late = records_of([(5, 30, 40, 0, 1, 0, 0)])
+    early = records_of([(6, 10, 20, 0, 2, 0, 0), (6, 30, 31, 0, 3, 0, 0)])
     records = concatenate([late, early])
     assert records.start_ns.tolist() == [10, 30, 30]
     assert records.bytes.tolist() == [2, 1, 3]

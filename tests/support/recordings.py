@@ -10,7 +10,7 @@ import numpy as np
 from umem.telemetry import Recording
 from umem.telemetry.records import RECORD_COLUMNS, UNKNOWN, Integers, MigrationRecords, make_records
 
-Row = tuple[int, int, int, int, int, int, int, int, int]
+Row = tuple[int, int, int, int, int, int, int]
 """One record, in the order of the columns of :class:`MigrationRecords`."""
 
 
@@ -52,7 +52,6 @@ def make_recording(
         "tensor_names": (),
         "step_start_ns": step_start.copy(),
         "step_end_ns": step_end.copy(),
-        "phases": (),
         "dropped": 0,
         "notes": (),
     }

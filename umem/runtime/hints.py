@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from umem.core.classes import TensorClass
 from umem.core.errors import NativeLibraryError, UnsupportedError
+from umem.core.report import OpName
 from umem.core.schedule import HintOp
 from umem.policy import Refusable
 from umem.runtime.native_library import native
@@ -34,12 +35,9 @@ __all__ = [
     "HintOutcome",
     "HintSettings",
     "HintStatistics",
-    "OpName",
 ]
 
-OpName = Literal["prefetch", "evict", "advise"]
 _OP_NAMES: tuple[OpName, ...] = get_args(OpName)
-"""In the order of the native numbers. Advice moves nothing, and so is no `HintOp`."""
 _CLASSES = tuple(TensorClass)
 
 

@@ -24,7 +24,6 @@ __all__ = [
     "Columns",
     "Integers",
     "MigrationRecords",
-    "NamedRange",
     "RecordKind",
     "Recording",
     "Residency",
@@ -49,7 +48,7 @@ UNKNOWN = -1
 
 
 class RecordKind(IntEnum):
-    """What a record describes. Saved profiles hold these numbers."""
+    """What a record describes."""
 
     TO_DEVICE = 0
     TO_HOST = 1
@@ -105,12 +104,6 @@ class MigrationRecords(Columns):
     faults: Integers
     cause: npt.NDArray[np.uint8]
     """Of transfers: index into :data:`CAUSE_OF_NUMBER`."""
-    access: npt.NDArray[np.uint8]
-    """Of faults: 0 unknown, 1 read, 2 write, 3 atomic, 4 prefetch
-    (``CUpti_ActivityUnifiedMemoryAccessType``)."""
-    copy_kind: npt.NDArray[np.uint8]
-    """Of copies: 1 host to device, 2 device to host, 8 within a device, and so on
-    (``CUpti_ActivityMemcpyKind``)."""
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -125,7 +118,7 @@ class MigrationRecords(Columns):
 
 
 RECORD_COLUMNS: dict[str, type[np.integer[Any]]] = {
-    it.name: np.uint8 if it.name in ("kind", "cause", "access", "copy_kind") else np.int64
+    it.name: np.uint8 if it.name in ("kind", "cause") else np.int64
     for it in fields(MigrationRecords)
 }
 """Types of the columns."""
@@ -214,15 +207,6 @@ class Residency:
         return int(self.resident_bytes.sum(axis=1).max(initial=0))
 
 
-@dataclass(frozen=True)
-class NamedRange:
-    """A part of the run that its script has named."""
-
-    name: str
-    start_ns: int
-    end_ns: int
-
-
 @dataclass(frozen=True, eq=False)
 class Recording:
     """A recorded run. N records, S steps. All times are nanoseconds since its start."""
@@ -243,8 +227,6 @@ class Recording:
     step_start_ns: Integers
     step_end_ns: Integers
     """int64[S]: of the marked steps, which follow each other."""
-    phases: tuple[NamedRange, ...]
-    """Phases that the script has marked."""
     dropped: int
     """Records that were lost."""
     notes: tuple[str, ...]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from umem.core.classes import TensorClass
-from umem.core.report import Direction, HintReport, HintUse, MeasuredReport, Traffic
+from umem.core.report import Direction, HintReport, HintUse, MeasuredReport, OpName, Traffic
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
     DIRECTION_OF_KIND,
@@ -19,6 +19,7 @@ from umem.telemetry.records import (
     Integers,
     Recording,
     RecordKind,
+    Residency,
     TensorParts,
 )
 
@@ -28,16 +29,14 @@ if TYPE_CHECKING:
 __all__ = [
     "HINT_COUNTS",
     "HINT_FIGURES",
-    "HINT_OPS",
     "HINT_TOTALS",
+    "MeasuredRun",
     "TensorTraffic",
     "hint_row",
     "hint_traffic",
     "hints_between",
     "measured_row",
-    "report_of",
-    "step_reports",
-    "tensor_traffic",
+    "run_of",
 ]
 
 _CLASSES = tuple(TensorClass)
@@ -54,12 +53,48 @@ class TensorTraffic:
     count: int
 
 
-def step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
-    """One exact report for each marked step, or one for the whole recording if none is marked.
+@dataclass(frozen=True, eq=False)
+class MeasuredRun:
+    """What is reported of a recorded run."""
 
-    A record belongs to the step in which it starts. What starts outside of all steps is in no
-    report.
-    """
+    steps: tuple[MeasuredReport, ...]
+    """One exact report for each marked step, or one of the whole recording if none is marked. A
+    record belongs to the step in which it starts. What starts outside of all steps is in none."""
+    step_start_s: tuple[float, ...]
+    """Of marked steps, since the start of the recording."""
+    duration_s: float
+    dropped: int
+    """Records that were lost."""
+    tensors: tuple[TensorTraffic, ...]
+    """Named tensors that moved in these steps, the most bytes first."""
+    residency: Residency | None
+    """None if no executor kept accounts."""
+
+    @property
+    def typical(self) -> MeasuredReport:
+        """The typical step: the one whose time is the median.
+
+        Of an even number of steps it is the lower of the two in the middle, and of several equal
+        times the first. It is a step that occurred, so its sums and shares are consistent. A
+        recording without steps is reported as a whole.
+        """
+        found = sorted(self.steps, key=lambda it: it.step_s)[(len(self.steps) - 1) // 2]
+        return replace(found, step_count=len(self.step_start_s))
+
+
+def run_of(recording: Recording) -> MeasuredRun:
+    """Report a recorded run."""
+    return MeasuredRun(
+        _step_reports(recording),
+        tuple((recording.step_start_ns * _NS).tolist()),
+        recording.duration_ns * _NS,
+        recording.dropped,
+        _tensor_traffic(recording),
+        recording.residency,
+    )
+
+
+def _step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
     parts = recording.parts()
     if not recording.step_count:
         everything = np.ones(len(recording.records), np.bool_)
@@ -72,23 +107,8 @@ def step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
     )
 
 
-def report_of(recording: Recording) -> MeasuredReport:
-    """The typical step: the one whose time is the median.
-
-    Of an even number of steps it is the lower of the two in the middle, and of several equal times
-    the first. It is a step that occurred, so its sums and shares are consistent. A recording
-    without steps is reported as a whole.
-    """
-    reports = step_reports(recording)
-    typical = sorted(reports, key=lambda it: it.step_s)[(len(reports) - 1) // 2]
-    return replace(typical, step_count=recording.step_count)
-
-
-def tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
-    """Named tensors that moved, by bytes, the most first.
-
-    Over all marked steps, or the whole recording where none is marked.
-    """
+def _tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
+    """Named tensors that moved, over all marked steps, or all the recording where none is."""
     counted = recording.records.is_transfer()
     if recording.step_count:
         counted &= _step_of_records(recording) != UNKNOWN
@@ -111,14 +131,14 @@ def tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
     )
 
 
-def measured_row(recording: Recording) -> dict[str, Any]:
-    """Put a recording's report into plain values, for JSON.
+def measured_row(run: MeasuredRun) -> dict[str, Any]:
+    """Put a run's reports into plain values, for JSON.
 
     It has the keys of :func:`umem.predict.prediction.report_row`, with None for figures that a run
     does not have, and further keys that only a run has. ``per_step`` has one entry for each marked
     step.
     """
-    report = report_of(recording)
+    report = run.typical
     predicted = ("lower_bound_s", "regret", "settled", "faster_s", "fault_pages", "stall_s")
     unknown = dict.fromkeys((*predicted, "copied_bytes_share"))
     return {
@@ -127,10 +147,10 @@ def measured_row(recording: Recording) -> dict[str, Any]:
         **_figures(report),
         "bytes": None if report.source == "none" else report.bytes_by_cause(),
         "ideal_s": report.ideal_s,
-        "source": recording.source,
-        "steps": recording.step_count,
-        "dropped": recording.dropped,
-        "per_step": [_figures(step) for step in step_reports(recording) if recording.step_count],
+        "source": report.source,
+        "steps": report.step_count,
+        "dropped": run.dropped,
+        "per_step": [_figures(step) for step in run.steps if report.step_count],
         "tensors": [
             {
                 "name": entry.name,
@@ -138,9 +158,9 @@ def measured_row(recording: Recording) -> dict[str, Any]:
                 "bytes": entry.bytes,
                 "transfers": entry.count,
             }
-            for entry in tensor_traffic(recording)
+            for entry in run.tensors
         ],
-        "residency": _residency_row(recording),
+        "residency": _residency_row(run.residency),
         "notes": list(report.notes),
     }
 
@@ -166,8 +186,7 @@ def _figures(report: MeasuredReport) -> dict[str, Any]:
     }
 
 
-def _residency_row(recording: Recording) -> dict[str, Any] | None:
-    residency = recording.residency
+def _residency_row(residency: Residency | None) -> dict[str, Any] | None:
     if residency is None:
         return None
     return {
@@ -261,9 +280,6 @@ def _sums(values: Integers, cell: npt.NDArray[Any], size: int) -> Integers:
 
 # --------------------------------------------------------------------------------------- hints
 
-HINT_OPS = ("prefetch", "evict", "advise")
-"""Operations of the hint engine, in the order of reports."""
-
 HINT_FIGURES = tuple(it.name for it in fields(HintUse) if it.name not in ("op", "tensor_class"))
 """Figures by operation and class."""
 
@@ -273,7 +289,7 @@ HINT_COUNTS = ("asked", "done", "late", "early", "missed", "wasted")
 HINT_TOTALS = tuple(it.name for it in fields(HintReport) if it.name != "uses")
 """Figures of a whole engine."""
 
-_MOVES: dict[str, Direction] = {"prefetch": "to_device", "evict": "to_host"}
+_MOVES: dict[OpName, Direction] = {"prefetch": "to_device", "evict": "to_host"}
 _WASTED = ("superseded", "forgotten", "dropped", "failed")
 
 
@@ -283,7 +299,7 @@ def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintR
     Statistics of another engine, which `after`'s engine has replaced, count as None.
     """
     new = {(op, of): _use(op, of, counts) for (op, of), counts in after.counts.items()}
-    old: dict[tuple[str, TensorClass], HintUse] = {}
+    old: dict[tuple[OpName, TensorClass], HintUse] = {}
     if before is not None:
         old = {(op, of): _use(op, of, counts) for (op, of), counts in before.counts.items()}
     if any(key not in new or new[key].asked < use.asked for key, use in old.items()):
@@ -293,7 +309,7 @@ def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintR
         uses=tuple(
             sorted(
                 (use for use in uses if any(getattr(use, name) for name in HINT_FIGURES)),
-                key=lambda it: (HINT_OPS.index(it.op), it.tensor_class.number),
+                key=lambda it: (get_args(OpName).index(it.op), it.tensor_class.number),
             )
         ),
         **{
@@ -332,7 +348,7 @@ def hint_row(report: HintReport) -> dict[str, Any]:
     }
 
 
-def _use(op: str, tensor_class: TensorClass, counts: HintCounts) -> HintUse:
+def _use(op: OpName, tensor_class: TensorClass, counts: HintCounts) -> HintUse:
     requests = {outcome.value: count for outcome, count in counts.requests.items()}
     return HintUse(
         op=op,
