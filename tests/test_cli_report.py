@@ -88,8 +88,6 @@ def test_a_run_without_records(run: Run, tmp_path: Path) -> None:
         tmp_path / "run.json",
         source="none",
         records=records_of([]),
-        tensor_class=np.zeros(0, np.int8),
-        tensor=np.zeros(0, np.int32),
         notes=("memory operations were not recorded: no CUPTI",),
     )
     pictures = tmp_path / "pictures"

@@ -14,8 +14,6 @@ from umem.core.classes import TensorClass
 from umem.core.report import MigrationReport
 from umem.predict.prediction import report_row
 from umem.telemetry import MeasuredRun, measured_row, run_of
-from umem.telemetry.records import Shares
-from umem.telemetry.reports import TensorTraffic
 
 WEIGHTS = TensorClass.WEIGHTS.number
 STATE = TensorClass.OPTIMIZER_STATE.number
@@ -72,50 +70,33 @@ def test_a_record_belongs_to_the_step_in_which_it_starts() -> None:
     assert (second.fault_batches, second.cpu_faults) == (0, 1)
 
 
-SHARES = Shares(
-    np.array([0, 0, 6]),
-    np.array([1024, 512, 1000]),
-    np.array([STATE, -1, WEIGHTS], np.int8),
-    np.array([1, -1, 0], np.int32),
-)
-"""Of two transfers in the first step: of class weights, and of no known tensor."""
-
-
-def test_a_transfer_is_split_between_tensors_by_bytes() -> None:
-    whole = recording(ROWS, STEPS).steps
-    first, second = recording(ROWS, STEPS, shares=SHARES).steps
+def test_a_transfer_in_parts_counts_once() -> None:
+    rows: list[tuple[Any, ...]] = [
+        (TO_DEVICE, 0, 63, 2560, 0, FAULT, WEIGHTS, 0),
+        (TO_DEVICE, 0, 25, 1024, 0, FAULT, STATE, 1),
+        (TO_DEVICE, 0, 12, 512, 0, FAULT, -1, -1),
+        (TO_HOST, 999, 1243, 1000, 0, HINT, WEIGHTS, 0),
+    ]
+    run = recording(rows, [(0, 1000)], parts=(1, 2))
+    (step,) = run.steps
     found = {
         f"{it.direction} {it.cause} {it.tensor_class.value}": (
             it.bytes,
             it.count,
             round(it.seconds * 1e9),
         )
-        for it in first.traffic
+        for it in step.traffic
     }
     assert found == {
         "to_device fault weights": (2560, 1, 63),
         "to_device fault optimizer_state": (1024, 0, 25),
         "to_device fault other": (512, 0, 12),
-        "to_device hint optimizer_state": (8192, 1, 200),
-        "to_host hint weights": (1000, 0, 244),
-        "to_host hint other": (1048, 1, 256),
+        "to_host hint weights": (1000, 1, 244),
     }
-    assert first.unattributed_bytes == 512 + 1048
-    for name in ("um_time_share", "um_ops_share", "um_bytes_share"):
-        assert getattr(first, name) == pytest.approx(getattr(whole[0], name))
-    assert first.moved_bytes() == whole[0].moved_bytes()
-    assert second.traffic == whole[1].traffic
-
-
-def test_tensor_traffic_includes_shares() -> None:
-    steps = [(0, 1000)]
-    weight, state = sorted(recording(ROWS, steps, shares=SHARES).tensors, key=_name)
+    assert step.unattributed_bytes == 512
+    weight, state = sorted(run.tensors, key=lambda it: it.name)
     assert (weight.bytes, weight.count) == (2560 + 1000, 2)
-    assert (state.bytes, state.count) == (8192 + 1024, 2)
-
-
-def _name(entry: TensorTraffic) -> str:
-    return entry.name
+    assert (state.bytes, state.count) == (1024, 1)
 
 
 def test_shares_are_of_all_memory_operations() -> None:

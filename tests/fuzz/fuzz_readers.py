@@ -34,7 +34,7 @@ from umem.pages.plan import plan
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.predict.prediction import predict, report_row
 from umem.telemetry import load_run, measured_row, run_of, save_run
-from umem.telemetry.records import Residency, Shares
+from umem.telemetry.records import Residency
 from umem.trace import Trace, load_trace, save_trace
 
 MOST_BYTES = 64 * 2**20
@@ -212,9 +212,6 @@ def _profile_document() -> dict[str, Any]:
         hints=(None, None),
         copies=((Traffic("to_host", "copy", TensorClass.WEIGHTS, 5, 1e-3, 1),), ()),
         residency=Residency(np.array([10, 20]), np.arange(12).reshape(2, 6)),
-        shares=Shares(
-            np.array([0]), np.array([4096]), np.array([1], np.int8), np.array([1], np.int32)
-        ),
     )
     save_run(run_of(recording), FOLDER / "seed-profile.json")
     document: dict[str, Any] = json.loads((FOLDER / "seed-profile.json").read_bytes())

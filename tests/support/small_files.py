@@ -14,7 +14,7 @@ from recordings import make_recording
 from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse, Traffic
 from umem.telemetry import run_of, save_run
-from umem.telemetry.records import Residency, Shares
+from umem.telemetry.records import Residency
 from umem.trace import Trace
 
 MIB = 1 << 20
@@ -81,7 +81,6 @@ def small_run() -> dict[str, Any]:
         hints=(None, HintReport((HintUse("evict", TensorClass.WEIGHTS, *[1] * 12),), *[0] * 2)),
         copies=((), (Traffic("to_host", "copy", TensorClass.WEIGHTS, 5, 1e-3, 1),)),
         residency=Residency(np.array([5]), np.arange(6, dtype=np.int64).reshape(1, 6)),
-        shares=Shares(np.array([0]), np.array([4]), np.array([3], np.int8), np.array([-1])),
     )
     with TemporaryDirectory() as folder:
         save_run(run_of(recording), Path(folder) / "run.json")

@@ -275,7 +275,6 @@ class Profile:
         records, outside = _within(records, self._begin_ns, end_ns)
         if outside and source == "cupti":
             self._notes.append(outside)
-        tensor_class, tensor, shares = attribute(records, self._snapshots)
         step_ns = np.array(self._step_ns, np.int64).reshape(-1, 2) - self._begin_ns
         self._recording = Recording(
             workload=self._name,
@@ -283,9 +282,7 @@ class Profile:
             policy=policy_name(),
             source=source,
             duration_ns=end_ns - self._begin_ns,
-            records=records.since(self._begin_ns),
-            tensor_class=tensor_class,
-            tensor=tensor,
+            records=attribute(records, self._snapshots).since(self._begin_ns),
             tensor_names=tuple(self._names),
             step_start_ns=step_ns[:, 0],
             step_end_ns=step_ns[:, 1],
@@ -295,7 +292,6 @@ class Profile:
             hints=hints,
             copies=self._copies.reports(),
             residency=self._residency.series(self._begin_ns),
-            shares=shares,
         )
         return failure
 

@@ -17,10 +17,10 @@ from umem.telemetry.records import (
     TRANSFERS,
     UNKNOWN,
     Integers,
+    MigrationRecords,
     Recording,
     RecordKind,
     Residency,
-    TensorParts,
 )
 
 if TYPE_CHECKING:
@@ -95,30 +95,28 @@ def run_of(recording: Recording) -> MeasuredRun:
 
 
 def _step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
-    parts = recording.parts()
     if not recording.step_count:
-        everything = np.ones(len(recording.records), np.bool_)
-        return (_report(recording, parts, everything, recording.duration_ns, 0, 0),)
+        return (_report(recording, recording.records, recording.duration_ns, 0, 0),)
     step = _step_of_records(recording)
     times_ns = recording.step_end_ns - recording.step_start_ns
     return tuple(
-        _report(recording, parts, step == number, int(time_ns), 1, number)
+        _report(recording, recording.records.select(step == number), int(time_ns), 1, number)
         for number, time_ns in enumerate(times_ns)
     )
 
 
 def _tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
     """Named tensors that moved, over all marked steps, or all the recording where none is."""
-    counted = recording.records.is_transfer()
+    moved = recording.records
+    counted = moved.is_transfer() & (moved.tensor != UNKNOWN)
     if recording.step_count:
         counted &= _step_of_records(recording) != UNKNOWN
-    parts = recording.parts()
-    parts = parts.select(counted[parts.record] & (parts.tensor != UNKNOWN))
+    moved = moved.select(counted)
     names = len(recording.tensor_names)
-    size_bytes = _sums(parts.bytes, parts.tensor, names)
-    count = np.bincount(parts.tensor, minlength=names)
+    size_bytes = _sums(moved.bytes, moved.tensor, names)
+    count = np.bincount(moved.tensor, minlength=names)
     found = np.full(names, TensorClass.OTHER.number)
-    found[parts.tensor] = parts.tensor_class
+    found[moved.tensor] = moved.tensor_class
     return tuple(
         TensorTraffic(
             recording.tensor_names[name],
@@ -206,18 +204,16 @@ def _step_of_records(recording: Recording) -> Integers:
 
 def _report(
     recording: Recording,
-    parts: TensorParts,
-    which: npt.NDArray[np.bool_],
+    records: MigrationRecords,
     time_ns: int,
     step_count: int,
     number: int,
 ) -> MeasuredReport:
     hints = recording.hints[number] if recording.hints else None
-    records = recording.records.select(which)
-    moved = parts.select((which & recording.records.is_transfer())[parts.record])
+    moved = records.select(records.is_transfer())
     others = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
     on_device = records.kind == RecordKind.GPU_FAULT
-    traffic = _traffic(recording, moved)
+    traffic = _traffic(moved)
     if recording.source == "hints" and hints is not None:
         traffic = hint_traffic(hints)
     if recording.copies:
@@ -245,18 +241,16 @@ def _report(
     )
 
 
-def _traffic(recording: Recording, parts: TensorParts) -> tuple[Traffic, ...]:
-    """Sums over the parts of transfers; a transfer counts once, with its record's own part."""
-    records = recording.records
-    classes = np.where(parts.tensor_class == UNKNOWN, TensorClass.OTHER.number, parts.tensor_class)
+def _traffic(transfers: MigrationRecords) -> tuple[Traffic, ...]:
+    """Sums over transfers; one in several parts counts once."""
+    classes = transfers.tensor_class
+    classes = np.where(classes == UNKNOWN, TensorClass.OTHER.number, classes)
     shape = (len(TRANSFERS), len(CAUSE_OF_NUMBER), len(_CLASSES))
-    cell = np.ravel_multi_index(
-        (records.kind[parts.record], records.cause[parts.record], classes), shape
-    )
+    cell = np.ravel_multi_index((transfers.kind, transfers.cause, classes), shape)
     size = int(np.prod(shape))
-    moved = _sums(parts.bytes, cell, size).reshape(shape)
-    spent_ns = _sums(parts.time_ns, cell, size).reshape(shape)
-    count = np.bincount(cell[parts.is_own], minlength=size).reshape(shape)
+    moved = _sums(transfers.bytes, cell, size).reshape(shape)
+    spent_ns = _sums(transfers.end_ns - transfers.start_ns, cell, size).reshape(shape)
+    count = np.bincount(cell[~transfers.is_part], minlength=size).reshape(shape)
     return tuple(
         Traffic(
             DIRECTION_OF_KIND[RecordKind(kind)],
