@@ -29,17 +29,18 @@ _Output = TypeVar("_Output")
 
 @dataclass(eq=False)
 class _Layer:
-    """One layer in one forward pass: its groups of saved tensors, each with its store."""
+    """One layer in one forward pass: its groups of saved tensors."""
 
     wants_gradients: bool
-    groups: list[tuple[ActivationStore, object]] = field(default_factory=list)
+    groups: list[object] = field(default_factory=list)
 
 
 class _ForwardPass:
     """One forward pass, and the backward passes through its graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: ActivationStore) -> None:
         self.layers: list[_Layer] = []
+        self._store = store
         self._is_in_backward = False
         self._hook: weakref.ref[Callable[[object], None]] | None = None
 
@@ -50,11 +51,11 @@ class _ForwardPass:
     def _reach(self, index: int) -> None:
         # Only a retained graph has saved tensors of later layers left.
         for later in self.layers[index + 1 : index + 2]:
-            for store, key in later.groups:
-                store.release(key)
+            for key in later.groups:
+                self._store.release(key)
         for layer in reversed(self.layers[max(index - 1, 0) : index + 1]):
-            for store, key in reversed(layer.groups):
-                store.fetch(key)
+            for key in reversed(layer.groups):
+                self._store.fetch(key)
 
     def fetch_before(self, output: object) -> None:
         """Let a backward pass that reaches the last layer's output fetch what it needs next."""
@@ -75,108 +76,25 @@ class _ForwardPass:
             self._hook = weakref.ref(reached)
 
 
-class _LayerSequence:
-    """The layers of a model as they are called.
+class OffloadContext:
+    """The context manager that `offload` returns, for the call of each layer.
 
     Forward, the end of a layer starts the copies of what it saved, and releases the device memory
     of the layer before. Backward, once the gradients of a layer's output exist, what the layer
     before it saved starts to come back.
-
-    Parameters
-    ----------
-    num_layers
-        How many to offload, counted from the first of a pass.
-    pass_layers
-        How many layers a forward pass has; None to see from its graph when it is over.
     """
 
-    def __init__(self, num_layers: int, pass_layers: int | None = None) -> None:
+    def __init__(
+        self, make_store: Callable[[], ActivationStore], num_layers: int, pass_layers: int | None
+    ) -> None:
+        self._make_store = make_store
         self._num_layers = num_layers
         self._pass_layers = pass_layers
-        self._pass = _ForwardPass()
+        self._store: ActivationStore | None = None
+        self._pass: _ForwardPass | None = None
+        """None before a layer that begins a pass."""
         self._current: _Layer | None = None
         self._is_inside = False
-        self._opened: ActivationStore | None = None
-
-    def enter(self, store: ActivationStore) -> None:
-        """Begin a layer, or a part of one, whose tensors belong to a store.
-
-        Raises
-        ------
-        OffloadError
-            If one is running already. The next pass may begin then.
-        """
-        if not is_forward_pass():
-            return
-        if self._is_inside:
-            self.leave(failed=True)
-            raise OffloadError(
-                "the offload context is entered within itself, or an interrupt has ended a layer "
-                "in it: put it around one layer at a time, and begin the forward pass again"
-            )
-        self._is_inside = True
-        if self._current is None:
-            self._current = _Layer(torch.is_grad_enabled())
-            is_full = len(self._pass.layers) == self._pass_layers
-            if self._current.wants_gradients and (is_full or self._pass.is_over()):
-                self._pass = _ForwardPass()
-        if self._current.wants_gradients and len(self._pass.layers) < self._num_layers:
-            key = object()
-            self._current.groups.append((store, key))
-            self._opened = store
-            store.open_group(key)
-
-    def leave(self, *, failed: bool) -> None:
-        """End the layer's call, which has returned or failed with an exception."""
-        if not is_forward_pass():
-            return
-        self._is_inside = False
-        if self._opened is not None:
-            self._opened.close_groups()
-        self._opened = None
-        if failed:  # the next layer begins a pass
-            self._pass = _ForwardPass()
-            self._current = None
-
-    def end(self, output: _Output) -> _Output:
-        """End a layer; returns its output.
-
-        Raises
-        ------
-        OffloadError
-            If no layer ran, or one is still running.
-        """
-        if not is_forward_pass():
-            return output
-        layer = self._current
-        if layer is None or self._is_inside:
-            raise OffloadError(
-                "sync marks the end of a layer that has run inside the offload context: call it "
-                "once for each layer, after `with context: y = layer(x)`"
-            )
-        self._current = None
-        if layer.wants_gradients:
-            layers = self._pass.layers
-            layers.append(layer)
-            for store, key in layer.groups:
-                store.send(key)
-            for before in layers[-2:-1]:
-                for store, key in before.groups:
-                    store.release(key)
-            if any(near.groups for near in layers[-2:]):
-                self._pass.fetch_before(output)
-        return output
-
-
-class OffloadContext:
-    """The context manager that `offload` returns, for the call of each layer."""
-
-    def __init__(
-        self, layers: _LayerSequence | None, make_store: Callable[[], ActivationStore]
-    ) -> None:
-        self._layers = layers
-        self._make_store = make_store
-        self._store: ActivationStore | None = None
 
     @property
     def statistics(self) -> ActivationStatistics:
@@ -184,14 +102,60 @@ class OffloadContext:
         return ActivationStatistics() if self._store is None else self._store.statistics
 
     def __enter__(self) -> None:
-        if self._layers is not None:
-            if self._store is None:
-                self._store = self._make_store()
-            self._layers.enter(self._store)
+        if not self._num_layers or not is_forward_pass():
+            return
+        if self._is_inside:
+            self._leave(failed=True)
+            raise OffloadError(
+                "the offload context is entered within itself, or an interrupt has ended a layer "
+                "in it: put it around one layer at a time, and begin the forward pass again"
+            )
+        store = self._store = self._store or self._make_store()
+        self._is_inside = True
+        if self._current is None:
+            self._current = _Layer(torch.is_grad_enabled())
+            known = self._pass
+            is_full = known is not None and len(known.layers) == self._pass_layers
+            if self._current.wants_gradients and (known is None or is_full or known.is_over()):
+                self._pass = _ForwardPass(store)
+        layer, count = self._current, 0 if self._pass is None else len(self._pass.layers)
+        if layer.wants_gradients and count < self._num_layers:
+            layer.groups.append(key := object())
+            store.open_group(key)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._layers is not None:
-            self._layers.leave(failed=kind is not None)
+        if self._num_layers and is_forward_pass():
+            self._leave(failed=kind is not None)
+
+    def _leave(self, *, failed: bool) -> None:
+        """End the layer's call, which has returned or failed with an exception."""
+        self._is_inside = False
+        if self._store is not None:
+            self._store.close_groups()
+        if failed:
+            self._pass = self._current = None
+
+    def sync(self, output: _Output) -> _Output:
+        """End a layer; returns its output. ``OffloadError`` if none ran, or one still does."""
+        if not self._num_layers or not is_forward_pass():
+            return output
+        layer, now, store = self._current, self._pass, self._store
+        if layer is None or store is None or self._is_inside:
+            raise OffloadError(
+                "sync marks the end of a layer that has run inside the offload context: call it "
+                "once for each layer, after `with context: y = layer(x)`"
+            )
+        self._current = None
+        if layer.wants_gradients and now is not None:
+            now.layers.append(layer)
+            for key in layer.groups:
+                store.send(key)
+            for before in now.layers[-2:-1]:
+                for key in before.groups:
+                    store.release(key)
+            if any(near.groups for near in now.layers[-2:]):
+                now.fetch_before(output)
+        return output
 
 
 def offload(
@@ -273,9 +237,7 @@ def offload(
             own = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         return ActivationStore(own, min_bytes=min_bytes, host_limit_bytes=host_limit_bytes)
 
-    if not enabled:
-        return OffloadContext(None, make_store), lambda output: output
     # The backward pass needs the last layer's activations at once.
     leaving = num_layers if model_layers is None else min(num_layers, model_layers - 1)
-    layers = _LayerSequence(leaving, model_layers)
-    return OffloadContext(layers, make_store), layers.end
+    context = OffloadContext(make_store, leaving if enabled else 0, model_layers)
+    return context, context.sync
