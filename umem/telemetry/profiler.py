@@ -89,7 +89,6 @@ class Profile:
         model: nn.Module | None = None,
         name: str = "run",
         required: bool = True,
-        synchronize: bool = True,
         hints: Callable[[], HintStatistics | None] = current_statistics,
         residency: Callable[[], Mapping[TensorClass, int] | None] = current_residency,
         blocks: Callable[[], Sequence[LiveTensor] | None] = live_blocks,
@@ -100,7 +99,6 @@ class Profile:
         self._model = model
         self._name = name
         self._required = required
-        self._waits = synchronize
         self._now: Callable[[], int] = collector.now_ns
         self._notes: list[str] = []
         self._failed: set[str] = set()
@@ -382,7 +380,7 @@ class Profile:
     def _wait(self) -> None:
         import torch
 
-        if self._waits and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
 
@@ -412,7 +410,6 @@ def profile(
     model: nn.Module | None = None,
     name: str | None = None,
     required: bool = True,
-    synchronize: bool = True,
     hints: Callable[[], HintStatistics | None] | None = None,
 ) -> Profile:
     """Record what migrates while a ``with`` block runs.
@@ -430,9 +427,6 @@ def profile(
         not available, CUPTI is missing or used by another profiler, and there is no hint engine.
         If not required, steps are timed and the report says what is missing. With a hint engine,
         its own counts are used instead, and the report says so too.
-    synchronize
-        Wait for the device at the marks of steps, so that a step's work counts with that step.
-        Without it a step ends when the host is done with it.
     hints
         Returns the statistics of the hint engine at the marks of steps, such as
         :meth:`HintEngine.statistics`. By default those of umem's executor, if it runs.
@@ -471,6 +465,5 @@ def profile(
         model=model,
         name=name or Path(sys.argv[0]).stem or "run",
         required=required,
-        synchronize=synchronize,
         hints=hints or current_statistics,
     )
