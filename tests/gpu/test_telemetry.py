@@ -298,7 +298,6 @@ def test_a_training_step_names_the_tensors_that_come_back() -> None:
     named = {it.name: it for it in run_of(profile.recording).tensors}
     for number in range(4):
         assert named[f"{number}.weight.exp_avg"].bytes >= 3 * 2 * moments[0].nbytes * 0.98
-    assert [it.name for it in profile.recording.phases] == ["training"] * 3
 
 
 def test_a_saved_run_is_reported(tmp_path: Path) -> None:
@@ -306,7 +305,7 @@ def test_a_saved_run_is_reported(tmp_path: Path) -> None:
     with umem.profile(name="saved") as profile:
         ctypes.memset(tensor.data_ptr(), 1, SIZE)
         profile.step()
-    path = tmp_path / "run.npz"
+    path = tmp_path / "run.json"
     profile.save(path)
     assert measured_row(load_run(path)) == measured_row(run_of(profile.recording))
     words = [UMEM, "report", str(path), "--json"]
