@@ -104,7 +104,7 @@ def test_a_new_engine_begins_at_zero(engine: HintEngine) -> None:
             assert use_of(report, "prefetch").asked_bytes == BLOCK
 
 
-def use(op: str, moved_bytes: int, **changes: Any) -> HintUse:
+def use(op: Any, moved_bytes: int, **changes: Any) -> HintUse:
     figures = {"asked": 1, "done": 1, "late": 0, "early": 0, "missed": 0, "wasted": 0}
     return HintUse(
         op=op,
