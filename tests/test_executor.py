@@ -71,7 +71,7 @@ def stock() -> Training:
 def requests(engine: HintEngine) -> Counter[tuple[str, TensorClass]]:
     """Requests so far, by operation and class."""
     counts = engine.statistics().counts
-    return Counter({key: sum(of.requests.values()) for key, of in counts.items()})
+    return Counter({key: of.asked for key, of in counts.items()})
 
 
 def arguments_of(function: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
@@ -576,7 +576,7 @@ def test_every_prefetch_counts_as_early_or_late(planner: str) -> None:
             time.sleep(0.001)
         counts = manager.engine.statistics().counts
         found = [of for (op, _), of in counts.items() if op == "prefetch"]
-        done = sum(it.requests.get(HintOutcome.DONE, 0) for it in found)
+        done = sum(it.done for it in found)
         return done, sum(it.late + it.early for it in found)
 
     training.steps(BEFORE_PLANNED + 2)  # a prefetch of one step may be needed in the next

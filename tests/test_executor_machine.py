@@ -82,7 +82,7 @@ def activation_hints(manager: Manager) -> Counter[str]:
     counts = manager.engine.statistics().counts
     return Counter(
         {
-            op: sum(of.requests.values())
+            op: of.asked
             for (op, tensor_class), of in counts.items()
             if tensor_class is TensorClass.ACTIVATIONS
         }
@@ -331,9 +331,7 @@ def test_spilled_memory_comes_back_where_a_plan_wants_it() -> None:
     bring_back_spilled(machine, stay={blocks[2]})
     bring_back_spilled(machine)
     counts = machine.engine.statistics().counts
-    prefetches = sum(
-        sum(of.requests.values()) for (op, _), of in counts.items() if op == "prefetch"
-    )
+    prefetches = sum(of.asked for (op, _), of in counts.items() if op == "prefetch")
     assert prefetches == 1  # the first one had room
     for address in blocks:
         allocator.free(address)

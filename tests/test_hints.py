@@ -43,7 +43,7 @@ class TestRequests:
             stats = engine.statistics()
             ((key, counts),) = stats.counts.items()
             assert key == (op.name.lower(), TensorClass.WEIGHTS)
-            assert counts.requests[HintOutcome.DONE] == 1
+            assert counts.done == 1
             assert counts.calls == 3
             assert counts.moved_bytes == counts.asked_bytes == 3 * BLOCK
             assert stats.open_requests == 0

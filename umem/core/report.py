@@ -234,7 +234,9 @@ class HintUse:
     calls: int
     """Driver calls, of which one may serve several requests."""
     driver_s: float
-    """Time in driver calls."""
+    """Time in driver calls. Concurrent calls in one direction share its link and the time, so that
+    ``moved_bytes / driver_s`` is the link's rate for any number of workers. The time of a call that
+    serves several requests is divided by bytes."""
     late_s: float
     """Lateness of late requests, added up."""
 

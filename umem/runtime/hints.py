@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from umem.core.classes import TensorClass
 from umem.core.errors import NativeLibraryError, UnsupportedError
-from umem.core.report import OpName
+from umem.core.report import HintUse, OpName
 from umem.core.schedule import HintOp
 from umem.policy import Refusable
 from umem.runtime.native_library import native
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HintBatch",
-    "HintCounts",
     "HintEngine",
     "HintFailure",
     "HintOutcome",
@@ -61,30 +60,7 @@ class HintOutcome(StrEnum):
 
 
 _OUTCOMES = tuple(HintOutcome)
-
-
-@dataclass(frozen=True)
-class HintCounts:
-    """Sums over the requests of one operation on one tensor class."""
-
-    requests: Mapping[HintOutcome, int]
-    asked_bytes: int
-    moved_bytes: int
-    wasted_bytes: int
-    """Superseded, forgotten, dropped or failed."""
-    calls: int
-    """Chunks issued; one may serve several requests."""
-    driver_s: float
-    """In driver calls. Concurrent calls in one direction share its link and the time, so that
-    ``moved_bytes / driver_s`` is the link's rate for any number of workers. The time of a call that
-    serves several requests is divided by bytes."""
-    late: int
-    """Requests that were done after the phase that needs them began."""
-    late_s: float
-    early: int
-    """Requests that were done before that phase began."""
-    missed: int
-    """Requests that were needed but never wholly done."""
+_WASTED = _OUTCOMES[2:]
 
 
 @dataclass(frozen=True)
@@ -101,7 +77,7 @@ class HintFailure:
 class HintStatistics:
     """A snapshot of an engine's counters."""
 
-    counts: Mapping[tuple[OpName, TensorClass], HintCounts]
+    counts: Mapping[tuple[OpName, TensorClass], HintUse]
     """Only pairs that were requested."""
     failures: tuple[HintFailure, ...]
     refused: int
@@ -354,12 +330,11 @@ class HintEngine:
     def statistics(self) -> HintStatistics:
         """Take a snapshot of all counters."""
         found = self._native.statistics()
-        for counts in found["counts"].values():
-            counts["requests"] = {HintOutcome(it): n for it, n in counts["requests"].items()}
-        found["counts"] = {
-            (_OP_NAMES[op], _CLASSES[number]): HintCounts(**counts)
+        uses = [
+            _use(_OP_NAMES[op], _CLASSES[number], **counts)
             for (op, number), counts in found["counts"].items()
-        }
+        ]
+        found["counts"] = {(use.op, use.tensor_class): use for use in uses}
         found["failures"] = tuple(HintFailure(*failure) for failure in found["failures"])
         return HintStatistics(**found)
 
@@ -378,6 +353,20 @@ class HintEngine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _use(
+    op: OpName, tensor_class: TensorClass, requests: Mapping[str, int], **figures: Any
+) -> HintUse:
+    """Counts of one operation on one class, of which the native ones have requests by outcome."""
+    return HintUse(
+        op,
+        tensor_class,
+        asked=sum(requests.values()),
+        done=requests.get(HintOutcome.DONE, 0),
+        wasted=sum(requests.get(outcome, 0) for outcome in _WASTED),
+        **figures,
+    )
 
 
 def _native_settings(settings: HintSettings | None) -> _native.HintSettings:

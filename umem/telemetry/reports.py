@@ -24,7 +24,7 @@ from umem.telemetry.records import (
 )
 
 if TYPE_CHECKING:
-    from umem.runtime.hints import HintCounts, HintStatistics
+    from umem.runtime.hints import HintStatistics
 
 __all__ = [
     "HINT_COUNTS",
@@ -284,7 +284,6 @@ HINT_TOTALS = tuple(it.name for it in fields(HintReport) if it.name != "uses")
 """Figures of a whole engine."""
 
 _MOVES: dict[OpName, Direction] = {"prefetch": "to_device", "evict": "to_host"}
-_WASTED = ("superseded", "forgotten", "dropped", "failed")
 
 
 def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintReport:
@@ -292,10 +291,7 @@ def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintR
 
     Statistics of another engine, which `after`'s engine has replaced, count as None.
     """
-    new = {(op, of): _use(op, of, counts) for (op, of), counts in after.counts.items()}
-    old: dict[tuple[OpName, TensorClass], HintUse] = {}
-    if before is not None:
-        old = {(op, of): _use(op, of, counts) for (op, of), counts in before.counts.items()}
+    new, old = after.counts, {} if before is None else before.counts
     if any(key not in new or new[key].asked < use.asked for key, use in old.items()):
         old, before = {}, None
     uses = [_less(use, old[key]) if key in old else use for key, use in new.items()]
@@ -340,18 +336,6 @@ def hint_row(report: HintReport) -> dict[str, Any]:
         **{name: getattr(report, name) for name in HINT_TOTALS},
         "by_operation": by_operation,
     }
-
-
-def _use(op: OpName, tensor_class: TensorClass, counts: HintCounts) -> HintUse:
-    requests = {outcome.value: count for outcome, count in counts.requests.items()}
-    return HintUse(
-        op=op,
-        tensor_class=tensor_class,
-        asked=sum(requests.values()),
-        done=requests.get("done", 0),
-        wasted=sum(requests.get(outcome, 0) for outcome in _WASTED),
-        **{name: getattr(counts, name) for name in HINT_FIGURES if hasattr(counts, name)},
-    )
 
 
 def _less(use: HintUse, before: HintUse) -> HintUse:
