@@ -22,9 +22,6 @@ from umem.policy import Refusable
 from umem.runtime.native_library import native
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from umem.runtime import _native
 
 __all__ = [
@@ -250,10 +247,10 @@ class HintEngine:
 
     def batch(
         self,
-        ops: Sequence[HintOp] | NDArray[np.integer[Any]],
-        addresses: Sequence[int] | NDArray[np.integer[Any]],
-        sizes: Sequence[int] | NDArray[np.integer[Any]],
-        classes: Sequence[TensorClass] | NDArray[np.integer[Any]],
+        ops: Sequence[HintOp],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        classes: Sequence[TensorClass],
         device: int = 0,
     ) -> HintBatch:
         """Check n requests once, to submit them together with :meth:`submit_batch` repeatedly.
@@ -262,9 +259,8 @@ class HintEngine:
         :meth:`HintBatch.set_address` gives it one. Sizes are bytes. Lengths that differ, and
         entries that :meth:`submit` would refuse, raise ValueError.
         """
-        numbers = [of.number if isinstance(of, TensorClass) else int(of) for of in classes]
-        kinds, places, lengths = ([int(it) for it in column] for column in (ops, addresses, sizes))
-        return HintBatch(self._native.batch(kinds, places, lengths, numbers, device))
+        numbers = [it.number for it in classes]
+        return HintBatch(self._native.batch(ops, addresses, sizes, numbers, device))
 
     def submit_batch(self, batch: HintBatch, stream: int, after: Sequence[int] = ()) -> int:
         """Submit all requests of a batch, ordered behind the work now queued on a stream.
