@@ -23,10 +23,9 @@ from umem.runtime.copies import copy_counts
 from umem.telemetry.attribution import Snapshot, attribute, snapshot_of
 from umem.telemetry.file import save_run
 from umem.telemetry.live import (
-    CopyLog,
-    HintLog,
     LiveCollector,
     ResidencySampler,
+    StepLog,
     current_residency,
     current_statistics,
     device_name,
@@ -110,8 +109,7 @@ class Profile:
         self._step_ns: list[tuple[int, int]] = []
         self._step_begin_ns = 0
         self._ask_hints = hints
-        self._hints = HintLog(self._guarded("hint statistics", hints))
-        self._copies = CopyLog()
+        self._log = StepLog(self._guarded("hint statistics", hints))
         self._residency = ResidencySampler(residency)
         self._sample_residency = self._guarded("residency", self._take_residency)
         self._ideal_s = ideal_s
@@ -145,8 +143,7 @@ class Profile:
             self._hardware = device_name()
             self._begin_ns = self._now()
             self._take_snapshot()
-            self._hints.mark()
-            self._copies.mark()
+            self._log.mark()
             self._step_begin_ns = self._now()
             self._running = self._has_begun = True
         except BaseException:
@@ -197,8 +194,7 @@ class Profile:
             return
         self._wait()
         self._step_ns.append((self._step_begin_ns, self._now()))
-        self._hints.mark()
-        self._copies.mark()
+        self._log.mark()
         self._note_torch_profiler(len(self._step_ns) - 1)
         if self._steps is not None and len(self._step_ns) >= self._steps:
             self._finish()
@@ -264,9 +260,8 @@ class Profile:
             records, dropped = self._stop_collector()
         self._take_snapshot()
         if not self._step_ns:
-            self._hints.mark()
-            self._copies.mark()
-        hints = self._hints.reports()
+            self._log.mark()
+        hints = self._log.hints()
         source: Source = "hints" if hints else "none"
         if self._collector is not None:
             source = self._collector.source
@@ -288,7 +283,7 @@ class Profile:
             notes=tuple(self._all_notes(source, dropped)),
             ideal_s=ideal_step_s() if self._ideal_s is None else self._ideal_s,
             hints=hints,
-            copies=self._copies.reports(),
+            copies=self._log.copies(),
             residency=self._residency.series(self._begin_ns),
         )
         return failure
@@ -312,7 +307,7 @@ class Profile:
                 "what moved is the hint engine's own count: it lacks pages that faulted, and "
                 "includes pages that were there already"
             )
-        notes += self._hints.notes()
+        notes += self._log.notes()
         if not self._step_ns:
             notes.append("no step was marked: the figures are of the whole recording")
         if self._collector is not None and not self._snapshots and not self._failed:
