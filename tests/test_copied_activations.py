@@ -115,7 +115,7 @@ class Copied:
         on_error: Callable[[Exception], None] = _raise,
     ) -> None:
         self.store = LoggedStore(mover or LazyMover())
-        self.activations = CopiedActivations(model, find_blocks(model, None), self.store, on_error)
+        self.activations = CopiedActivations(model, find_blocks(model), self.store, on_error)
         self.activations.set_plan(copied, fetch_ahead, is_measuring=False)
 
     @property

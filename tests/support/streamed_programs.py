@@ -296,7 +296,7 @@ class Program:
         if self.recomputes:
             self.activations = CopiedActivations(
                 self.model,
-                find_blocks(self.model, None),
+                find_blocks(self.model),
                 ActivationStore("cpu", LazyMover(), min_bytes=64),
                 _raise,
                 may_recompute=True,
@@ -400,9 +400,9 @@ def stream_weights(
 ) -> StreamedWeights:
     """Stage all weights of a model that can be."""
     weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
-    owners = [it for block in find_blocks(model, None) for it in set(block.module.parameters())]
+    owners = [it for block in find_blocks(model) for it in set(block.module.parameters())]
     blocks = []
-    for block in find_blocks(model, None):
+    for block in find_blocks(model):
         parts = [
             it
             for it in block.module.parameters()

@@ -141,15 +141,7 @@ def run_app(application: typer.Typer, name: str) -> None:
         _fail(_refusal(error))
 
 
-_SPELLINGS = {"--output": "-o", "--precision": "--dtype", "--checkpoint": "--checkpointing"}
-"""An option -> its other spelling, which an error names where it was given."""
-
-
 def _fail(message: str) -> NoReturn:
-    option, colon, words = message.partition(":")
-    given = {word.partition("=")[0] for word in sys.argv}
-    if option not in given and _SPELLINGS.get(option) in given:
-        message = f"{_SPELLINGS[option]}{colon}{words}"
     lines = map(visible, message.splitlines())
     typer.echo("umem: " + "\n".join(lines), err=True)
     sys.exit(2)

@@ -94,17 +94,11 @@ Accumulate = Annotated[
 ]
 Checkpoint = Annotated[
     bool | None,
-    typer.Option(
-        "--checkpoint/--no-checkpoint",
-        "--checkpointing/--no-checkpointing",
-        help="Recompute activations (default: no).",
-    ),
+    typer.Option(help="Recompute activations (default: no)."),
 ]
 Precision = Annotated[
     str | None,
     typer.Option(
-        "--precision",
-        "--dtype",
         help="Of weights and AdamW: bf16-master (float32 state and weights beside bfloat16 ones), "
         "bf16, or fp32-autocast (default: bf16-master).",
     ),

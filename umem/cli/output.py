@@ -45,7 +45,6 @@ __all__ = [
     "make_app",
     "make_console",
     "make_table",
-    "on_interrupt",
     "plain",
     "print_choices",
     "print_json",
@@ -110,23 +109,14 @@ def interruptible() -> Iterator[None]:
 
     Python's handler raises an exception. There is C++ code in torch that aborts then, and numba's
     compiler fails with errors of its own. The work may write no files but numba's cache, which
-    puts each in place when it is whole.
-    """
-    with on_interrupt(end_at_once):
-        yield
-
-
-@contextmanager
-def on_interrupt(handler: Callable[..., None]) -> Iterator[None]:
-    """Call a function on Ctrl-C, in place of Python's handler; an outer one stays.
-
-    Only the main thread sets handlers. SIGINT may be ignored, as in a job of a shell.
+    puts each in place when it is whole. Only the main thread sets handlers. SIGINT may be ignored,
+    as in a job of a shell.
     """
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_default or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, end_at_once)
     try:
         yield
     finally:

@@ -82,7 +82,7 @@ class StreamTuner:
         may_recompute: bool = False,
     ) -> None:
         shared = shared or SharedBudget()
-        blocks = find_blocks(model, None)
+        blocks = find_blocks(model)
         self._state = TuningState.OFF
         self._room = room
         self._weights = weights
