@@ -6,6 +6,7 @@ leave is room for state and activations, whose best use :mod:`umem.streaming.pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -174,8 +175,13 @@ def plan_training(
     tried: set[WeightPlan] = set()
     errors: dict[float, str] = {}
 
-    def plan_with(share: float, plan_beside: _Planner = _plan_beside) -> TrainingPlan | None:
-        """Plan with a share of the weights that can leave on the device; None for no new plan."""
+    def plan_with(
+        share: float, plan_beside: _Planner = _plan_beside, longest_s: float = math.inf
+    ) -> TrainingPlan | None:
+        """Plan with a share of the weights that can leave on the device; None for no better plan.
+
+        A step that takes `longest_s` is none.
+        """
         room_bytes = least_bytes + int(share * (all_bytes - least_bytes))
         placed = plan_weights(every, room_bytes, WEIGHT_SLOTS, most_resident_bytes=most_bytes)
         if placed in tried:
@@ -191,7 +197,7 @@ def plan_training(
             most_state_bytes=left_bytes,
         )
         try:
-            return plan_beside(beside, placed, placed_bytes)
+            return plan_beside(beside, placed, placed_bytes, longest_s)
         except PlanError as error:
             errors[share] = str(error)
             return None
@@ -206,8 +212,9 @@ def plan_training(
     shares = [1.0 - number / count for number in range(1, count + 1)]
     for halving in range(halvings + 1):
         for share in shares:
-            plan = plan_with(share)
-            if plan is not None and (best is None or plan.step_s < best.step_s * (1.0 - _EQUAL)):
+            longest_s = math.inf if best is None else best.step_s * (1.0 - _EQUAL)
+            plan = plan_with(share, longest_s=longest_s)
+            if plan is not None and plan.step_s < longest_s:
                 best, best_share = plan, share
                 if _waits_for_nothing(plan):
                     break
@@ -224,18 +231,21 @@ def plan_training(
     return best
 
 
-_Planner = Callable[[StreamProblem, WeightPlan | None, int], TrainingPlan]
+_Planner = Callable[[StreamProblem, WeightPlan | None, int, float], TrainingPlan]
 
 
 def _plan_beside(
-    problem: StreamProblem, placed: WeightPlan | None, placed_bytes: int
+    problem: StreamProblem,
+    placed: WeightPlan | None,
+    placed_bytes: int,
+    longest_s: float = math.inf,
 ) -> TrainingPlan:
     """Plan all but weights, which take so many bytes. PlanError if what they leave is little.
 
     Where state may not have all of it, nothing is kept in further buffers either: they would be
     there while others need the memory.
     """
-    units, stream = tuple(problem.units), plan_stream(problem)
+    units, stream = tuple(problem.units), plan_stream(problem, longest_s)
     extra: dict[str, tuple[int, int]] = {}
     device_bytes = stream.peak_bytes
     if placed is not None and problem.most_state_bytes is None:
@@ -259,7 +269,7 @@ def _plan_beside(
 
 
 def _plan_with_overflow(
-    problem: StreamProblem, placed: WeightPlan | None, placed_bytes: int
+    problem: StreamProblem, placed: WeightPlan | None, placed_bytes: int, _: float = math.inf
 ) -> TrainingPlan:
     """The same where what they leave is too little for the usual number of copies under way."""
     plans = []
