@@ -92,3 +92,25 @@ def test_a_graph_that_saved_a_weight_notices_its_update_as_without_umem(kind: st
         for lanes in (None, lanes_of)
     )
     assert notices(stock) == notices(streamed) == (kind == "default")
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_a_fused_kernel_unscales(make: Any, clips: bool) -> None:
+    """The kernel writes them, so that the program finds them unscaled behind the step."""
+
+    def scaled(program: Program) -> None:
+        if program.kept is None:
+            program.kept = torch.amp.GradScaler("cpu", init_scale=8.0)
+        program.optimizer.zero_grad()
+        loss = program.model(program.batch()).square().mean()
+        program.kept.scale(loss).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(program.model.parameters(), 0.5)
+        program.kept.step(program.optimizer)
+        program.kept.update()
+        program.seen += [it.grad.clone() for it in program.model.parameters()]
+
+    options: dict[str, Any] = {"make_optimizer": lambda it: make(it, lr=1e-2, fused=True)}
+    streamed = Program(lanes_of, copied_gradients=UNITS, **options)
+    assert bits(streamed.run(scaled)) == bits(Program(None, **options).run(scaled))
