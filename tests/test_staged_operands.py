@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from streamed_programs import UNITS, WIDTH, Program, bits, nothing, stock_bits
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.streaming.stage import Lane
+from umem.streaming.stage import Lane, Slot
+from umem.streaming.step.pieces import PieceUpdate
 
 lanes_of = partial(LazyLanes, eagerness=0.5, seed=3)
 
@@ -114,3 +116,25 @@ def test_gradients_that_a_fused_kernel_unscales(make: Any, clips: bool) -> None:
     options: dict[str, Any] = {"make_optimizer": lambda it: make(it, lr=1e-2, fused=True)}
     streamed = Program(lanes_of, copied_gradients=UNITS, **options)
     assert bits(streamed.run(scaled)) == bits(Program(None, **options).run(scaled))
+
+
+def test_a_copy_is_aligned_as_its_gradient() -> None:
+    """Kernels take another loop, which rounds differently, for what is not aligned to 16 bytes."""
+    buffer, count = bytearray(1024), 5
+    parameters = [nn.Parameter(torch.zeros(count)) for _ in range(8)]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.frombuffer(
+            buffer, dtype=torch.float32, count=count, offset=4 * number
+        )
+    memory: Any = SimpleNamespace(may_stage=lambda _: True, is_home=lambda _: True)
+    piece: Any = SimpleNamespace(state=SimpleNamespace(span=None))
+    update = PieceUpdate(piece, [(0, parameters)], is_last=True)
+    update.find_operands(memory, lambda _: (), are_alone=True, writes_gradients=False)
+    beside = Slot(torch.zeros(update.operand_bytes, dtype=torch.uint8), None)
+    copies = [update.stand_in(it, it.grad, beside).grad for it in parameters]
+    places = [it.grad.data_ptr() % 16 for it in parameters]
+    assert set(places) == {0, 4, 8, 12}
+    assert [it.data_ptr() % 16 for it in copies] == places
+    ends = [it.data_ptr() + it.nbytes for it in copies]
+    assert all(end <= it.data_ptr() for end, it in zip(ends, copies[1:], strict=False))
+    assert ends[-1] <= beside.memory.data_ptr() + update.operand_bytes

@@ -28,6 +28,10 @@ from umem.streaming.step.units import StreamedUnits
 __all__ = ["PieceUpdate", "PieceUpdates", "are_staged", "need_whole"]
 
 
+_VECTOR_BYTES = 16
+"""The longest vector that torch's kernels load at a time."""
+
+
 class _Operand(NamedTuple):
     """A tensor at home, or a span of it."""
 
@@ -97,9 +101,12 @@ class PieceUpdate:
                         begin, end = span or (0, tensor.numel())
                         size_bytes = (end - begin) * tensor.itemsize
                         address = tensor.data_ptr() + begin * tensor.itemsize
-                        offset = self.operand_bytes
+                        # A kernel takes another loop, which rounds differently, for what is not
+                        # aligned to its vectors: a copy is aligned as its tensor.
+                        skipped_bytes = address % _VECTOR_BYTES
+                        offset = self.operand_bytes + skipped_bytes
                         found[id(parameter)] = _Operand(tensor, address, size_bytes, offset, own)
-                        self.operand_bytes += staged_bytes([size_bytes])
+                        self.operand_bytes += staged_bytes([skipped_bytes + size_bytes])
 
     @property
     def stages_weights(self) -> bool:
