@@ -122,17 +122,20 @@ def test_a_copy_is_aligned_as_its_gradient() -> None:
     """Kernels take another loop, which rounds differently, for what is not aligned to 16 bytes."""
     buffer, count = bytearray(1024), 5
     parameters = [nn.Parameter(torch.zeros(count)) for _ in range(8)]
-    for number, parameter in enumerate(parameters):
-        parameter.grad = torch.frombuffer(
-            buffer, dtype=torch.float32, count=count, offset=4 * number
-        )
+    gradients = [
+        torch.frombuffer(buffer, dtype=torch.float32, count=count, offset=4 * number)
+        for number in range(8)
+    ]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     memory: Any = SimpleNamespace(may_stage=lambda _: True, is_home=lambda _: True)
     piece: Any = SimpleNamespace(state=SimpleNamespace(span=None))
     update = PieceUpdate(piece, [(0, parameters)], is_last=True)
     update.find_operands(memory, lambda _: (), are_alone=True, writes_gradients=False)
     beside = Slot(torch.zeros(update.operand_bytes, dtype=torch.uint8), None)
-    copies = [update.stand_in(it, it.grad, beside).grad for it in parameters]
-    places = [it.grad.data_ptr() % 16 for it in parameters]
+    pairs = zip(parameters, gradients, strict=True)
+    copies: list[Any] = [update.stand_in(it, of, beside).grad for it, of in pairs]
+    places = [it.data_ptr() % 16 for it in gradients]
     assert set(places) == {0, 4, 8, 12}
     assert [it.data_ptr() % 16 for it in copies] == places
     ends = [it.data_ptr() + it.nbytes for it in copies]

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from umem import telemetry
 from umem.cli import options, output
 from umem.cli.output import format_milliseconds, plain
-from umem.core.report import HintReport, MeasuredReport, Source
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from umem.core.report import HintReport, MeasuredReport, Source
+    from umem.telemetry import (
+        HINT_COUNTS,
+        Recording,
+        load_recording,
+        measured_row,
+        report_of,
+        residency_over_run_figure,
+        tensor_traffic,
+    )
+
 __all__ = ["app"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "umem.telemetry": "HINT_COUNTS load_recording measured_row report_of "
+        "residency_over_run_figure tensor_traffic",
+    },
+)
 
 _MOST_TENSORS = 10
 
@@ -31,6 +51,7 @@ app = output.make_app()
 
 
 @app.command(no_args_is_help=True)
+@_loads_names
 def report(
     files: Annotated[
         list[Path],
@@ -46,25 +67,25 @@ def report(
     with output.progress() as say:
         for file in files:
             say(f"Reading {file.name}")
-            recordings.append(telemetry.load_recording(file))
+            recordings.append(load_recording(file))
         if plot is not None:
             for number, recording in enumerate(recordings):
                 name = output.file_name(recording.workload)[:60]
                 name = f"{number}-{name}" if len(recordings) > 1 else name
                 if recording.residency is not None:
-                    figure = telemetry.residency_over_run_figure(recording)
+                    figure = residency_over_run_figure(recording)
                     written += output.save_figures({plot / f"residency-{name}.png": figure}, say)
     if as_json:
-        output.print_json({"results": [telemetry.measured_row(it) for it in recordings]})
+        output.print_json({"results": [measured_row(it) for it in recordings]})
         return
     console = output.make_console()
     for recording in recordings:
-        _print(console, recording, telemetry.report_of(recording))
+        _print(console, recording, report_of(recording))
         console.print()
     output.print_written(written)
 
 
-def _print(console: Console, recording: telemetry.Recording, report: MeasuredReport) -> None:
+def _print(console: Console, recording: Recording, report: MeasuredReport) -> None:
     console.print(
         f"[bold]{plain(report.workload)}[/bold] on {plain(report.hardware)}, "
         f"policy {plain(report.policy)}, measured:\n{_SOURCES[report.source]}"
@@ -80,7 +101,7 @@ def _print(console: Console, recording: telemetry.Recording, report: MeasuredRep
         output.print_traffic(console, report.traffic, "transfers" if report.collected else "calls")
     if report.hints is not None:
         _print_hints(console, report.hints)
-    if report.collected and (tensors := telemetry.tensor_traffic(recording)):
+    if report.collected and (tensors := tensor_traffic(recording)):
         console.print("Tensors that moved most, over all steps", style="bold")
         table = output.make_table("tensor", "class", numbers=("moved", "transfers"), narrow=True)
         for it in tensors[:_MOST_TENSORS]:
@@ -91,7 +112,7 @@ def _print(console: Console, recording: telemetry.Recording, report: MeasuredRep
             console.print(f"and {len(tensors) - _MOST_TENSORS:,} tensors more")
 
 
-def _summary(recording: telemetry.Recording, report: MeasuredReport) -> Iterator[tuple[str, str]]:
+def _summary(recording: Recording, report: MeasuredReport) -> Iterator[tuple[str, str]]:
     steps = report.step_count
     what = f"median step of {steps:,}" if steps > 1 else "step" if steps else "whole recording"
     yield f"{what}, ms", format_milliseconds(report.step_s)
@@ -125,7 +146,7 @@ def _summary(recording: telemetry.Recording, report: MeasuredReport) -> Iterator
 
 
 def _print_hints(console: Console, hints: HintReport) -> None:
-    counts = telemetry.HINT_COUNTS
+    counts = HINT_COUNTS
     console.print("Hints", style="bold")
     table = output.make_table("hint", "class", numbers=(*counts, "moved", "ms late"), narrow=True)
     for use in hints.uses:
