@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,6 +29,7 @@ from umem.predict.stream_prediction import (
 )
 from umem.streaming.plan.recomputation import plan_with_recomputation, with_recomputed
 from umem.streaming.plan.state_plan import (
+    NoShorterStepError,
     StreamProblem,
     home_bytes,
     least_slack_bytes,
@@ -316,12 +318,15 @@ def _plan(
     A training also tries whether it gains where weights leave although they have room. That takes
     seconds. In the trainings of docs/fit.md it gains 4 % at most.
     """
+    found: dict[tuple[StreamUnit, ...], TrainingPlan] = {}
+    """What is a trial first is often the plan."""
 
-    @cache  # what is a trial first is often the plan
-    def planned(units: tuple[StreamUnit, ...]) -> TrainingPlan:
+    def planned(units: tuple[StreamUnit, ...], longest_s: float) -> TrainingPlan:
         try:
             made = replace(step, units=units)
-            return _planned(_placed(made, hardware, room_bytes, step.weight_bytes))
+            return _planned(_placed(made, hardware, room_bytes, step.weight_bytes), longest_s)
+        except NoShorterStepError:
+            raise
         except PlanError:
             return plan_training(
                 units,
@@ -335,8 +340,13 @@ def _plan(
                 is_trial=units != step.units,
             )
 
-    def plan(units: Sequence[StreamUnit], **_: bool) -> TrainingPlan:
-        return planned(tuple(units))
+    def plan(
+        units: Sequence[StreamUnit], *, longest_s: float = math.inf, **_: bool
+    ) -> TrainingPlan:
+        key = tuple(units)
+        if key not in found:
+            found[key] = planned(key, longest_s)
+        return found[key]
 
     freed_bytes = step.freed_bytes if recomputes else {}
     more_bytes = step.checkpointed_bytes if recomputes else {}
@@ -371,10 +381,10 @@ def _placed(step: StreamedStep, hardware: Hardware, room_bytes: int, weights_byt
     return _Placed(problem, placed)
 
 
-def _planned(placed: _Placed) -> TrainingPlan:
-    """Plan all but weights; PlanError if it has too little room."""
+def _planned(placed: _Placed, longest_s: float = math.inf) -> TrainingPlan:
+    """Plan all but weights; PlanError if it has too little room, or cannot be shorter than that."""
     problem, weights = placed
-    stream = plan_stream(problem)
+    stream = plan_stream(problem, longest_s)
     device_bytes = weights.device_bytes + stream.peak_bytes
     return TrainingPlan(tuple(problem.units), stream, weights, {}, device_bytes)
 

@@ -16,7 +16,13 @@ from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.streaming.plan.overflow import LEAST, without_overflow
-from umem.streaming.plan.state_plan import StreamPlan, StreamProblem, plan_stream, simulate_plan
+from umem.streaming.plan.state_plan import (
+    NoShorterStepError,
+    StreamPlan,
+    StreamProblem,
+    plan_stream,
+    simulate_plan,
+)
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights
 
@@ -118,6 +124,7 @@ def plan_training(
     weight_share: float = 1.0,
     most_placed_bytes: int | None = None,
     is_trial: bool = False,
+    longest_s: float = math.inf,
     may_overflow: bool = False,
     **options: Any,
 ) -> TrainingPlan:
@@ -147,6 +154,9 @@ def plan_training(
     is_trial
         Whether to try few numbers of weights: in a small part of the time, for a step that may be
         longer than it need be.
+    longest_s
+        A step that takes as long is of no use: without `weights`, the search ends where none can be
+        shorter.
     may_overflow
         Whether to plan for a budget that is too small, too: all that can leave does, and the rest
         is used in host memory (:mod:`umem.streaming.plan.overflow`).
@@ -157,15 +167,17 @@ def plan_training(
     ------
     PlanError
         If the budget is too small for any choice, unless `may_overflow`.
+    NoShorterStepError
+        If no step can be below `longest_s`.
     """
     problem = StreamProblem(
         units, budget_bytes, hardware, most_state_bytes=most_placed_bytes, **options
     )
     if weights is None:
         try:
-            return _plan_beside(problem, None, 0)
-        except PlanError:
-            if not may_overflow:
+            return _plan_beside(problem, None, 0, longest_s)
+        except PlanError as error:
+            if not may_overflow or isinstance(error, NoShorterStepError):
                 raise
             return _plan_with_overflow(problem, None, 0)
     every = list(weights.values())
