@@ -18,11 +18,13 @@ from umem.hardware import Hardware, load_hardware
 from umem.streaming.plan import (
     LaneKind,
     LaneTasks,
+    NoShorterStepError,
     StreamPlan,
     StreamProblem,
     StreamUnit,
     TemporarySlot,
     TrainingPlan,
+    home_bytes,
     largest_slot_bytes,
     plan_stream,
     plan_training,
@@ -955,6 +957,64 @@ def test_every_plan_fits_its_budget(
         temporary=plan.temporary,
         **settings,
     )
+
+
+@pytest.mark.slow
+@given(
+    st.lists(
+        st.tuples(*[st.sampled_from([0, 10, 40])] * 4),  # state, saved, gradients, weights
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(20, 400),
+    st.integers(1, 2),
+    st.booleans(),
+    MACHINES,
+)
+def test_what_is_known_of_a_plan_before_it_is_made(
+    machine: Hardware,
+    sizes: list[tuple[int, int, int, int]],
+    budget_mib: int,
+    batches: int,
+    is_trained: bool,
+    figures: tuple[float, float],
+) -> None:
+    """Its host memory, within bounds, and a time that its step is not below."""
+    units, saved_mib = [], 0
+    for state, saved, gradients, weights in sizes:
+        saved_mib += saved
+        units.append(
+            replace(
+                saving(saved, saved_mib - saved),
+                state_bytes=state * MIB,
+                gradient_bytes=gradients * MIB,
+                weight_bytes=weights * MIB,
+                trained_weight_bytes=weights * MIB * is_trained,
+            )
+        )
+    problem = StreamProblem(
+        units,
+        budget_mib * MIB,
+        machine_of(machine, figures),
+        step_peak_bytes=sum(size for _, _, size, _ in sizes) * MIB,
+        batches=batches,
+        weight_slots=2,
+    )
+    try:
+        plan = plan_stream(problem)
+    except PlanError:
+        with pytest.raises(PlanError):
+            home_bytes(problem)
+        return
+    every = set(range(len(units)))
+    planned_bytes = sum(units[it].state_bytes for it in every - plan.resident)
+    planned_bytes += sum(units[it].saved_bytes for it in plan.copied)
+    planned_bytes += sum(units[it].gradient_bytes for it in plan.copied_gradients)
+    least, most = home_bytes(problem)
+    assert least <= planned_bytes <= most
+    assert plan_stream(problem, plan.predicted.step_s * (1 + 1e-9)) == plan
+    with pytest.raises(NoShorterStepError):
+        plan_stream(problem, 0.0)
 
 
 # ---------------------------------------------------------------------------------- measured

@@ -7,26 +7,41 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from numpy.typing import NDArray
-from rich.console import Console
 
 from umem.cli import options, output
 from umem.cli.output import plain
-from umem.cli.simulate import print_streamed
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.core.schedule import HintOp, ResidencyMode
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes
-from umem.hardware import Hardware, with_durations
 from umem.pages import plan as planning
-from umem.policy import ResolvedPolicy
-from umem.predict.stream_prediction import predict_stream, stream_row, unit_choices
-from umem.trace import Trace, find_gaps
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from rich.console import Console
+
+    from umem.cli.simulate import print_streamed
+    from umem.core.schedule import HintOp, ResidencyMode
+    from umem.hardware import Hardware, with_durations
+    from umem.policy import ResolvedPolicy
+    from umem.predict.stream_prediction import predict_stream, stream_row, unit_choices
+    from umem.trace import Trace, find_gaps
 
 __all__ = ["app"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "umem.cli.simulate": "print_streamed",
+        "umem.core.schedule": "HintOp ResidencyMode",
+        "umem.hardware": "with_durations",
+        "umem.predict.stream_prediction": "predict_stream stream_row unit_choices",
+        "umem.trace": "find_gaps",
+    },
+)
 
 app = output.make_app()
 
@@ -36,6 +51,7 @@ _MOST_ROWS = 32
 
 @app.command(no_args_is_help=True)
 @options.takes_workload()
+@_loads_names
 def plan(
     given: options.WorkloadOptions,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from umem import telemetry
 from umem.cli import options, output
 from umem.cli.output import format_milliseconds, plain
-from umem.core.report import HintReport, MeasuredReport, Source
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from umem.core.report import HintReport, MeasuredReport, Source
+    from umem.telemetry import (
+        HINT_COUNTS,
+        MeasuredRun,
+        load_run,
+        measured_row,
+        residency_over_run_figure,
+    )
+
 __all__ = ["app"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "umem.telemetry": "HINT_COUNTS load_run measured_row residency_over_run_figure",
+    },
+)
 
 _MOST_TENSORS = 10
 
@@ -31,6 +48,7 @@ app = output.make_app()
 
 
 @app.command(no_args_is_help=True)
+@_loads_names
 def report(
     files: Annotated[
         list[Path],
@@ -46,16 +64,16 @@ def report(
     with output.progress() as say:
         for file in files:
             say(f"Reading {file.name}")
-            runs.append(telemetry.load_run(file))
+            runs.append(load_run(file))
         if plot is not None:
             for number, run in enumerate(runs):
                 name = output.file_name(run.typical.workload)[:60]
                 name = f"{number}-{name}" if len(runs) > 1 else name
                 if run.residency is not None:
-                    figure = telemetry.residency_over_run_figure(run)
+                    figure = residency_over_run_figure(run)
                     written += output.save_figures({plot / f"residency-{name}.png": figure}, say)
     if as_json:
-        output.print_json({"results": [telemetry.measured_row(it) for it in runs]})
+        output.print_json({"results": [measured_row(it) for it in runs]})
         return
     console = output.make_console()
     for run in runs:
@@ -64,7 +82,7 @@ def report(
     output.print_written(written)
 
 
-def _print(console: Console, run: telemetry.MeasuredRun) -> None:
+def _print(console: Console, run: MeasuredRun) -> None:
     report = run.typical
     console.print(
         f"[bold]{plain(report.workload)}[/bold] on {plain(report.hardware)}, "
@@ -92,7 +110,7 @@ def _print(console: Console, run: telemetry.MeasuredRun) -> None:
             console.print(f"and {len(tensors) - _MOST_TENSORS:,} tensors more")
 
 
-def _summary(run: telemetry.MeasuredRun, report: MeasuredReport) -> Iterator[tuple[str, str]]:
+def _summary(run: MeasuredRun, report: MeasuredReport) -> Iterator[tuple[str, str]]:
     steps = report.step_count
     what = f"median step of {steps:,}" if steps > 1 else "step" if steps else "whole recording"
     yield f"{what}, ms", format_milliseconds(report.step_s)
@@ -126,7 +144,7 @@ def _summary(run: telemetry.MeasuredRun, report: MeasuredReport) -> Iterator[tup
 
 
 def _print_hints(console: Console, hints: HintReport) -> None:
-    counts = telemetry.HINT_COUNTS
+    counts = HINT_COUNTS
     console.print("Hints", style="bold")
     table = output.make_table("hint", "class", numbers=(*counts, "moved", "ms late"), narrow=True)
     for use in hints.uses:

@@ -8,19 +8,31 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product, takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.errors import PlanError, UmemError
+from umem.core.lazy_names import loads_names
 from umem.io.files import write_file
-from umem.policy import load_policy
-from umem.predict.tuning import PLAIN, Point, TunedWorkload, candidates, front, tune
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from umem.policy import load_policy
+    from umem.predict.tuning import PLAIN, Point, TunedWorkload, candidates, front, tune
 
 __all__ = ["app"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "umem.policy": "load_policy",
+        "umem.predict.tuning": "PLAIN TunedWorkload candidates front tune",
+    },
+)
 
 _SHARES = "100%,80%,60%,40%"
 
@@ -33,6 +45,7 @@ app = output.make_app()
 
 @app.command("tune", no_args_is_help=True)
 @options.takes_workload()
+@_loads_names
 def tune_training(
     given: options.WorkloadOptions,
     batch: Annotated[

@@ -32,8 +32,10 @@ from umem.streaming.plan.step_timing import (
 )
 
 __all__ = [
+    "NoShorterStepError",
     "StreamPlan",
     "StreamProblem",
+    "home_bytes",
     "least_slack_bytes",
     "least_state_bytes",
     "most_copied_gradients",
@@ -212,6 +214,49 @@ class StreamProblem:
         )
 
     @cached_property
+    def left_gradients(self) -> ByteCounts:
+        """Gradients of each unit that are copied out, int64[N]."""
+        return np.array(self.memory.gradient_bytes, np.int64)
+
+    @cached_property
+    def trained_weights(self) -> ByteCounts:
+        """Weights at home that each unit's update changes, int64[N]."""
+        return np.array([unit.trained_weight_bytes for unit in self.units], np.int64)
+
+    @cached_property
+    def fetched_bytes(self) -> int:
+        """Weights that come to the device in a step, at least."""
+        staged = [unit for unit in self.units if unit.weight_bytes]
+        sizes, slots = [unit.weight_bytes for unit in staged], self.weight_slots
+        # Of weights that no update changes, further buffers may keep all for the forward pass.
+        is_trained = any(unit.trained_weight_bytes for unit in staged)
+        in_forward = sum(sizes[slots:]) if is_trained else 0
+        return self.batches * (in_forward + sum(sizes[: max(0, len(sizes) - slots)]))
+
+    @cached_property
+    def passes_s(self) -> float:
+        """Computation of all passes of a step."""
+        return sum(unit.forward_s + unit.backward_s for unit in self.units) * self.batches
+
+    @cached_property
+    def compute_s(self) -> float:
+        """Computation of a step, with everything on the device."""
+        updates = (unit.update_s for i, unit in enumerate(self.units) if i not in self.hosts)
+        return self.passes_s + self.other_s + sum(updates)
+
+    @cached_property
+    def rates(self) -> tuple[float, float, float, float]:
+        """Bytes per second to the device, to the host, and of both; and by how much a byte slows.
+
+        What crosses the link in a computation's own time slows it, not what does in the added.
+        """
+        hardware = self.hardware
+        in_rate, out_rate = hardware.copy_to_device_bytes_per_s, hardware.copy_to_host_bytes_per_s
+        both_rate = min(hardware.copy_link_bytes_per_s, in_rate + out_rate)
+        slowdown = hardware.copy_slowdown_s_per_byte
+        return in_rate, out_rate, both_rate, slowdown / (1.0 + slowdown * both_rate)
+
+    @cached_property
     def most_resident_bytes(self) -> int:
         """State that may be resident."""
         return int(self.state_share * int(self.size.sum()))
@@ -234,7 +279,11 @@ class StreamProblem:
         return self.hosts.union(range(count - self.copied_gradients, count))
 
 
-def plan_stream(problem: StreamProblem) -> StreamPlan:
+class NoShorterStepError(PlanError):
+    """No plan has a step below the limit that was given."""
+
+
+def plan_stream(problem: StreamProblem, longest_s: float = math.inf) -> StreamPlan:
     """Choose resident units, slots and copied activations with the shortest predicted step.
 
     Resident are early units of the forward pass, whose updates are due first, and units that are
@@ -246,13 +295,64 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
     of one more unit where that gains time. They come back for the step as soon as there is room. If
     fewer resident units, or copied ones, give the same time, fewer are.
 
+    Parameters
+    ----------
+    problem
+        What to plan for.
+    longest_s
+        A step that takes as long is of no use.
+
     Raises
     ------
     PlanError
         If the budget, or `most_state_bytes`, is too small for two slots with all activations and
         gradients copied out. The message says how many bytes are needed.
+    NoShorterStepError
+        If no step can be below `longest_s`. It is a PlanError.
     """
-    budget_bytes = problem.budget_bytes
+    ways = [_Way(each) for each in _problems(problem)]
+    if all(way.least_s >= longest_s for way in ways):
+        raise NoShorterStepError(f"no step is shorter than {longest_s} s")
+    best, *further = ways
+    plan = _fastest(best)
+    for way in further:
+        limit_s = (1.0 - _LEAST_GAIN) * plan.predicted.step_s
+        if way.least_s < limit_s:
+            other = _fastest(way)
+            plan = other if other.predicted.step_s < limit_s else plan
+    return plan
+
+
+def home_bytes(problem: StreamProblem) -> tuple[int, int]:
+    """The least and the most page-locked memory that a plan takes, without weights; simulates none.
+
+    Raises
+    ------
+    PlanError
+        As :func:`plan_stream`.
+    """
+    found = []
+    for way in map(_Way, _problems(problem)):
+        its, memory = way.problem, way.problem.memory
+        room_bytes = its.budget_bytes - least_state_bytes(its)
+        fewest = memory.fewest_copied(room_bytes, its.least_ahead)
+        all_bytes = int(its.size.sum())
+        for _, choice in way.bounded:
+            least, most = (
+                all_bytes - int(its.size[choice.order[:count]].sum())
+                for count in (choice.count, choice.least)
+            )
+            gradients_bytes = sum(memory.gradient_bytes)
+            found.append(gradients_bytes + least + int(memory.left_bytes[fewest]))
+            found.append(gradients_bytes + most + int(memory.left_bytes[choice.copied]))
+    return min(found), max(found)
+
+
+def _problems(problem: StreamProblem) -> Iterator[StreamProblem]:
+    """The problem with the fewest gradients copied out and, if there are any, with one unit's more.
+
+    The fewest leave room for the fewest slots only. Those of one more unit make room for others.
+    """
 
     def with_copied(count: int, *, stages_operands: bool) -> StreamProblem:
         return replace(problem, copied_gradients=count, stages_operands=stages_operands)
@@ -262,22 +362,15 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
         range(most),
         True,
         key=lambda count: (
-            sum(_least_bytes(with_copied(count, stages_operands=False))) <= budget_bytes
+            sum(_least_bytes(with_copied(count, stages_operands=False))) <= problem.budget_bytes
         ),
     )
-    best_problem = with_copied(fewest, stages_operands=True)
-    if not _has_room(best_problem):  # slots for them would push more of them out
-        best_problem = with_copied(fewest, stages_operands=False)
-    best = _fastest(best_problem)
-    if not 0 < fewest < most:
-        return best
-    # The fewest leave room for the fewest slots only. Those of one more unit make room for others.
+    first = with_copied(fewest, stages_operands=True)
+    # Slots for operands would push more of them out.
+    yield first if _has_room(first) else with_copied(fewest, stages_operands=False)
     further = with_copied(fewest + 1, stages_operands=True)
-    if not _has_room(further):
-        return best
-    plan = _fastest(further)
-    gains = plan.predicted.step_s < (1.0 - _LEAST_GAIN) * best.predicted.step_s
-    return plan if gains else best
+    if 0 < fewest < most and _has_room(further):
+        yield further
 
 
 def most_copied_gradients(problem: StreamProblem) -> int:
@@ -311,12 +404,25 @@ def simulate_plan(
     )
 
 
-def _fastest(problem: StreamProblem) -> StreamPlan:
-    """The plan with the shortest predicted step. PlanError if the budget is too small for any."""
-    bounded = [(choice.lower_bound_s(), choice) for choice in _choices(problem)]
-    if not bounded:
-        raise _too_small(problem)
-    bounded.sort(key=itemgetter(0))
+class _Way:
+    """A problem and all choices, with the time that no step of each is below, in this order."""
+
+    def __init__(self, problem: StreamProblem) -> None:
+        self.problem = problem
+        self.bounded = [(choice.lower_bound_s(), choice) for choice in _choices(problem)]
+        if not self.bounded:
+            raise _too_small(problem)
+        self.bounded.sort(key=itemgetter(0))
+
+    @property
+    def least_s(self) -> float:
+        """A time that no step is below."""
+        return min(max(bound_s, choice.copies_s()) for bound_s, choice in self.bounded)
+
+
+def _fastest(way: _Way) -> StreamPlan:
+    """The plan with the shortest predicted step."""
+    problem, bounded = way.problem, way.bounded
     _, fastest = bounded[0]
     best = fastest.plan()
     # Per step: updates, copies in two directions, passes; three steps until they repeat.
@@ -325,10 +431,13 @@ def _fastest(problem: StreamProblem) -> StreamPlan:
     per_plan = 3 * (3 * pieces + 2 * problem.batches * len(units))
     per_plan *= 1 + (1 + _EARLY_COUNTS) * problem.makes_temporary
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
-        if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
+        longest_s = best.predicted.step_s * (1.0 - _EQUAL)
+        if bound_s >= longest_s:
             break
+        if choice.copies_s() >= longest_s:
+            continue
         plan = choice.plan()
-        if plan.predicted.step_s < best.predicted.step_s * (1.0 - _EQUAL):
+        if plan.predicted.step_s < longest_s:
             best, fastest = plan, choice
     if fastest.slots:
         best, fastest = _with_fewest(best, fastest, "count", fastest.least)
@@ -462,21 +571,15 @@ class _Choice:
 
     def lower_bound_s(self) -> float:
         """A time that no step of the choice is below: most choices need no simulation."""
-        problem, hardware, units = self.problem, self.problem.hardware, self.problem.units
-        in_rate, out_rate = hardware.copy_to_device_bytes_per_s, hardware.copy_to_host_bytes_per_s
-        both_rate = min(hardware.copy_link_bytes_per_s, in_rate + out_rate)
-        # What crosses the link in a computation's own time slows it, not what does in the added.
-        slowdown = hardware.copy_slowdown_s_per_byte
-        slowdown /= 1.0 + slowdown * both_rate
+        problem, units = self.problem, self.problem.units
+        in_rate, out_rate, both_rate, slowdown = problem.rates
         streamed = np.sort(self.streamed) if self.slots else self.streamed[:0]
         size = np.array([it for n in streamed.tolist() for it in units[n].pieces], np.float64)
         saved_bytes = problem.batches * float(problem.memory.left_bytes[self.copied])
         all_bytes = size.sum() + saved_bytes
-        passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
-        updates_s = sum(unit.update_s for i, unit in enumerate(units) if i not in problem.hosts)
-        compute_s = passes_s + problem.other_s + updates_s
+        passes_s = problem.passes_s
         bounds = [
-            compute_s + 2.0 * all_bytes * slowdown,
+            problem.compute_s + 2.0 * all_bytes * slowdown,
             all_bytes / min(in_rate, out_rate, both_rate / 2.0),
         ]
         temporary = self.temporary()
@@ -503,6 +606,28 @@ class _Choice:
                 before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
             bounds.append(copies_s + passes_s - before_s + problem.other_s + ahead_bytes * slowdown)
         return float(max(bounds))
+
+    def copies_s(self) -> float:
+        """The same by all that copies carry: gradients and weights too."""
+        problem = self.problem
+        in_rate, out_rate, both_rate, slowdown = problem.rates
+        state_bytes = updated_bytes = gradient_bytes = 0
+        if self.slots:
+            state_bytes = int(problem.size[self.streamed].sum())
+            if problem.stages_operands:
+                updated_bytes = int(problem.trained_weights[self.streamed].sum())
+                gradient_bytes = int(problem.left_gradients[self.streamed].sum())
+        both_bytes = problem.batches * int(problem.memory.left_bytes[self.copied])
+        both_bytes += state_bytes + updated_bytes
+        in_bytes = both_bytes + gradient_bytes + problem.fetched_bytes
+        out_bytes = both_bytes + int(problem.left_gradients.sum())
+        moved_bytes = in_bytes + out_bytes
+        return max(
+            problem.compute_s + moved_bytes * slowdown,
+            in_bytes / in_rate,
+            out_bytes / out_rate,
+            moved_bytes / both_rate,
+        )
 
 
 def _early_count(temporary: Sequence[TemporarySlot]) -> int:
