@@ -106,16 +106,20 @@ class StreamPlan:
     """Blocks before its backward pass at which a block's activations are fetched."""
     copied_gradients: frozenset[int]
     """Units whose gradients are copied out in the backward pass."""
+    final_gradients: frozenset[int]
+    """Those of them whose gradients are in the last batch only."""
     returning_gradients: Mapping[int, int]
     """For those of them that come back for the step, the unit in whose backward pass of the last
     batch they begin to. Whatever else the program does with the others uses them on the host."""
     temporary: tuple[TemporarySlot, ...]
-    """Further slots of this size, for the pieces after those that have the others first."""
+    """Further slots, for the pieces after those that have the others first."""
     peak_bytes: int
     """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming
     hosts: frozenset[int] = frozenset()
     """Units that the host updates."""
+    temporary_slot_bytes: int = 0
+    """Size of each temporary slot: that of the largest piece that has one."""
 
     @property
     def copied(self) -> frozenset[int]:
@@ -127,7 +131,7 @@ class StreamPlan:
 
         Unit 0 ends the backward pass, and what comes between it and the step has as many.
         """
-        return self.slot_bytes * sum(
+        return self.temporary_slot_bytes * sum(
             it.freed_before > forward
             and (backward is None or (it.made_in is not None and it.made_in >= backward))
             for it in self.temporary
@@ -224,7 +228,7 @@ class StreamProblem:
     @property
     def makes_temporary(self) -> bool:
         """Whether temporary slots are of use."""
-        hides_copies = self.is_deferred or self.in_backward
+        hides_copies = (self.is_deferred and self.batches == 1) or self.in_backward
         return self.may_have_temporary and not hides_copies and self.most_state_bytes is None
 
     @cached_property
@@ -232,6 +236,15 @@ class StreamProblem:
         """Numbers of the units whose gradients are copied out."""
         count = len(self.units)
         return self.hosts.union(range(count - self.copied_gradients, count))
+
+    @property
+    def with_final_gradients(self) -> frozenset[int]:
+        """Numbers of those whose gradients are in the last one of several batches only.
+
+        They are the host's, and have room until then.
+        """
+        kept = range(len(self.units) - self.copied_gradients)
+        return self.hosts.intersection(kept) if self.batches > 1 else frozenset()
 
 
 def plan_stream(problem: StreamProblem) -> StreamPlan:
@@ -303,6 +316,7 @@ def simulate_plan(
         copied=plan.left_before,
         fetch_ahead=plan.fetch_ahead,
         copied_gradients=plan.copied_gradients,
+        final_gradients=plan.final_gradients,
         returning_gradients=plan.returning_gradients,
         stages_operands=plan.stages_operands,
         temporary=plan.temporary,
@@ -397,33 +411,47 @@ class _Choice:
         left_before = memory.left_before(self.copied, room_bytes)
         return left_before, fetch_ahead, memory.returning(left_before, fetch_ahead, room_bytes)
 
-    def temporary(self, most: int = sys.maxsize) -> list[TemporarySlot]:
-        """Further slots that have room."""
+    @cached_property
+    def piece_bytes(self) -> list[int]:
+        """What is staged of each piece of the streamed units, in the order of updates."""
+        problem, units = self.problem, self.problem.units
+        return [
+            math.ceil(piece * problem.staged[number] / max(units[number].pieces))
+            for number in self.streamed.tolist()
+            for piece in units[number].pieces
+        ]
+
+    def temporary(self, most: int = sys.maxsize) -> tuple[list[TemporarySlot], int]:
+        """Further slots that have room, and the size of each."""
         if not self.problem.makes_temporary or not self.slots:
-            return []
-        units = self.problem.units
-        pieces = sum(len(units[number].pieces) for number in self.streamed.tolist())
-        return self.problem.memory.planned(*self.passes).temporary_slots(
-            min(most, pieces - self.slots),
-            self.slot_bytes,
-            self.problem.budget_bytes - self.state_bytes,
-        )
+            return [], 0
+        planned = self.problem.memory.planned(*self.passes)
+        room_bytes = self.problem.budget_bytes - self.state_bytes
+        others = self.piece_bytes[self.slots :]
+        found: list[TemporarySlot] = []
+        most = min(most, len(others))
+        while True:
+            slot_bytes = max(others[:most], default=0)
+            found = planned.temporary_slots(most, slot_bytes, room_bytes)
+            if len(found) == most or slot_bytes == max(others[: len(found)], default=0):
+                return found, slot_bytes
+            most = max(len(found), 1)
 
     def plan(self) -> StreamPlan:
         """The plan of the choice, with temporary slots if they gain time."""
-        best = self._plan_with(())
+        best = self._plan_with((), 0)
         longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
-        every = self.temporary()
+        every, _ = self.temporary()
         early = _early_count(every)
         counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
         for count in dict.fromkeys(counts):
             if count:
-                plan = self._plan_with(self.temporary(count))
+                plan = self._plan_with(*self.temporary(count))
                 if plan.predicted.step_s < longest_s:
                     best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
         return best
 
-    def _plan_with(self, temporary: Sequence[TemporarySlot]) -> StreamPlan:
+    def _plan_with(self, temporary: Sequence[TemporarySlot], slot_bytes: int) -> StreamPlan:
         problem = self.problem
         left_before, fetch_ahead, returning = self.passes
         timing = simulate_stream(
@@ -438,13 +466,14 @@ class _Choice:
             in_backward=problem.in_backward,
             batches=problem.batches,
             copied_gradients=problem.with_copied_gradients,
+            final_gradients=problem.with_final_gradients,
             returning_gradients=returning,
             weight_slots=problem.weight_slots,
             stages_operands=problem.stages_operands,
             temporary=temporary,
             hosts=problem.hosts,
         )
-        planned_bytes = problem.memory.planned(*self.passes).bytes_with(temporary, self.slot_bytes)
+        planned_bytes = problem.memory.planned(*self.passes).bytes_with(temporary, slot_bytes)
         return StreamPlan(
             resident=self.resident,
             slots=self.slots,
@@ -453,11 +482,13 @@ class _Choice:
             left_before=left_before,
             fetch_ahead=fetch_ahead,
             copied_gradients=problem.with_copied_gradients,
+            final_gradients=problem.with_final_gradients,
             returning_gradients=returning,
             temporary=tuple(temporary),
             peak_bytes=self.state_bytes + planned_bytes,
             predicted=timing,
             hosts=problem.hosts,
+            temporary_slot_bytes=slot_bytes,
         )
 
     def lower_bound_s(self) -> float:
@@ -479,7 +510,7 @@ class _Choice:
             compute_s + 2.0 * all_bytes * slowdown,
             all_bytes / min(in_rate, out_rate, both_rate / 2.0),
         ]
-        temporary = self.temporary()
+        temporary, _ = self.temporary()
         slots = self.slots + len(temporary)
         if slots < len(size) and not problem.in_backward:
             early = self.slots + _early_count(temporary)

@@ -43,7 +43,9 @@ class TunedOptimizer:
         self.planned = plan
         if self.gradients is not None:
             triggers = _triggers(plan, self.gradients)
-            self.gradients.set_plan(plan.copied_gradients, triggers, plan.batches)
+            self.gradients.set_plan(
+                plan.copied_gradients, triggers, plan.batches, plan.final_gradients
+            )
         self.temporary.set_plan(plan.temporary)
         if known is None or plan.places != known.places:
             self.step.units.set_plan(
