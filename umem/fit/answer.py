@@ -398,7 +398,13 @@ def _why_units_too_large(step: StreamedStep, room: _Room) -> str:
     weights = tuple((step.weights or {}).values())
     slots = 2 * max((max(unit.pieces) for unit in units), default=0)
     memory = MemoryByMoment(
-        units, step.step_peak_bytes, step.step_peak_bytes, len(units), step.batches, True
+        units,
+        step.step_peak_bytes,
+        step.step_peak_bytes,
+        len(units),
+        step.batches,
+        holds_gradients=True,
+        adds_at_home=True,
     )
     moved_bytes = memory.most_bytes(len(memory.can_leave), 1)
     least_bytes = moved_bytes + _staged_weights(weights) + slots

@@ -6,9 +6,10 @@ tensor, the same object, has the host's memory from then on: the device's is fre
 off (``clipped_gradients.py``).
 
 For a later batch a gradient comes back in the same way, some units before autograd adds to it, and
-leaves again; what the host updates leaves in the last batch only. Some stay behind the last batch
-or come back, where activations have made room, for clipping and the update. What has no room is
-used on the host.
+leaves again, if a plan has room for that; otherwise the batch is added to it in place, over the
+link. What the host updates may leave in the last batch only. Some stay behind the last batch or
+come back, where activations have made room, for clipping and the update. What has no room is used
+on the host.
 
 From a copy's start until its end a guard sees each use of the gradient by Python, and the copy is
 waited for first. An addition by autograd itself changes the tensor's version: then the copy is of
@@ -151,6 +152,8 @@ class CopiedGradients:
         returning: Mapping[str, str] | None = None,
         batches: int = 1,
         final: Collection[str] = (),
+        *,
+        adds_at_home: bool = False,
     ) -> None:
         """Choose the units whose gradients are copied, from the next backward pass on.
 
@@ -165,6 +168,8 @@ class CopiedGradients:
             Backward passes in a step, in the last of which they come back.
         final
             Units that leave in the last one only.
+        adds_at_home
+            Whether autograd adds to gradients where they are: none comes back for that.
         """
         with self._lock:
             self.settle()
@@ -179,7 +184,7 @@ class CopiedGradients:
             names = [name for name, some in every.items() if any(map(_has_gradient, some))]
             for place, name in reversed(list(enumerate(names))):
                 at = place + GRADIENTS_AHEAD
-                if name in self._copied:
+                if name in self._copied and not adds_at_home:
                     trigger = names[at] if at < len(names) else None
                     self._ahead.setdefault(trigger, []).append(name)
             told = self._copied | self._returning.keys() | self._ahead.keys()

@@ -47,6 +47,9 @@ _SLOTS = (2, 3, 4, 6, 8)
 """Numbers of slots to try. With one, nothing is copied in while anything is copied out; three keep
 both directions and the update busy; more only hold what is fetched ahead."""
 
+_FEW_SLOTS = (2, 4)
+"""The same for deferred steps with temporary slots, which hold what is fetched ahead."""
+
 _SLOT_STEP = 0.9
 """Sizes of a slot to try: each at most this share of the next larger one. Units that are larger
 than a slot stay on the device."""
@@ -60,6 +63,9 @@ _FETCH_AHEAD = (1, 4)
 _EARLY_COUNTS = 3
 """Numbers of temporary slots to try, besides the most: those that are made before the step, and
 each time half as many. Where fewer are made, they are freed later."""
+
+_DEFERRED_EARLY_COUNTS = 2
+"""The same for deferred steps, which have all of them before the step."""
 
 _MOST_TASKS = 40_000
 """Tasks to simulate in all, so that plans for thousands of units take less than a second."""
@@ -108,9 +114,12 @@ class StreamPlan:
     """Units whose gradients are copied out in the backward pass."""
     final_gradients: frozenset[int]
     """Those of them whose gradients are in the last batch only."""
+    adds_at_home: bool
+    """Whether later batches are added to those at home, which takes least memory and longest."""
     returning_gradients: Mapping[int, int]
     """For those of them that come back for the step, the unit in whose backward pass of the last
-    batch they begin to. Whatever else the program does with the others uses them on the host."""
+    batch they begin to, or from which on they stay. Whatever else the program does with the others
+    uses them on the host."""
     temporary: tuple[TemporarySlot, ...]
     """Further slots, for the pieces after those that have the others first."""
     peak_bytes: int
@@ -175,8 +184,10 @@ class StreamProblem:
     copied_gradients: int = 0
     """Number of units whose gradients are copied out, the last ones. Found by :func:`plan_stream`.
     """
+    adds_at_home: bool = False
+    """Whether later batches are added to those at home. Found too; so is the next one."""
     stages_operands: bool = False
-    """Whether slots have room for gradients and weights at home. Found too."""
+    """Whether slots have room for gradients and weights at home."""
     hosts: frozenset[int] = frozenset()
     """Numbers of the units that the host updates, at home. Chosen by
     :mod:`umem.streaming.plan.host_updates`."""
@@ -213,6 +224,7 @@ class StreamProblem:
             self.batches,
             self.holds_gradients,
             self.hosts,
+            adds_at_home=self.adds_at_home,
         )
 
     @cached_property
@@ -256,8 +268,9 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
     early units, which are needed last: as few as fit, or more where the room is worth more to
     state. Where even all of them leave too little room, gradients of the last units are copied out
     too: they are the first that the backward pass makes. They are as few as make it fit, and those
-    of one more unit where that gains time. They come back for the step as soon as there is room. If
-    fewer resident units, or copied ones, give the same time, fewer are.
+    of one more unit where that gains time. They come back for later batches if there is room for
+    those of a few units, and for the step as soon as there is. If fewer resident units, or copied
+    ones, give the same time, fewer are.
 
     Raises
     ------
@@ -266,11 +279,14 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
         gradients copied out. The message says how many bytes are needed.
     """
     budget_bytes = problem.budget_bytes
+    most = most_copied_gradients(problem)
+    if most and problem.batches > 1 and not problem.adds_at_home:
+        least_bytes = sum(_least_bytes(replace(problem, copied_gradients=most)))
+        problem = replace(problem, adds_at_home=least_bytes > budget_bytes)
 
     def with_copied(count: int, *, stages_operands: bool) -> StreamProblem:
         return replace(problem, copied_gradients=count, stages_operands=stages_operands)
 
-    most = most_copied_gradients(problem)
     fewest = bisect_left(
         range(most),
         True,
@@ -317,6 +333,7 @@ def simulate_plan(
         fetch_ahead=plan.fetch_ahead,
         copied_gradients=plan.copied_gradients,
         final_gradients=plan.final_gradients,
+        adds_at_home=plan.adds_at_home,
         returning_gradients=plan.returning_gradients,
         stages_operands=plan.stages_operands,
         temporary=plan.temporary,
@@ -337,7 +354,7 @@ def _fastest(problem: StreamProblem) -> StreamPlan:
     units = problem.units
     pieces = sum(len(unit.pieces) for unit in units)
     per_plan = 3 * (3 * pieces + 2 * problem.batches * len(units))
-    per_plan *= 1 + (1 + _EARLY_COUNTS) * problem.makes_temporary
+    per_plan *= 1 + (1 + len(_halvings(problem))) * problem.makes_temporary
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
             break
@@ -428,14 +445,15 @@ class _Choice:
         planned = self.problem.memory.planned(*self.passes)
         room_bytes = self.problem.budget_bytes - self.state_bytes
         others = self.piece_bytes[self.slots :]
-        found: list[TemporarySlot] = []
         most = min(most, len(others))
-        while True:
-            slot_bytes = max(others[:most], default=0)
+        found: list[TemporarySlot] = []
+        while most:
+            slot_bytes = max(others[:most])
             found = planned.temporary_slots(most, slot_bytes, room_bytes)
-            if len(found) == most or slot_bytes == max(others[: len(found)], default=0):
+            if len(found) == most or slot_bytes == max(others[: len(found)], default=slot_bytes):
                 return found, slot_bytes
-            most = max(len(found), 1)
+            most = len(found)
+        return [], 0
 
     def plan(self) -> StreamPlan:
         """The plan of the choice, with temporary slots if they gain time."""
@@ -443,7 +461,7 @@ class _Choice:
         longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
         every, _ = self.temporary()
         early = _early_count(every)
-        counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
+        counts = [len(every), *(early >> halvings for halvings in _halvings(self.problem))]
         for count in dict.fromkeys(counts):
             if count:
                 plan = self._plan_with(*self.temporary(count))
@@ -467,6 +485,7 @@ class _Choice:
             batches=problem.batches,
             copied_gradients=problem.with_copied_gradients,
             final_gradients=problem.with_final_gradients,
+            adds_at_home=problem.adds_at_home,
             returning_gradients=returning,
             weight_slots=problem.weight_slots,
             stages_operands=problem.stages_operands,
@@ -483,6 +502,7 @@ class _Choice:
             fetch_ahead=fetch_ahead,
             copied_gradients=problem.with_copied_gradients,
             final_gradients=problem.with_final_gradients,
+            adds_at_home=problem.adds_at_home,
             returning_gradients=returning,
             temporary=tuple(temporary),
             peak_bytes=self.state_bytes + planned_bytes,
@@ -534,6 +554,11 @@ class _Choice:
                 before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
             bounds.append(copies_s + passes_s - before_s + problem.other_s + ahead_bytes * slowdown)
         return float(max(bounds))
+
+
+def _halvings(problem: StreamProblem) -> range:
+    """How often the number of temporary slots is halved: once where steps are deferred."""
+    return range(_DEFERRED_EARLY_COUNTS if problem.is_deferred else _EARLY_COUNTS)
 
 
 def _early_count(temporary: Sequence[TemporarySlot]) -> int:
@@ -598,7 +623,8 @@ def _state_choices(
     always, others = np.flatnonzero(~can_stream), np.flatnonzero(can_stream)
     orders = [others, _spread(others)] if problem.in_backward else [others]
     always_bytes = int(size[always].sum())
-    for slots in sorted({problem.fewest_slots, *_SLOTS}):
+    tried = _FEW_SLOTS if problem.makes_temporary and problem.is_deferred else _SLOTS
+    for slots in sorted({problem.fewest_slots, *tried}):
         room_bytes = state_bytes - slots * slot_bytes - always_bytes
         if room_bytes < 0:
             return

@@ -46,6 +46,8 @@ class MemoryByMoment:
     hosts
         Numbers of the units that the host updates, whose gradients leave, in the last batch at the
         latest, and do not come back for the step.
+    adds_at_home
+        Whether later batches are added to gradients at home, which do not come back for them.
     """
 
     def __init__(
@@ -57,9 +59,13 @@ class MemoryByMoment:
         batches: int,
         holds_gradients: bool,
         hosts: Collection[int] = (),
+        *,
+        adds_at_home: bool = False,
     ) -> None:
         self.count = len(units)
-        self._hosts, self._batches = hosts, batches
+        self._hosts = hosts
+        self._stay = batches > 1 and not adds_at_home
+        """Whether gradients are on the device in the last batch, and may stay behind it."""
         self.step_bytes = step_peak_bytes
         self.update_bytes = update_peak_bytes
         self._makes_gradients = np.array(
@@ -89,8 +95,8 @@ class MemoryByMoment:
             # All gradients are there from the second batch on. The first has made only some.
             earlier = (every - copied).cumsum() - (every - copied)
             # In later ones those of some units are on their way back, or to the host.
-            early = np.concatenate((np.zeros(GRADIENTS_AHEAD, np.int64), copied.cumsum()))
-            away = early[: self.count] - early[0] + behind[further]
+            early = np.concatenate((np.zeros(1 + GRADIENTS_AHEAD, np.int64), copied.cumsum()))
+            away = early[: self.count] + behind[further] if self._stay else copied_bytes
             made = np.minimum(away, every.cumsum() + behind[further])
             made_first = every.cumsum() - every + behind[further]
             self._first_bytes = np.concatenate(
@@ -187,13 +193,13 @@ class MemoryByMoment:
         for number, size_bytes in enumerate(self.gradient_bytes):
             # They have left when the backward pass is so many units further.
             further = slice(max(0, number - UNITS_WITH_GRADIENTS))
-            if self._batches > 1:
+            if self._stay:
                 further = slice(number, number + 1)
             has_room = behind[further] >= all_bytes + size_bytes
             fits = np.flatnonzero(has_room & self._makes_gradients[further])
             may_return = size_bytes and number not in self._hosts
             if may_return and len(fits) and (forward[: number + 1] >= size_bytes).all():
-                found[number] = number if self._batches > 1 else int(fits[-1])
+                found[number] = number if self._stay else int(fits[-1])
                 all_bytes += size_bytes
                 forward[: number + 1] -= size_bytes
         return found

@@ -213,6 +213,7 @@ def simulate_stream(
     batches: int = 1,
     copied_gradients: Collection[int] = (),
     final_gradients: Collection[int] = (),
+    adds_at_home: bool = False,
     returning_gradients: Mapping[int, int] = MappingProxyType({}),
     weight_slots: int = 0,
     weights_ahead: int = 0,
@@ -288,9 +289,12 @@ def simulate_stream(
         Numbers of the units whose gradients are copied out.
     final_gradients
         Those of them whose gradients are not before the last batch.
+    adds_at_home
+        Whether later batches are added to gradients on the host, over the link. They leave in the
+        first batch then.
     returning_gradients
         For those of them that are on the device for the step, the unit after whose backward pass
-        they come back; with several batches they stay behind their own.
+        they come back; without `adds_at_home` those of several batches stay behind their own.
     weight_slots
         Number of buffers for weights.
     weights_ahead
@@ -321,6 +325,7 @@ def simulate_stream(
         streamed,
         set(copied_gradients),
         set(final_gradients),
+        adds_at_home,
         returning_gradients,
         sorted(hosts),
         in_backward=in_backward,
@@ -382,6 +387,7 @@ class _StepTasks:
         streamed: Sequence[int],
         copied_gradients: Collection[int],
         final_gradients: Collection[int],
+        adds_at_home: bool,
         returning_gradients: Mapping[int, int],
         hosts: Sequence[int],
         *,
@@ -401,7 +407,9 @@ class _StepTasks:
         every = [unit.gradient_bytes for unit in units]
         self._leaving_bytes = [it if i in copied_gradients else 0 for i, it in enumerate(every)]
         """Gradients that are copied out, by unit."""
-        self._final = final_gradients
+        self._early = [i for i in copied_gradients if i not in final_gradients]
+        """Units whose gradients are before the last batch, too."""
+        self._final, self._adds_at_home = final_gradients, adds_at_home
         self._returning = returning_gradients
         self._staying_bytes = [
             0 if i in returning_gradients else it for i, it in enumerate(self._leaving_bytes)
@@ -437,11 +445,20 @@ class _StepTasks:
             + 2 * both_ways / hardware.mapped_bytes_per_s
         )
 
+    @property
+    def _stay(self) -> bool:
+        """Whether gradients come back for each later batch, and some stay behind the last."""
+        return len(self._batches) > 1 and not self._adds_at_home
+
     def add_batch(self, leaving: Mapping[int, int], fetch_ahead: int) -> None:
         """Add the passes of a batch, and the copies of the activations that leave."""
         tasks, units, count = self.tasks, self._units, len(self._units)
         forward = [tasks.add(_Lane.PASSES, unit.forward_s) for unit in units]
         durations = [unit.backward_s for unit in units]
+        if self._batches and self._adds_at_home:
+            rate = self._hardware.mapped_bytes_per_s
+            for number in self._early:
+                durations[number] += 2 * self._leaving_bytes[number] / rate
         backward = [tasks.add(_Lane.PASSES, each) for each in reversed(durations)][::-1]
         left = {}
         for number, before in leaving.items():
@@ -458,9 +475,11 @@ class _StepTasks:
 
     def add_clipping(self, other_s: float) -> None:
         """Add what the program computes between the last backward pass and the step."""
+        read_at_home = self._adds_at_home and len(self._batches) > 1
         clipping_s = _over_the_link_s(
             self._units,
             other_s,
+            sum(self._staying_bytes[number] for number in self._early) * read_at_home,
             sum(
                 it
                 for i, it in enumerate(self._staying_bytes)
@@ -478,19 +497,21 @@ class _StepTasks:
         for batch, later in zip(self._batches, [*self._batches[1:], None], strict=True):
             backward, behind = batch.backward, later.forward[0] if later else self._clipped
             for number in reversed(range(count)):
-                if not size_bytes[number] or (number in self._final and batch is not last):
+                if not size_bytes[number] or (number in self._final and later):
                     continue
                 if number in left:  # the batch adds to them
+                    if self._adds_at_home:
+                        continue
                     at = number + GRADIENTS_AHEAD + 1
                     begin = backward[at] if at < count else batch.forward[-1]
                     back = tasks.add(_Lane.GRADIENTS_IN, size_bytes[number], begin, left[number])
                     tasks.wait(backward[number], back)
-                    if batch is last and number in self._returning:
+                    if later is None and number in self._returning:
                         continue
                 left[number] = tasks.add(_Lane.STATE_OUT, size_bytes[number], backward[number])
                 further = number - UNITS_WITH_GRADIENTS
                 tasks.wait(backward[further] if further >= 0 else behind, left[number])
-        if len(self._batches) > 1:
+        if self._stay:
             return
         for number, after in sorted(self._returning.items(), key=itemgetter(1), reverse=True):
             returned = tasks.add(_Lane.GRADIENTS_IN, size_bytes[number], last.backward[after])
@@ -644,18 +665,19 @@ class _StepTasks:
         in_slots = [i for i in self._streamed if i in self._in_slots]
         updated_bytes = sum(units[i].trained_weight_bytes for i in in_slots)
         updated_bytes += sum(units[i].gradient_bytes for i in self._hosts)
-        again_bytes = (len(self._batches) - 1) * sum(
-            it for i, it in enumerate(self._leaving_bytes) if i not in self._final
-        )
         returned_bytes = sum(self._leaving_bytes[i] for i in self._returning)
-        stayed_bytes = returned_bytes if again_bytes else 0
-        returned_bytes += again_bytes - stayed_bytes
+        left_bytes = sum(self._leaving_bytes)
+        if self._stay:
+            again_bytes = sum(self._leaving_bytes[i] for i in self._early)
+            again_bytes *= len(self._batches) - 1
+            left_bytes += again_bytes - returned_bytes
+            returned_bytes = again_bytes
         to_device = both_ways | {
             TensorClass.GRADIENTS: returned_bytes + sum(self._staying_bytes[i] for i in in_slots),
             TensorClass.WEIGHTS: fetched_bytes + updated_bytes,
         }
         to_host = both_ways | {
-            TensorClass.GRADIENTS: sum(self._leaving_bytes) + again_bytes - stayed_bytes,
+            TensorClass.GRADIENTS: left_bytes,
             TensorClass.WEIGHTS: updated_bytes,
         }
         return _without_zeros(to_device), _without_zeros(to_host)
@@ -683,18 +705,20 @@ factor reads and writes."""
 def _over_the_link_s(
     units: Sequence[StreamUnit],
     other_s: float,
+    read_bytes: int,
     multiplied_bytes: int,
     hardware: Hardware,
 ) -> float:
-    """Time that clipping takes longer where it multiplies gradients on the host.
+    """Time that clipping takes longer where it reads, or multiplies, gradients on the host.
 
-    They are those of which the update has no copy. Nobody sees what the program does. If the device
-    had the time for clipping between the backward pass and the step, it clips; if it had a part of
-    the time, it is that part.
+    It reads them for norms that were not known before they left, and multiplies those of which the
+    update has no copy. Nobody sees what the program does. If the device had the time for clipping
+    between the backward pass and the step, it clips; if it had a part of the time, it is that part.
     """
     all_bytes = sum(unit.gradient_bytes for unit in units)
     if not all_bytes:
         return 0.0
     passes = other_s * hardware.memory_bytes_per_s / all_bytes
-    clipping_s = 2 * multiplied_bytes / hardware.mapped_bytes_per_s
+    clipping_s = read_bytes / hardware.mapped_read_bytes_per_s
+    clipping_s += 2 * multiplied_bytes / hardware.mapped_bytes_per_s
     return min(1.0, passes / _CLIPPING_PASSES) * clipping_s

@@ -43,6 +43,8 @@ class NamedPlan:
     """Units whose gradients are copied out."""
     final_gradients: frozenset[str]
     """Those of them whose gradients are in the last batch only."""
+    adds_at_home: bool
+    """Whether later batches are added to those at home."""
     returning: Mapping[str, str]
     """Those of them that come back, each with the unit at which they do."""
     hosts: frozenset[str]
@@ -89,6 +91,7 @@ class NamedPlan:
             ),
             copied_gradients=frozenset(order[n] for n in plan.copied_gradients),
             final_gradients=frozenset(order[n] for n in plan.final_gradients),
+            adds_at_home=plan.adds_at_home,
             returning={order[n]: order[at] for n, at in plan.returning_gradients.items()},
             hosts=frozenset(order[n] for n in plan.hosts),
             batches=batches,
