@@ -959,7 +959,8 @@ def test_temporary_slots_where_batches_are_accumulated(two_way: Hardware) -> Non
     }
     without = plan_stream(StreamProblem(units, may_have_temporary=False, **settings))
     plan = fastest(units, **settings)
-    assert plan.temporary and not without.temporary
+    assert plan.temporary
+    assert not without.temporary
     assert plan.predicted.exposed_s < 0.1 * without.predicted.exposed_s
     assert plan.peak_bytes <= 480 * MIB
     assert all(it.made_in is not None for it in plan.temporary)

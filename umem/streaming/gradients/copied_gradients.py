@@ -185,8 +185,8 @@ class CopiedGradients:
             for place, name in reversed(list(enumerate(names))):
                 at = place + GRADIENTS_AHEAD
                 if name in self._copied and not adds_at_home:
-                    trigger = names[at] if at < len(names) else None
-                    self._ahead.setdefault(trigger, []).append(name)
+                    begin = names[at] if at < len(names) else None
+                    self._ahead.setdefault(begin, []).append(name)
             told = self._copied | self._returning.keys() | self._ahead.keys()
             for place, name in enumerate(names):
                 # The units that the backward pass comes to behind a copied one tell the time.
