@@ -335,7 +335,7 @@ class CopiedGradients:
                 if copy is None:
                     break
                 found.append(_Gradient(gradient, version_counter(gradient), copy))
-        self._move(Lane.COPY_IN, found)
+        self._move(Lane.GRADIENTS_IN, found)
 
     def _move(self, lane: Lane, gradients: list[_Gradient]) -> None:
         if not gradients:
@@ -356,7 +356,7 @@ class CopiedGradients:
     def _end(self, move: _Move) -> None:
         """Let the stream wait for a unit's copies, and its gradients have the copies' memory."""
         is_known = move.moment is not None
-        lane = Lane.COPY_OUT if move.is_out else Lane.COPY_IN
+        lane = Lane.COPY_OUT if move.is_out else Lane.GRADIENTS_IN
         moment = move.moment if is_known else self._lanes.run(lane, _nothing)
         self._lanes.wait(moment)
         self._lanes.wait_on_stream_of(move.asked, moment)
