@@ -215,6 +215,8 @@ class Program:
     """Temporary slots."""
     copied_gradients: frozenset[str] = frozenset()
     """Units whose gradients are copied to the host."""
+    final_gradients: frozenset[str] = frozenset()
+    """Those of them whose gradients are in the last batch only."""
     returning: Mapping[str, str] = field(default_factory=dict)
     """Those that come back, by the unit in whose backward pass they do."""
     batches: int = 1
@@ -292,7 +294,9 @@ class Program:
         )
         if self.hosts:
             self.training.step.hosts.updater = StockHost(self.optimizer)
-        self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)
+        self.training.gradients.set_plan(
+            self.copied_gradients, self.returning, self.batches, self.final_gradients
+        )
         if self.recomputes:
             self.activations = CopiedActivations(
                 self.model,

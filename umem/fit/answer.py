@@ -35,8 +35,8 @@ from umem.streaming.plan.state_plan import (
     least_slack_bytes,
     plan_stream,
 )
+from umem.streaming.plan.step_memory import MemoryByMoment
 from umem.streaming.plan.step_timing import (
-    UNITS_WITH_GRADIENTS,
     StreamUnit,
     largest_slot_bytes,
 )
@@ -432,32 +432,34 @@ def _tries(step: StreamedStep, recomputes: bool) -> Iterator[StreamedStep]:
 def _why_units_too_large(step: StreamedStep, room: _Room) -> str:
     """The same of a step in which no more units run twice.
 
-    All that can leave is on the host. Activations have left two units later, and are back a unit
-    early. Gradients have left :data:`UNITS_WITH_GRADIENTS` units later.
+    All that can leave is on the host. Activations are back a unit early.
     """
     units = step.units
     weights = tuple((step.weights or {}).values())
     slots = 2 * max((max(unit.pieces) for unit in units), default=0)
-    out = [0]
-    for unit in units:
-        out.append(out[-1] + unit.saved_bytes)
-    later = [0]
-    for unit in reversed(units):
-        later.append(later[-1] + unit.gradient_bytes)
-    later = later[::-1] + [0] * (1 + UNITS_WITH_GRADIENTS)
-    moments = [step.step_peak_bytes - later[UNITS_WITH_GRADIENTS]]
-    for number, unit in enumerate(units):
-        earlier = out[max(0, number - 1)]
-        moments.append(unit.forward_peak_bytes - earlier - later[number])
-        left = later[number + 1 + UNITS_WITH_GRADIENTS]
-        moments.append(unit.backward_peak_bytes - earlier - left)
-    least_bytes = max(moments) + _staged_weights(weights) + slots
+    memory = MemoryByMoment(
+        units,
+        step.step_peak_bytes,
+        step.step_peak_bytes,
+        len(units),
+        step.batches,
+        holds_gradients=True,
+        adds_at_home=True,
+    )
+    moved_bytes = memory.most_bytes(len(memory.can_leave), 1)
+    least_bytes = moved_bytes + _staged_weights(weights) + slots
     if why_not := room.why_not(least_bytes, 0):
         return why_not
     # When the backward pass begins, all of it is on the one or the other.
     movable_bytes = sum(unit.state_bytes + unit.saved_bytes for unit in units)
     movable_bytes += sum(sum(unit.part_bytes) for unit in weights)
-    turn_bytes = units[-1].forward_peak_bytes - out[-1] - later[len(units) - 1]
+    turn_bytes = units[-1].forward_peak_bytes - sum(unit.saved_bytes for unit in units)
+    if step.batches > 1:  # the gradients of the batches before are there, too
+        gradient_bytes = sum(unit.gradient_bytes for unit in units)
+        movable_bytes += gradient_bytes
+        turn_bytes -= gradient_bytes
+    else:
+        turn_bytes -= units[-1].gradient_bytes
     host_bytes = movable_bytes - (room.device_bytes - turn_bytes)
     return room.why_not(0, host_bytes)
 

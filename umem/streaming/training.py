@@ -372,6 +372,7 @@ class StreamedTraining(Listener):
         if self._is_distributed:
             # DDP may give gradients to parameters that this process has not called.
             self.step.join()
+        self.gradients.forward_ends()
         self.step.units.fetch_ahead()
 
     # ------------------------------------------------------------------ before the optimizer's step

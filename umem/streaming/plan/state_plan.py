@@ -49,6 +49,9 @@ _SLOTS = (2, 3, 4, 6, 8)
 """Numbers of slots to try. With one, nothing is copied in while anything is copied out; three keep
 both directions and the update busy; more only hold what is fetched ahead."""
 
+_FEW_SLOTS = (2, 4)
+"""The same for deferred steps with temporary slots, which hold what is fetched ahead."""
+
 _SLOT_STEP = 0.9
 """Sizes of a slot to try: each at most this share of the next larger one. Units that are larger
 than a slot stay on the device."""
@@ -62,6 +65,9 @@ _FETCH_AHEAD = (1, 4)
 _EARLY_COUNTS = 3
 """Numbers of temporary slots to try, besides the most: those that are made before the step, and
 each time half as many. Where fewer are made, they are freed later."""
+
+_DEFERRED_EARLY_COUNTS = 2
+"""The same for deferred steps, which have all of them before the step."""
 
 _MOST_TASKS = 40_000
 """Tasks to simulate in all, so that plans for thousands of units take less than a second."""
@@ -108,16 +114,23 @@ class StreamPlan:
     """Blocks before its backward pass at which a block's activations are fetched."""
     copied_gradients: frozenset[int]
     """Units whose gradients are copied out in the backward pass."""
+    final_gradients: frozenset[int]
+    """Those of them whose gradients are in the last batch only."""
+    adds_at_home: bool
+    """Whether later batches are added to those at home, which takes least memory and longest."""
     returning_gradients: Mapping[int, int]
     """For those of them that come back for the step, the unit in whose backward pass of the last
-    batch they begin to. Whatever else the program does with the others uses them on the host."""
+    batch they begin to, or from which on they stay. Whatever else the program does with the others
+    uses them on the host."""
     temporary: tuple[TemporarySlot, ...]
-    """Further slots of this size, for the pieces after those that have the others first."""
+    """Further slots, for the pieces after those that have the others first."""
     peak_bytes: int
     """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming
     hosts: frozenset[int] = frozenset()
     """Units that the host updates."""
+    temporary_slot_bytes: int = 0
+    """Size of each temporary slot: that of the largest piece that has one."""
 
     @property
     def copied(self) -> frozenset[int]:
@@ -129,7 +142,7 @@ class StreamPlan:
 
         Unit 0 ends the backward pass, and what comes between it and the step has as many.
         """
-        return self.slot_bytes * sum(
+        return self.temporary_slot_bytes * sum(
             it.freed_before > forward
             and (backward is None or (it.made_in is not None and it.made_in >= backward))
             for it in self.temporary
@@ -173,8 +186,10 @@ class StreamProblem:
     copied_gradients: int = 0
     """Number of units whose gradients are copied out, the last ones. Found by :func:`plan_stream`.
     """
+    adds_at_home: bool = False
+    """Whether later batches are added to those at home. Found too; so is the next one."""
     stages_operands: bool = False
-    """Whether slots have room for gradients and weights at home. Found too."""
+    """Whether slots have room for gradients and weights at home."""
     hosts: frozenset[int] = frozenset()
     """Numbers of the units that the host updates, at home. Chosen by
     :mod:`umem.streaming.plan.host_updates`."""
@@ -211,6 +226,7 @@ class StreamProblem:
             self.batches,
             self.holds_gradients,
             self.hosts,
+            adds_at_home=self.adds_at_home,
         )
 
     @cached_property
@@ -269,7 +285,7 @@ class StreamProblem:
     @property
     def makes_temporary(self) -> bool:
         """Whether temporary slots are of use."""
-        hides_copies = self.is_deferred or self.in_backward
+        hides_copies = (self.is_deferred and self.batches == 1) or self.in_backward
         return self.may_have_temporary and not hides_copies and self.most_state_bytes is None
 
     @cached_property
@@ -277,6 +293,15 @@ class StreamProblem:
         """Numbers of the units whose gradients are copied out."""
         count = len(self.units)
         return self.hosts.union(range(count - self.copied_gradients, count))
+
+    @property
+    def with_final_gradients(self) -> frozenset[int]:
+        """Numbers of those whose gradients are in the last one of several batches only.
+
+        They are the host's, and have room until then.
+        """
+        kept = range(len(self.units) - self.copied_gradients)
+        return self.hosts.intersection(kept) if self.batches > 1 else frozenset()
 
 
 class NoShorterStepError(PlanError):
@@ -292,8 +317,9 @@ def plan_stream(problem: StreamProblem, longest_s: float = math.inf) -> StreamPl
     early units, which are needed last: as few as fit, or more where the room is worth more to
     state. Where even all of them leave too little room, gradients of the last units are copied out
     too: they are the first that the backward pass makes. They are as few as make it fit, and those
-    of one more unit where that gains time. They come back for the step as soon as there is room. If
-    fewer resident units, or copied ones, give the same time, fewer are.
+    of one more unit where that gains time. They come back for later batches if there is room for
+    those of a few units, and for the step as soon as there is. If fewer resident units, or copied
+    ones, give the same time, fewer are.
 
     Parameters
     ----------
@@ -353,11 +379,14 @@ def _problems(problem: StreamProblem) -> Iterator[StreamProblem]:
 
     The fewest leave room for the fewest slots only. Those of one more unit make room for others.
     """
+    most = most_copied_gradients(problem)
+    if most and problem.batches > 1 and not problem.adds_at_home:
+        least_bytes = sum(_least_bytes(replace(problem, copied_gradients=most)))
+        problem = replace(problem, adds_at_home=least_bytes > problem.budget_bytes)
 
     def with_copied(count: int, *, stages_operands: bool) -> StreamProblem:
         return replace(problem, copied_gradients=count, stages_operands=stages_operands)
 
-    most = most_copied_gradients(problem)
     fewest = bisect_left(
         range(most),
         True,
@@ -396,6 +425,8 @@ def simulate_plan(
         copied=plan.left_before,
         fetch_ahead=plan.fetch_ahead,
         copied_gradients=plan.copied_gradients,
+        final_gradients=plan.final_gradients,
+        adds_at_home=plan.adds_at_home,
         returning_gradients=plan.returning_gradients,
         stages_operands=plan.stages_operands,
         temporary=plan.temporary,
@@ -429,7 +460,7 @@ def _fastest(way: _Way) -> StreamPlan:
     units = problem.units
     pieces = sum(len(unit.pieces) for unit in units)
     per_plan = 3 * (3 * pieces + 2 * problem.batches * len(units))
-    per_plan *= 1 + (1 + _EARLY_COUNTS) * problem.makes_temporary
+    per_plan *= 1 + (1 + len(_halvings(problem))) * problem.makes_temporary
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         longest_s = best.predicted.step_s * (1.0 - _EQUAL)
         if bound_s >= longest_s:
@@ -506,33 +537,48 @@ class _Choice:
         left_before = memory.left_before(self.copied, room_bytes)
         return left_before, fetch_ahead, memory.returning(left_before, fetch_ahead, room_bytes)
 
-    def temporary(self, most: int = sys.maxsize) -> list[TemporarySlot]:
-        """Further slots that have room."""
+    @cached_property
+    def piece_bytes(self) -> list[int]:
+        """What is staged of each piece of the streamed units, in the order of updates."""
+        problem, units = self.problem, self.problem.units
+        return [
+            math.ceil(piece * problem.staged[number] / max(units[number].pieces))
+            for number in self.streamed.tolist()
+            for piece in units[number].pieces
+        ]
+
+    def temporary(self, most: int = sys.maxsize) -> tuple[list[TemporarySlot], int]:
+        """Further slots that have room, and the size of each."""
         if not self.problem.makes_temporary or not self.slots:
-            return []
-        units = self.problem.units
-        pieces = sum(len(units[number].pieces) for number in self.streamed.tolist())
-        return self.problem.memory.planned(*self.passes).temporary_slots(
-            min(most, pieces - self.slots),
-            self.slot_bytes,
-            self.problem.budget_bytes - self.state_bytes,
-        )
+            return [], 0
+        planned = self.problem.memory.planned(*self.passes)
+        room_bytes = self.problem.budget_bytes - self.state_bytes
+        others = self.piece_bytes[self.slots :]
+        most = min(most, len(others))
+        found: list[TemporarySlot] = []
+        while most:
+            slot_bytes = max(others[:most])
+            found = planned.temporary_slots(most, slot_bytes, room_bytes)
+            if len(found) == most or slot_bytes == max(others[: len(found)], default=slot_bytes):
+                return found, slot_bytes
+            most = len(found)
+        return [], 0
 
     def plan(self) -> StreamPlan:
         """The plan of the choice, with temporary slots if they gain time."""
-        best = self._plan_with(())
+        best = self._plan_with((), 0)
         longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
-        every = self.temporary()
+        every, _ = self.temporary()
         early = _early_count(every)
-        counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
+        counts = [len(every), *(early >> halvings for halvings in _halvings(self.problem))]
         for count in dict.fromkeys(counts):
             if count:
-                plan = self._plan_with(self.temporary(count))
+                plan = self._plan_with(*self.temporary(count))
                 if plan.predicted.step_s < longest_s:
                     best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
         return best
 
-    def _plan_with(self, temporary: Sequence[TemporarySlot]) -> StreamPlan:
+    def _plan_with(self, temporary: Sequence[TemporarySlot], slot_bytes: int) -> StreamPlan:
         problem = self.problem
         left_before, fetch_ahead, returning = self.passes
         timing = simulate_stream(
@@ -547,13 +593,15 @@ class _Choice:
             in_backward=problem.in_backward,
             batches=problem.batches,
             copied_gradients=problem.with_copied_gradients,
+            final_gradients=problem.with_final_gradients,
+            adds_at_home=problem.adds_at_home,
             returning_gradients=returning,
             weight_slots=problem.weight_slots,
             stages_operands=problem.stages_operands,
             temporary=temporary,
             hosts=problem.hosts,
         )
-        planned_bytes = problem.memory.planned(*self.passes).bytes_with(temporary, self.slot_bytes)
+        planned_bytes = problem.memory.planned(*self.passes).bytes_with(temporary, slot_bytes)
         return StreamPlan(
             resident=self.resident,
             slots=self.slots,
@@ -562,11 +610,14 @@ class _Choice:
             left_before=left_before,
             fetch_ahead=fetch_ahead,
             copied_gradients=problem.with_copied_gradients,
+            final_gradients=problem.with_final_gradients,
+            adds_at_home=problem.adds_at_home,
             returning_gradients=returning,
             temporary=tuple(temporary),
             peak_bytes=self.state_bytes + planned_bytes,
             predicted=timing,
             hosts=problem.hosts,
+            temporary_slot_bytes=slot_bytes,
         )
 
     def lower_bound_s(self) -> float:
@@ -582,7 +633,7 @@ class _Choice:
             problem.compute_s + 2.0 * all_bytes * slowdown,
             all_bytes / min(in_rate, out_rate, both_rate / 2.0),
         ]
-        temporary = self.temporary()
+        temporary, _ = self.temporary()
         slots = self.slots + len(temporary)
         if slots < len(size) and not problem.in_backward:
             early = self.slots + _early_count(temporary)
@@ -628,6 +679,11 @@ class _Choice:
             out_bytes / out_rate,
             moved_bytes / both_rate,
         )
+
+
+def _halvings(problem: StreamProblem) -> range:
+    """How often the number of temporary slots is halved: once where steps are deferred."""
+    return range(_DEFERRED_EARLY_COUNTS if problem.is_deferred else _EARLY_COUNTS)
 
 
 def _early_count(temporary: Sequence[TemporarySlot]) -> int:
@@ -692,7 +748,8 @@ def _state_choices(
     always, others = np.flatnonzero(~can_stream), np.flatnonzero(can_stream)
     orders = [others, _spread(others)] if problem.in_backward else [others]
     always_bytes = int(size[always].sum())
-    for slots in sorted({problem.fewest_slots, *_SLOTS}):
+    tried = _FEW_SLOTS if problem.makes_temporary and problem.is_deferred else _SLOTS
+    for slots in sorted({problem.fewest_slots, *tried}):
         room_bytes = state_bytes - slots * slot_bytes - always_bytes
         if room_bytes < 0:
             return

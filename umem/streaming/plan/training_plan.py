@@ -325,7 +325,8 @@ def _extra_slots(
     update_bytes = problem.update_peak_bytes
     every = list(enumerate(units))
     staged = [number for number, unit in every if unit.weight_bytes]
-    if not staged or any(units[number].trained_weight_bytes for number in staged):
+    stays = any(slot.freed_before > len(units) for slot in stream.temporary)
+    if not staged or stays or any(units[number].trained_weight_bytes for number in staged):
         return {}, 0
     forward_bytes, backward_bytes = (
         [unit.forward_peak_bytes + stream.temporary_bytes(forward=n) for n, unit in every],

@@ -41,6 +41,10 @@ class NamedPlan:
     """Further slots."""
     copied_gradients: frozenset[str]
     """Units whose gradients are copied out."""
+    final_gradients: frozenset[str]
+    """Those of them whose gradients are in the last batch only."""
+    adds_at_home: bool
+    """Whether later batches are added to those at home."""
     returning: Mapping[str, str]
     """Those of them that come back, each with the unit at which they do."""
     hosts: frozenset[str]
@@ -66,6 +70,7 @@ class NamedPlan:
             return order[number] if number < len(order) else None
 
         made_in = (slot.made_in for slot in plan.temporary)
+        freed = [slot.freed_before for slot in plan.temporary]
         return cls(
             copied={order[n]: name_before(left) for n, left in plan.left_before.items()},
             fetch_ahead=plan.fetch_ahead,
@@ -80,10 +85,13 @@ class NamedPlan:
             stages_operands=plan.stages_operands,
             temporary=TemporaryPlan(
                 tuple(None if n is None else order[n] for n in made_in),
-                tuple(name_before(slot.freed_before) for slot in plan.temporary),
+                tuple(name_before(moment) for moment in freed if moment <= len(order)),
+                tuple(order[2 * len(order) - 1 - it] for it in freed if it > len(order)),
                 batches,
             ),
             copied_gradients=frozenset(order[n] for n in plan.copied_gradients),
+            final_gradients=frozenset(order[n] for n in plan.final_gradients),
+            adds_at_home=plan.adds_at_home,
             returning={order[n]: order[at] for n, at in plan.returning_gradients.items()},
             hosts=frozenset(order[n] for n in plan.hosts),
             batches=batches,
