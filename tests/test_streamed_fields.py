@@ -36,7 +36,7 @@ FEW_WEIGHTS = ("lstm", "graph_net", "gan")
 """Two slots are no smaller than all of them: they stay where they are."""
 
 WAYS: dict[str, Callable[[], Streams]] = {
-    "all leaves": lambda: Streams(eagerness=0.0),
+    "all leaves": lambda: Streams(-(10**6), eagerness=0.0),
     "blocks run twice": lambda: Streams(eagerness=0.0, recomputes=True),
     "weights are streamed": lambda: Streams(eagerness=0.0, streams_weights=True),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from umem.streaming.plan.stretches import block_of
 from umem.streaming.plan.training_plan import TrainingPlan
 from umem.streaming.step.temporary_slots import TemporaryPlan
 
@@ -65,7 +66,9 @@ class NamedPlan:
         def name_before(number: int) -> str | None:
             return order[number] if number < len(order) else None
 
-        made_in = (slot.made_in for slot in plan.temporary)
+        made_in = [slot.made_in for slot in plan.temporary]
+        # Slots are made and freed where blocks begin.
+        freed_before = [name_before(slot.freed_before) for slot in plan.temporary]
         return cls(
             copied={order[n]: name_before(left) for n, left in plan.left_before.items()},
             fetch_ahead=plan.fetch_ahead,
@@ -79,8 +82,8 @@ class NamedPlan:
             slots=1 if len(plan.resident) == len(units) else plan.slots,
             stages_operands=plan.stages_operands,
             temporary=TemporaryPlan(
-                tuple(None if n is None else order[n] for n in made_in),
-                tuple(name_before(slot.freed_before) for slot in plan.temporary),
+                tuple(None if n is None else block_of(order[n]) for n in made_in),
+                tuple(None if name is None else block_of(name) for name in freed_before),
                 batches,
             ),
             copied_gradients=frozenset(order[n] for n in plan.copied_gradients),
