@@ -71,10 +71,6 @@ def run(name: str, streams: Streams | None) -> dict[str, Any]:
     return {it: found[it] for it in ("losses", "weights")}
 
 
-ONE_UNIT_IS_THE_PEAK = ("lstm", "graph_net")
-"""Copies of what other units save would make no room."""
-
-
 @functools.cache
 def stock(name: str) -> dict[str, Any]:
     """What two stock runs have, which must be the same, and another loss in each step."""
@@ -94,9 +90,7 @@ def test_every_step_is_stocks(name: str, way: str) -> None:
     assert all(it.counts.streamed >= STEPS - 2 for it in streams.status)
     if way == "all leaves":
         tuning = [it.tuning for it in streams.status]
-        assert all(it is not None for it in tuning)
-        copied = all(it is not None and it.activations.tensors_out for it in tuning)
-        assert copied == (name not in ONE_UNIT_IS_THE_PEAK)
+        assert all(it is not None and it.activations.tensors_out for it in tuning)
     elif way == "blocks run twice":
         assert all(it.proofs for it in streams.activations)
     else:

@@ -22,7 +22,9 @@ class MemoryMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = 0
-        self.peak_bytes = 0
+        self.most_bytes = 0
+        """The most since the test has set it to 0."""
+        self._peak_bytes = 0
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
@@ -40,7 +42,8 @@ class MemoryMeter(TorchDispatchMode):
             self._seen[storage._cdata] = weakref.ref(storage)
             weakref.finalize(storage, self._freed, storage.nbytes())
             self.live_bytes += storage.nbytes()
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._peak_bytes = max(self._peak_bytes, self.live_bytes)
+            self.most_bytes = max(self.most_bytes, self.live_bytes)
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Do not count the memory of a tensor that no operator was seen to make."""
@@ -52,7 +55,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def take_peak_bytes(self) -> int:
         """The most since the last call."""
-        peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
+        peak_bytes, self._peak_bytes = self._peak_bytes, self.live_bytes
         return peak_bytes
 
 

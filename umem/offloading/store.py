@@ -35,6 +35,7 @@ from umem.torch_compat import (
     saved_tensor_hooks_enabled,
     storage_address,
     storage_key,
+    storage_use_count,
     version_counter,
 )
 
@@ -114,6 +115,12 @@ class _Stored:
     def is_wanted(self) -> bool:
         """Whether a living group has not released the storage."""
         return any(group() is not None for group in self.wanted_by)
+
+    def is_kept(self) -> bool:
+        """Whether something else holds the device's copy."""
+        if self.storage is None:
+            return self.released is not None and self.released() is not None
+        return storage_use_count(storage_key(self.storage)) > 1
 
     def started(self, event: Any, sent_with: Sequence[Any] | None = None) -> None:
         """Note a new copy: to the host if `sent_with` is given, else to the device."""
@@ -201,14 +208,16 @@ class _Group:
         """How many tensors were saved so far."""
         return self._count
 
-    def sizes(self, seen: set[object]) -> dict[int, int]:
-        """Bytes by ordinal, without storages that were seen before."""
-        found: dict[int, int] = {}
+    def sizes(
+        self, ordinals: Container[int] | None, seen: set[object]
+    ) -> dict[int, tuple[int, bool]]:
+        """Bytes by ordinal and whether only this holds them, without storages seen before."""
+        found: dict[int, tuple[int, bool]] = {}
         for ordinal, reference in self._stored.items():
-            stored = reference()
+            stored = reference() if ordinals is None or ordinal in ordinals else None
             if stored is not None and stored not in seen:
                 seen.add(stored)
-                found[ordinal] = stored.size_bytes
+                found[ordinal] = stored.size_bytes, not stored.is_kept()
         return found
 
     def stored(self, ordinals: Iterable[int] | None) -> list[_Stored]:
@@ -521,14 +530,17 @@ class ActivationStore:
         group = self._groups.get(key)
         return 0 if group is None else group.count
 
-    def saved_sizes(self, key: Hashable, seen: set[object]) -> dict[int, int]:
-        """Bytes of a group that may leave, by ordinal.
+    def saved_sizes(
+        self, key: Hashable, ordinals: Container[int] | None, seen: set[object]
+    ) -> dict[int, tuple[int, bool]]:
+        """Bytes of a group that may leave, by ordinal, and whether nothing else holds the memory.
 
-        Each storage counts where it was saved first: what was seen is added to `seen`.
+        Each storage counts where it was saved first: what was seen is added to `seen`. Other
+        parameters as for `send`.
         """
         with self._lock:
             group = self._find(key)
-            return {} if group is None else group.sizes(seen)
+            return {} if group is None else group.sizes(ordinals, seen)
 
     def saved_bytes(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
         """Bytes that may leave and that no other group holds too. Parameters as for `send`."""

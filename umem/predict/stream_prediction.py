@@ -639,7 +639,7 @@ def _saved_bytes(
 def _saved(
     trace: Trace, policy: ResolvedPolicy, kind: _Numbers, start: int, end: int
 ) -> tuple[_Numbers, _Numbers]:
-    """Activations of a batch that may leave, and the last phase before its backward pass of each."""
+    """Activations of a batch that may leave, and the last phase to use each before they do."""
     if policy.rules[TensorClass.ACTIVATIONS.number].mechanism != "copy":
         nothing = np.zeros(0, np.int64)
         return nothing, nothing

@@ -388,8 +388,6 @@ class CopiedActivations(Listener):
         if stretch is None:
             return
         stretch.parts += forward.take_between()
-        if self._is_measuring:
-            stretch.saved_bytes = sum(self._store.saved_bytes(*part) for part in stretch.parts)
         if stretch.is_copied:
             forward.send(stretch)
         forward.calls.append(stretch)
@@ -497,8 +495,10 @@ class CopiedActivations(Listener):
         forward.before_use = None  # which holds the pass
         self._release(forward, None)
         forward.watch(tensors_in(output), self._errors)
-        if self._is_measuring and not self._finds_cuts(forward):
-            self._end_measuring(forward, output)
+        if self._is_measuring:
+            self._measure_stretches(forward)
+            if not self._finds_cuts(forward):
+                self._end_measuring(forward, output)
 
     def leaves_out(self, checkpoint: ProgramCheckpoint) -> bool:
         """Whether a checkpoint that begins is in a block of `left_out`, or the call of one."""
@@ -548,19 +548,24 @@ class CopiedActivations(Listener):
             for part in call.parts[-1:]:
                 call.saved_bytes += self._store.saved_bytes(*part)
 
+    def _measure_stretches(self, forward: _Pass) -> None:
+        """Count what leaves in a pass that is cut, but for what the program keeps in its hands."""
+        seen = set[object]()
+        for stretch in forward.calls if self._cuts else ():
+            for key, ordinals in stretch.parts:
+                sizes = self._store.saved_sizes(key, ordinals, seen)
+                stretch.saved_bytes += sum(size for size, is_free in sizes.values() if is_free)
+
     def _finds_cuts(self, forward: _Pass) -> bool:
         """Look for the stretches of later passes, once, by what this one has saved."""
         if self._cuts is not None or self.is_unusual:
             return False
-        saves, seen = [], set[object]()
+        saves, seen = list[Save](), set[object]()
         parts = [part for call in forward.calls for part in call.parts]
         for key, ordinals in [*parts, *forward.take_between()]:
             block, before = forward.groups[key]
-            saves += [
-                Save(block, before + ordinal, size_bytes)
-                for ordinal, size_bytes in self._store.saved_sizes(key, seen).items()
-                if ordinals is None or ordinal in ordinals
-            ]
+            sizes = self._store.saved_sizes(key, ordinals, seen)
+            saves += [Save(block, before + ordinal, size) for ordinal, (size, _) in sizes.items()]
         if saves:
             self._cuts = find_cuts(saves)
         self.is_unusual = bool(self._cuts)
