@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from umem.capture.live import find_blocks
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.streaming.activations import CopiedActivations
+from umem.streaming.plan.step_timing import TemporarySlot
 from umem.streaming.plan.stretches import Save, block_of, find_cuts
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner, planning
+from umem.streaming.tune.named_plan import NamedPlan
 
 WIDTH, ROWS, WORDS = 32, 16, 24
 SLACK_BYTES = 256 << 20
@@ -169,19 +172,20 @@ class Cut:
         self.store = ActivationStore("cpu", mover or LazyMover(), min_bytes=64)
         blocks = find_blocks(model, None)
         self.activations = CopiedActivations(model, blocks, self.store, on_error)
-        self.activations.set_plan({}, 1, is_measuring=True)
-        model(batch(9))
-        assert self.activations.is_unusual, "cuts were found"
+        assert self.measure(model), "cuts were found"
+        assert not self.measure(model)
+        self.saved_bytes: dict[str, int] = dict(self.activations.saved_bytes)
+        # In their order, but for the last one, each leaves before the second one behind it.
+        names = list(self.saved_bytes)
+        self.leaving = dict(zip(names[:-1], [*names[2:], None], strict=True))
+        self.activations.set_plan(self.leaving, fetch_ahead, is_measuring=False)
+
+    def measure(self, model: nn.Module) -> bool:
+        """Measure a pass; whether it does not count."""
         self.activations.begin_step()
         self.activations.set_plan({}, 1, is_measuring=True)
         model(batch(9))
-        assert not self.activations.is_unusual
-        self.saved_bytes = dict(self.activations.saved_bytes)
-        # In their order, but for the last one, each leaves before the second one behind it.
-        names = list(self.saved_bytes)
-        leaving = dict(zip(names[:-1], [*names[2:], None], strict=True))
-        self.activations.set_plan(leaving, fetch_ahead, is_measuring=False)
-        self.leaving = leaving
+        return self.activations.is_unusual
 
 
 @pytest.mark.parametrize("fetch_ahead", [0, 1, 3])
@@ -208,7 +212,8 @@ class Keeping(Whole):
     """Keeps what each word has made."""
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        h, self.made = torch.zeros(ROWS, WIDTH), []
+        h = torch.zeros(ROWS, WIDTH)
+        self.made: list[torch.Tensor] = []
         for word in words:
             h = torch.tanh(h @ self.weight + word)
             self.made.append(h if len(self.made) % 2 else h.exp())
@@ -307,6 +312,34 @@ def test_nothing_lives_longer_than_the_graph() -> None:
 
 
 # ------------------------------------------------------------------ a plan
+
+
+@pytest.mark.parametrize(
+    ("made_in", "freed_before", "names"),
+    [
+        (5, 1, ("c", "a")),
+        (4, 2, ("a", "b")),  # where "b" is reached, its last stretch begins
+        (2, 3, ("a", "b")),
+        (1, 4, ("a", "b")),
+        (None, 6, (None, None)),
+    ],
+)
+def test_slots_are_made_and_freed_where_blocks_begin(
+    made_in: int | None, freed_before: int, names: tuple[str | None, str | None]
+) -> None:
+    order = ["", "a", "b", "b..2", "b..3", "c"]
+    plan = SimpleNamespace(
+        temporary=[TemporarySlot(made_in, freed_before)],
+        left_before={},
+        returning_gradients={},
+        **dict.fromkeys(("resident", "copied_gradients", "hosts"), ()),
+        **dict.fromkeys(("fetch_ahead", "slots"), 2),
+        stages_operands=False,
+    )
+    units = [SimpleNamespace(name=name) for name in order]
+    whole: Any = SimpleNamespace(stream=plan, units=units, recomputed=(), left_out=frozenset())
+    temporary = NamedPlan.of(whole, 1).temporary
+    assert (temporary.made_in, temporary.freed_before) == ((names[0],), (names[1],))
 
 
 def train_within(share: float, budget_of: int | None) -> tuple[dict[str, Any], list[bytes]]:

@@ -321,9 +321,10 @@ def streamed_step(
             "'forward': units cannot be told apart"
         )
     names = _UnitNames(trace)
-    unit, order = _units_of_phases(trace, kind, names)
+    block, blocks = _units_of_phases(trace, kind, names)
     starts, ends = _batches(kind)
-    unit, order, is_cut = _with_stretches(trace, policy, unit, kind, starts, ends, list(order))
+    unit, order, is_cut = _with_stretches(trace, policy, block, kind, starts, ends, list(blocks))
+    block = np.array([order[name] for name in blocks], np.int64)[block]
     duration_s = require_durations(trace)
     count, batches = len(order), len(starts)
 
@@ -344,7 +345,7 @@ def streamed_step(
         np.bincount(unit[where], duration_s[where], count) / batches for where in in_pass
     )
     update_s, unowned_s = _updates(trace, kind == _STEP, tensor_unit, duration_s, count)
-    can_leave = _leaving_weights(trace, policy, tensor_unit, unit, kind, in_backward)
+    can_leave = _leaving_weights(trace, policy, tensor_unit, block, kind, in_backward)
     weights = _weight_units(trace, can_leave, tensor_unit, kind, order)
     live = live_bytes(trace, np.where(streamed | can_leave, 0, trace.tensor_bytes))
     held, freed = _gradient_lifetimes(np.where(state_bytes > 0, gradient_bytes, 0), in_backward)
@@ -485,10 +486,10 @@ def _with_stretches(
             entered.add(name)
             current = cuts.get(name, {}).get(number, current)
             found[phase] = order.setdefault(current, len(order))
-    phase, tensor = phase_of_access(trace), trace.access_tensor
-    is_use = (kind[phase] == _BACKWARD) & (saved_in[tensor] >= 0)
+    user, used = phase_of_access(trace), trace.access_tensor
+    is_saved = (kind[user] == _BACKWARD) & (saved_in[used] >= 0)
     reached = np.full(trace.phase_count, len(order), np.int64)
-    np.minimum.at(reached, phase[is_use], found[saved_in[tensor[is_use]]])
+    np.minimum.at(reached, user[is_saved], found[saved_in[used[is_saved]]])
     last = len(order) - 1
     for number in np.flatnonzero(kind == _BACKWARD).tolist():
         is_first = number > 0 and kind[number - 1] == _FORWARD

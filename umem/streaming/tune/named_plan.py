@@ -66,8 +66,14 @@ class NamedPlan:
         def name_before(number: int) -> str | None:
             return order[number] if number < len(order) else None
 
-        made_in = [slot.made_in for slot in plan.temporary]
-        # Slots are made and freed where blocks begin.
+        cut = {block_of(name) for name in order if block_of(name) != name}
+
+        def made_in(number: int | None) -> str | None:
+            """The block whose backward pass begins with the unit's, or next; None for the step."""
+            before = order[: 0 if number is None else number + 1]
+            found = (name for name in reversed(before) if block_of(name) not in cut)
+            return next(filter(None, found), None)
+
         freed_before = [name_before(slot.freed_before) for slot in plan.temporary]
         return cls(
             copied={order[n]: name_before(left) for n, left in plan.left_before.items()},
@@ -82,7 +88,7 @@ class NamedPlan:
             slots=1 if len(plan.resident) == len(units) else plan.slots,
             stages_operands=plan.stages_operands,
             temporary=TemporaryPlan(
-                tuple(None if n is None else block_of(order[n]) for n in made_in),
+                tuple(made_in(slot.made_in) for slot in plan.temporary),
                 tuple(None if name is None else block_of(name) for name in freed_before),
                 batches,
             ),
