@@ -76,8 +76,9 @@ class HostBesideMover(LazyMover):
 class MeasuredRoom(WallClock, DeviceRoom):
     """A device with the memory that a meter counts, and a clock that ticks when it is read."""
 
-    def __init__(self, meter: MemoryMeter, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+    def __init__(self, meter: MemoryMeter, limit_bytes: int, slack_bytes: int) -> None:
+        self.budget_bytes = limit_bytes + slack_bytes
+        self._limit_bytes = limit_bytes
         self._meter = meter
         self._now = 0
 
@@ -93,8 +94,8 @@ class MeasuredRoom(WallClock, DeviceRoom):
         """Nothing is at home."""
 
     def spilled_bytes(self) -> int:
-        """Nothing is spilled."""
-        return 0
+        """What the fullest moment of the step had beyond the limit."""
+        return max(0, self._meter.most_bytes - self._limit_bytes)
 
     def trim(self) -> None:
         """Nothing is cached."""

@@ -54,6 +54,9 @@ _NOTHING: Mapping[str, str | None] = MappingProxyType({})
 
 _NO_CUTS: Mapping[int, str] = MappingProxyType({})
 
+_MUCH_LONGER = 1.5
+"""A pass that saves so many times as many tensors as the one by which it is cut is cut anew."""
+
 _Part = tuple[object, range | None]
 """A group of the store, and ordinals in it; None for all."""
 
@@ -208,10 +211,14 @@ class CopiedActivations(Listener):
         """Of the blocks whose calls may run twice."""
         self.is_unusual = False
         """Whether this step is unlike later ones: some calls run twice, or cuts were found."""
+        self.has_cut = False
+        """Whether cuts were found in this step: later ones have other units."""
         self.stretch: str | None = None
         """The unit in which a pass that is cut is, forward or backward."""
         self.on_stretch: Callable[[], None] = _do_nothing
         """Called where a stretch begins that does not begin with a block."""
+        self._cut_saves = 0
+        """Tensors that were saved in the pass by which it is cut."""
         self._cuts: Cuts | None = None
         """None until a pass was measured; empty where blocks do as units."""
         self.saved_bytes: dict[str, int] = {}
@@ -298,7 +305,7 @@ class CopiedActivations(Listener):
     def begin_step(self) -> None:
         """Count what is away from now on; nothing is between steps."""
         self._released_bytes, self._returned_bytes = 0, self._store.statistics.bytes_in
-        self.is_unusual = False
+        self.is_unusual = self.has_cut = False
 
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
@@ -354,19 +361,22 @@ class CopiedActivations(Listener):
             count = forward.counts[name]
             forward.counts[name] += 1
             if count in cuts:
-                self._cut(forward, name, cuts[count], key)
+                self._cut(forward, name, count, key)
             return forward.before_use
 
         return self._store.open_group(key, before_save=before_save)
 
     # ------------------------------------------------------------------ a pass that is cut
 
-    def _cut(self, forward: _Pass, block: str, name: str, key: object) -> None:
+    def _cut(self, forward: _Pass, block: str, count: int, key: object) -> None:
         """Begin a stretch with the next tensor of an open group."""
         try:
+            assert self._cuts is not None
+            name = self._cuts[block][count]
             self._begin_stretch(forward, name, name in self._copied)
             new = object()
             self._store.split_group(key, new)
+            forward.groups[new] = block, count
             if block == NO_BLOCK:
                 forward.model_key, forward.taken = new, 0
             elif forward.stretch is not None:
@@ -557,9 +567,14 @@ class CopiedActivations(Listener):
                 stretch.saved_bytes += sum(size for size, is_free in sizes.values() if is_free)
 
     def _finds_cuts(self, forward: _Pass) -> bool:
-        """Look for the stretches of later passes, once, by what this one has saved."""
-        if self._cuts is not None or self.is_unusual:
+        """Look for the stretches of later passes, by what this one has saved.
+
+        Once, and anew where a pass has become much longer.
+        """
+        if self.is_unusual or not (self._cuts is None or self._has_outgrown_cuts(forward)):
             return False
+        if self._cuts is None:
+            forward.counts[NO_BLOCK] = self._store.saved_count(forward.model_key)
         saves, seen = list[Save](), set[object]()
         parts = [part for call in forward.calls for part in call.parts]
         for key, ordinals in [*parts, *forward.take_between()]:
@@ -567,11 +582,15 @@ class CopiedActivations(Listener):
             sizes = self._store.saved_sizes(key, ordinals, seen)
             saves += [Save(block, before + ordinal, size) for ordinal, (size, _) in sizes.items()]
         if saves:
-            self._cuts = find_cuts(saves)
-        self.is_unusual = bool(self._cuts)
-        for block in self._cuts or ():  # a part of its call cannot run twice
-            self.proofs.pop(block, None)
-        return self.is_unusual
+            was_cut = bool(self._cuts)
+            self._cuts, self._cut_saves = find_cuts(saves), forward.counts.total()
+            self.is_unusual = self.has_cut = was_cut or bool(self._cuts)
+            for block in self._cuts:  # a part of its call cannot run twice
+                self.proofs.pop(block, None)
+        return self.has_cut
+
+    def _has_outgrown_cuts(self, forward: _Pass) -> bool:
+        return bool(self._cuts) and forward.counts.total() > _MUCH_LONGER * self._cut_saves
 
     def _end_measuring(self, forward: _Pass, output: object) -> None:
         for call in forward.calls:

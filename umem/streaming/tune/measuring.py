@@ -120,6 +120,8 @@ class Measuring:
         """Count a step, if it could be measured; returns whether the round is complete."""
         # A call that was run twice to prove something took time and memory.
         is_unusual = self._activations is not None and self._activations.is_unusual
+        if self._activations is not None and self._activations.has_cut:
+            self._steps.forget()  # those were of other units
         self._begin_step()
         if figures is None or is_unusual:
             return False
