@@ -32,7 +32,7 @@ WITHOUT_OPTIMIZER = ("lstm_by_hand",)
 SEARCHES = "residual_net_search"
 """On the CPU the same as without the search."""
 
-FEW_WEIGHTS = ("lstm", "graph_net", "gan")
+FEW_WEIGHTS = ("lstm", "cells", "graph_net", "gan")
 """Two slots are no smaller than all of them: they stay where they are."""
 
 WAYS: dict[str, Callable[[], Streams]] = {

@@ -37,11 +37,14 @@ def saves(*units: tuple[str, int]) -> list[Save]:
     found: list[Save] = []
     for block, count in units:
         before = sum(it.block == block for it in found)
-        found += [Save(block, before + number, 10) for number in range(count)]
+        found += [Save(block, block, before + number, 10) for number in range(count)]
     return found
 
 
 def test_blocks_do_as_units_where_none_saves_more_than_all_others() -> None:
+    # As the inputs that checkpoints of blocks keep, which the model itself saves.
+    inputs = [Save(block, "", number, 10) for number, block in enumerate("abc")]
+    assert find_cuts(inputs) == {}
     assert find_cuts(saves(("a", 8), ("b", 8))) == {}
     assert find_cuts([]) == {}
 
@@ -64,7 +67,7 @@ def test_later_calls_and_the_model_itself_count_for_the_stretch_that_began_last(
 
 
 def test_one_tensor_that_is_larger_than_a_stretch_is_a_stretch() -> None:
-    every = [Save("a", 0, 1), Save("a", 1, 100), Save("a", 2, 1)]
+    every = [Save("a", "a", number, size) for number, size in enumerate((1, 100, 1))]
     assert find_cuts(every) == {"a": {1: "a..2", 2: "a..3"}}
 
 

@@ -472,7 +472,10 @@ def _with_stretches(
         return found
 
     cuts = find_cuts(
-        (Save(name, number, int(size_bytes[phase])) for phase, name, number in places(0, ends[0])),
+        (
+            Save(name, name, number, int(size_bytes[phase]))
+            for phase, name, number in places(0, ends[0])
+        ),
         outside=names[0],
     )
     if not cuts:

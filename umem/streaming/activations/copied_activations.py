@@ -45,7 +45,7 @@ from umem.streaming.activations.repeatable import (
     is_plain,
     watch,
 )
-from umem.streaming.plan.stretches import Cuts, Save, find_cuts
+from umem.streaming.plan.stretches import Cuts, Save, block_of, find_cuts
 from umem.torch_compat import compiled_call
 
 __all__ = ["CopiedActivations", "is_compiled"]
@@ -127,6 +127,15 @@ class _Pass:
         """Whether the backward pass tells when it reaches the last call."""
         self._store = store
         self._fetch_ahead = fetch_ahead
+
+    def begin_stretch(self, stretch: _Stretch, before_use: Callable[[], None]) -> None:
+        """Begin a stretch of a pass that is cut."""
+        self.stretch, self.before_use = stretch, before_use
+
+    def end_stretch(self) -> _Stretch | None:
+        """End it; nothing of the pass refers to the pass any more."""
+        stretch, self.stretch, self.before_use = self.stretch, None, None
+        return stretch
 
     def take_between(self) -> list[_Part]:
         """What the model has saved since the last call of this method."""
@@ -388,13 +397,14 @@ class CopiedActivations(Listener):
     def _begin_stretch(self, forward: _Pass, name: str, is_copied: bool) -> None:
         self._end_stretch(forward)
         self._release(forward, name)
-        forward.stretch = _Stretch(name, is_copied, self._copied.get(name))
-        forward.before_use = partial(self._reach, forward, len(forward.calls), name)
+        stretch = _Stretch(name, is_copied, self._copied.get(name))
+        before_use = partial(self._reach, forward, len(forward.calls), name)
+        forward.begin_stretch(stretch, before_use)
         self.stretch = name
 
     def _end_stretch(self, forward: _Pass) -> None:
         """Start the copy of what the stretch has saved."""
-        stretch, forward.stretch = forward.stretch, None
+        stretch = forward.end_stretch()
         if stretch is None:
             return
         stretch.parts += forward.take_between()
@@ -502,7 +512,6 @@ class CopiedActivations(Listener):
         if failed:
             return
         self._end_stretch(forward)
-        forward.before_use = None  # which holds the pass
         self._release(forward, None)
         forward.watch(tensors_in(output), self._errors)
         if self._is_measuring:
@@ -576,11 +585,16 @@ class CopiedActivations(Listener):
         if self._cuts is None:
             forward.counts[NO_BLOCK] = self._store.saved_count(forward.model_key)
         saves, seen = list[Save](), set[object]()
-        parts = [part for call in forward.calls for part in call.parts]
-        for key, ordinals in [*parts, *forward.take_between()]:
-            block, before = forward.groups[key]
-            sizes = self._store.saved_sizes(key, ordinals, seen)
-            saves += [Save(block, before + ordinal, size) for ordinal, (size, _) in sizes.items()]
+        last = forward.calls[-1].name if forward.calls else NO_BLOCK
+        rest = _Stretch(last, False, None, forward.take_between())
+        for stretch in (*forward.calls, rest):
+            for key, ordinals in stretch.parts:
+                block, before = forward.groups[key]
+                sizes = self._store.saved_sizes(key, ordinals, seen)
+                saves += [
+                    Save(block_of(stretch.name), block, before + ordinal, size_bytes)
+                    for ordinal, (size_bytes, _) in sizes.items()
+                ]
         if saves:
             was_cut = bool(self._cuts)
             self._cuts, self._cut_saves = find_cuts(saves), forward.counts.total()

@@ -29,6 +29,8 @@ pass when a stretch begins, with the name of the stretch."""
 class Save(NamedTuple):
     """A tensor that autograd saves, in the order of the forward pass."""
 
+    unit: str
+    """The block that it counts for while blocks are the units."""
     block: str
     """The block in whose call it is saved, or the model outside of blocks."""
     number: int
@@ -51,8 +53,8 @@ def find_cuts(saves: Iterable[Save], outside: str = "") -> Cuts:
     units: list[list[Save]] = [[]]
     seen = {outside}
     for save in saves:
-        if save.block not in seen:
-            seen.add(save.block)
+        if save.unit not in seen:
+            seen.add(save.unit)
             units.append([])
         units[-1].append(save)
     sizes = [sum(save.size_bytes for save in its) for its in units]
