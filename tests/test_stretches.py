@@ -13,6 +13,7 @@ from activation_chain import LazyMover
 from lazy_lanes import HostStateMemory, LazyLanes
 from measured_memory import HostBesideMover, MeasuredRoom, MemoryMeter
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
 from umem.hardware import load_hardware
@@ -294,6 +295,58 @@ def test_memory_goes_before_the_pass_ends_and_comes_back_stretch_by_stretch() ->
     (all_forward, all_backward), (forward, backward) = peaks
     assert forward < all_forward / 2
     assert backward < 0.55 * all_backward
+
+
+class LargeEnd(nn.Module):
+    """Blocks in a chain, perhaps within checkpoints; what comes behind them saves most."""
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(layers)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.stem(words[0])
+        for layer in self.layers:
+            if self.use_reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x + 1, use_reentrant=self.use_reentrant)  # type: ignore[no-untyped-call]
+        for word in words:
+            x = torch.tanh(x * word.exp())
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_blocks_run_twice_in_a_pass_that_is_cut(use_reentrant: bool | None) -> None:
+    def made() -> LargeEnd:
+        torch.manual_seed(0)
+        return LargeEnd(use_reentrant)
+
+    model, store = made(), ActivationStore("cpu", LazyMover(), min_bytes=64)
+    activations = CopiedActivations(
+        model, find_blocks(model, None), store, _raise, may_recompute=True
+    )
+    found = []
+    for number in range(3):
+        activations.begin_step()
+        activations.set_plan({}, 1, is_measuring=True)
+        train(model, batch(number))
+        found.append((activations.is_unusual, activations.has_cut))
+    assert found == [(True, False), (True, True), (False, False)], "proofs, cuts, figures"
+    if use_reentrant is None:  # umem runs none twice that a checkpoint does
+        assert len(activations.proofs) == 1 + len(model.layers)
+    names = list(activations.saved_bytes)
+    proved = [name for name in names if name in activations.proofs]
+    for again in (proved, proved[:2], []):
+        kept = dict.fromkeys(name for name in names[:-1] if name not in again)
+        recomputed = dict.fromkeys(again)
+        activations.set_plan(kept, 1, is_measuring=False, recomputed=recomputed)
+        model.zero_grad()
+        assert train(model, batch(5)) == train(made(), batch(5))
+    assert store.statistics.bytes_out > 0
 
 
 def test_an_error_at_a_cut_does_not_reach_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
