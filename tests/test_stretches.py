@@ -313,7 +313,7 @@ class LargeEnd(nn.Module):
             if self.use_reentrant is None:
                 x = layer(x)
             else:
-                x = checkpoint(layer, x + 1, use_reentrant=self.use_reentrant)  # type: ignore[no-untyped-call]
+                x = checkpoint(layer, x + 1, use_reentrant=self.use_reentrant)
         for word in words:
             x = torch.tanh(x * word.exp())
         return x
