@@ -39,7 +39,6 @@ EXCEPTIONS = {
     "fit/": "a configuration names the library that quantises its weights",
     "doctor/": "looks at the libraries that are installed",
     "integrations/": "is called by a library",
-    "pages/run/runner.py": "its own `is_paged`",
 }
 
 

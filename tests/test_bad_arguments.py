@@ -15,7 +15,7 @@ import umem
 from umem.capture.offline import script_trace
 from umem.core.errors import PolicyError
 from umem.policy import resolve
-from umem.telemetry import load_recording
+from umem.telemetry import load_run
 from umem.trace import save_trace
 
 
@@ -44,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (lambda: resolve("sft", None), "policy"),  # type: ignore[arg-type]
         (lambda: save_trace(3, "x"), "trace"),  # type: ignore[arg-type]
         (lambda: script_trace(3), "spec"),  # type: ignore[arg-type]
-        (lambda: load_recording(3), "path"),  # type: ignore[arg-type]
+        (lambda: load_run(3), "path"),  # type: ignore[arg-type]
     ],
 )
 def test_an_argument_of_another_type(call: Any, argument: str) -> None:

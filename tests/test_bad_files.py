@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from archives import rewrite
-from small_files import exchange, small_recording, small_trace
+from small_files import (
+    exchange,
+    small_run,
+    small_trace,
+)
 
 from umem.core.errors import HardwareError, PolicyError, TraceError, UmemError
 from umem.hardware import load_hardware
 from umem.policy import load_policy
-from umem.telemetry import load_recording, save_recording
+from umem.telemetry import load_run
 from umem.trace.check import DTYPES
 from umem.trace.file import TraceHeader, load_trace, save_trace
 
@@ -85,12 +89,7 @@ READERS = {
         "t.npz", archive(lambda path: save_trace(small_trace(), path)), load_trace, TraceError
     ),
     "document": Reader("doc.json", document(exchange), load_trace, TraceError),
-    "recording": Reader(
-        "run.npz",
-        archive(lambda path: save_recording(small_recording(), path)),
-        load_recording,
-        UmemError,
-    ),
+    "profile": Reader("run.json", document(small_run), load_run, UmemError),
 }
 
 POLICIES = [
@@ -236,8 +235,10 @@ TRACES = [
     ({"tensor_names": "abc"}, "tensor_names: 'abc': .* valid array"),
     ({"tensor_names": ["a", "b", 3]}, r"tensor_names\[2\]: 3: Input should be a valid string"),
     ({"tensor_bytes": [1, 1]}, "tensor_bytes: 2 entries; it takes 3"),
+    ({"tensor_bytes": np.ones(3)}, "tensor_bytes: of float64; make it int64"),
     ({"tensor_class": [0, 1, 9]}, r"tensor_class\[2\]: 9 is not from 0 to 5"),
     ({"persistent": np.array([2, 0, 0], np.uint8).view(np.bool_)}, "persistent: .* 0 and 1"),
+    ({"first_phase": np.zeros(3, ">i4")}, "first_phase: of >i4; make it int32"),
     ({"flops": [1.0, 0.0, INF]}, r"flops\[2\]: inf is not from 0"),
     ({"access_start": [0, 2, 4, 6]}, r"access_start\[3\]: 6; it is 5"),
     ({"access_start": [0, 2, 5]}, "access_start: 3 entries; it takes 4"),
@@ -299,85 +300,33 @@ DOCUMENTS: list[tuple[tuple[Any, ...], Any, str]] = [
 ]
 """Place in a document, what is put there, and what is said of it."""
 
-COPY = {
-    "direction": "to_host",
-    "cause": "copy",
-    "tensor_class": "weights",
-    "bytes": 5,
-    "seconds": 1e-3,
-    "count": 1,
-}
-
-RECORDINGS = [
+RUNS = [
     ({"format": "umem-profile/9"}, "is of a newer umem"),
-    ({"format": "umem-profile/3"}, "is of an older umem"),
+    ({"format": "umem-profile/4"}, "is of an older umem"),
     ({"format": "umem-plan/1"}, "is not a profile of umem"),
-    (put(("cause",), GONE), "cause: missing"),
+    (put(("steps",), GONE), "steps: missing"),
     ({"extra": 1}, "extra: unknown key"),
+    ({"steps": []}, "steps: []: "),
+    ({"dropped": -1}, "dropped: not all numbers are from 0"),
+    ({"duration_s": True}, "duration_s: true: "),
+    ({"step_start_s": [0]}, "step_start_s: 1 for 2 steps"),
+    (put(("steps", 0, "source"), "guess"), "steps[0].source: 'guess': Input should be 'driver', "),
+    (put(("steps", 0, "notes"), ["x", 5]), "steps[0].notes[1]: 5: Input should be a valid string"),
+    (put(("steps", 0, "workload"), "\ud800"), "not valid JSON"),
+    (put(("steps", 0, "ideal_s"), "1"), "steps[0].ideal_s: '1': "),
+    (put(("steps", 0, "step_s"), NAN), "steps[0].step_s: "),
+    (put(("steps", 0, "step_s"), 1e300), "steps: not all numbers are from 0"),
+    (put(("steps", 0, "traffic", 0, "bytes"), 2**60), "steps: not all numbers are from 0"),
+    (put(("steps", 1, "hints", "uses"), GONE), "steps[1].hints.uses: missing"),
+    (put(("steps", 1, "hints", "refused"), 1.5), "steps[1].hints.refused: 1.5: "),
+    (put(("steps", 1, "hints", "uses", 0, "op"), "guess"), "steps[1].hints.uses[0].op: 'guess': "),
     (
-        {"source": "guess"},
-        "source: 'guess': Input should be 'driver', 'driver_only', 'cupti', 'hints' or",
+        put(("steps", 1, "traffic", 0, "tensor_class"), "weight"),
+        "steps[1].traffic[0].tensor_class: 'weight': ",
     ),
-    ({"kind": [0, 7]}, "kind[1]: 7 is not from 0 to 6"),
-    ({"kind": [0]}, "start_ns: 2 entries; it takes 1"),
-    ({"cause": [2, 9]}, "cause[1]: 9 is not from 0 to 5"),
-    ({"start_ns": [-1, 3]}, "start_ns[0]: -1 is not from 0"),
-    ({"start_ns": [16, 15]}, "start_ns[1]: 15 is before the one in front"),
-    ({"start_ns": [0, 2**53 + 1]}, "start_ns[1]: 9007199254740993 is not from 0"),
-    ({"end_ns": [9, 30]}, "end_ns[0]: 9 is not from 0 to 4398046511103 after its start"),
-    ({"end_ns": [2**50, 30]}, "end_ns[0]: 1125899906842624 is not"),
-    ({"end_ns": [-(2**63), 30]}, "end_ns[0]: -9223372036854775808 is not from 0"),
-    ({"bytes": [64, 2**62]}, "bytes[1]"),
-    ({"tensor": [1, -1]}, "tensor[0]: 1 is not from -1 to 0"),
-    ({"tensor_class": [0, 6]}, "tensor_class[1]: 6 is not from -1 to 5"),
-    ({"step_start_ns": [0, 400]}, "step_start_ns[1]: 400 is before the last end"),
-    ({"step_end_ns": [500, 499]}, "step_end_ns[1]: 499 is before its start"),
-    ({"step_end_ns": [500]}, "step_end_ns: 1 entries; it takes 2"),
-    ({"phases": [{"name": "x"}]}, "phases[0].start_ns: missing"),
-    ({"phases": [{"name": "x", "start_ns": 5, "end_ns": 4}]}, "phases[0]: 5 to 4 is no time"),
-    (
-        {"phases": [{"name": "x", "start_ns": 0, "end_ns": 2**53 + 1}]},
-        "phases[0]: 0 to 9007199254740993 is no time",
-    ),
-    ({"dropped": -1}, "dropped: -1: "),
-    ({"duration_ns": True}, "duration_ns: true: "),
-    ({"ideal_s": 0}, "ideal_s: 0: "),
-    ({"hints": [None]}, "hints: 1 entries for 2 steps"),
-    ({"hints": [None, {"refused": 1}]}, "hints[1].uses: missing"),
-    (put(("hints", 1, "refused"), -1), "hints[1]: -1 is not from 0"),
-    (put(("hints", 1, "refused"), 1.5), "hints[1].refused: 1.5: "),
-    (put(("hints", 1, "uses", 0, "op"), "guess"), "hints[1].uses: 'guess' is none of"),
-    (
-        put(("hints", 1, "uses", 0, "tensor_class"), "weight"),
-        "hints[1].uses[0].tensor_class: 'weight': ",
-    ),
-    (put(("hints", 1, "uses", 0, "late"), -1), "hints[1]: -1 is not from 0"),
-    (put(("hints", 1, "uses", 0, "late_s"), 1e300), "hints[1]: 1e+300 is not from 0"),
-    ({"copies": [[]]}, "copies: 1 entries for 2 steps"),
-    ({"copies": [[], [COPY | {"bytes": -1}]]}, "copies[1]: -1 is not from 0"),
-    ({"copies": [[], [COPY | {"count": 2**60}]]}, f"copies[1]: {2**60} is not from 0"),
-    ({"copies": [[COPY | {"seconds": 1e300}], []]}, "copies[0]: 1e+300 is not from 0"),
-    ({"residency_ns": [-5]}, "residency_ns[0]: -5 is not from 0"),
-    ({"residency_ns": []}, "resident_bytes: 6 entries; it takes 0"),
-    ({"resident_bytes": [0] * 5 + [-1]}, "resident_bytes[5]: -1 is not from 0"),
-    (put(("share_tensor_class",), GONE), "share_tensor_class: missing"),
-    ({"share_bytes": [4, 4]}, "share_bytes: 2 entries; it takes 1"),
-    ({"share_record": [2]}, "share_record[0]: 2 is not from 0 to 1"),
-    ({"share_record": [1]}, "share_record[0]: 1 is a record of no transfer"),
-    ({"share_bytes": [0]}, "share_bytes[0]: 0 is not from 1"),
-    ({"share_bytes": [65]}, "share_bytes[0]: 65 is more than its transfer has"),
-    ({"share_tensor_class": [6]}, "share_tensor_class[0]: 6 is not from -1 to 5"),
-    ({"share_tensor": [1]}, "share_tensor[0]: 1 is not from -1 to 0"),
-    ({"residency_ns": [5, 4], "resident_bytes": [0] * 12}, "residency_ns[1]: 4 is before"),
-    (
-        {
-            "share_record": [1, 0],
-            "share_bytes": [1, 1],
-            "share_tensor_class": [0, 0],
-            "share_tensor": [0, 0],
-        },
-        "share_record[1]: 0 is before the one in front",
-    ),
+    (put(("tensors", 0, "count"), -1), "tensors: not all numbers are from 0"),
+    (put(("residency", "time_ns"), []), "residency: not 6 sizes for each"),
+    (put(("residency", "resident_bytes", 0), [1]), "residency: not 6 sizes for each"),
 ]
 
 
@@ -400,8 +349,8 @@ def cases() -> Iterator[tuple[str, Any, str]]:
         yield "document", put(where, value) if where else value, f": {says}"
     for change, says in TRACES:
         yield "trace", change, f": .*{says}"
-    for change, says in RECORDINGS:
-        yield "recording", change, ": .*" + re.escape(says)
+    for change, says in RUNS:
+        yield "profile", change, ": .*" + re.escape(says)
 
 
 @pytest.mark.parametrize(("reader", "change", "says"), list(cases()))

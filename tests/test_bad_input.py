@@ -255,7 +255,7 @@ def test_ctrl_c_ends_the_demo(run: Run, monkeypatch: pytest.MonkeyPatch, place: 
     monkeypatch.setattr(demo, "show_replay", lambda _: print("went on"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: place == "subprocess.run")
     if place == "umem_command":
-        monkeypatch.setattr("umem.cli.fit.load_hardware", interrupted)
+        monkeypatch.setattr("umem.cli.fit.load_hardware", interrupted, raising=False)
     else:
         monkeypatch.setattr(f"demo.{place}", interrupted)
     status, text, errors = run("demo")
@@ -420,6 +420,7 @@ def test_a_table_is_wider_than_the_terminal_rather_than_cut(
             "pip install --editable '{folder}[plots]'",
         ),
         ({"url": "file://{folder}", "dir_info": {}}, "pip install '{folder}[plots]'"),
+        ({"url": "file://{folder}/umem.whl"}, "pip install '{folder}/umem.whl[plots]'"),
         ({"url": "file:///gone"}, "pip install '.[plots]' in a checkout of umem"),
         (None, "pip install '.[plots]' in a checkout of umem"),
     ],
@@ -427,7 +428,11 @@ def test_a_table_is_wider_than_the_terminal_rather_than_cut(
 def test_the_command_that_installs_an_extra(
     noted: dict[str, Any] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the place that umem came from, and from no index, which has none."""
+    """From the place that umem came from, and from no index, which has none.
+
+    To build it again takes its sources.
+    """
+    (tmp_path / "umem.whl").touch()
     text = None if noted is None else json.dumps(noted).replace("{folder}", str(tmp_path))
 
     class Distribution:
@@ -438,5 +443,7 @@ def test_the_command_that_installs_an_extra(
     _origin.cache_clear()
     try:
         assert install_command("plots") == command.format(folder=tmp_path)
+        built = "pip install '.[plots]' in a checkout of umem" if ".whl" in command else command
+        assert install_command("plots", builds=True) == built.format(folder=tmp_path)
     finally:
         _origin.cache_clear()

@@ -100,8 +100,6 @@ def test_a_plan_says_why_a_tensor_was_evicted(run: Run, layers: str) -> None:
     assert data["reasons"][waits["reason"]]["weights"]["count"] > 0
     _, output, _ = run(*arguments)
     assert re.search(r"^tensor 0 +layer 0 +layer 0 +leaves", output, re.MULTILINE)
-    assert re.search(r"^with 1 GiB more of budget: 64 ms", output, re.MULTILINE)
-    assert data["limits"]["step_with_1_gib_more_s"] == pytest.approx(data["limits"]["ideal_s"])
 
     of_class = planned(run, *arguments[:-1], "weights")
     assert {it["tensor"] for it in of_class["decisions"]} == {

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from archives import rewrite
 from command_line import Run, umem_command
 from recordings import Row, make_recording, records_of
 
 from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse
-from umem.telemetry import Recording, load_recording, measured_row, save_recording
-from umem.telemetry.records import NamedRange, Residency
+from umem.telemetry import MeasuredRun, load_run, measured_row, run_of, save_run
+from umem.telemetry.records import Residency
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -30,19 +29,19 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return partial(umem_command(monkeypatch, capsys), "report")
 
 
-def recording(workload: str = "finetune", **changes: Any) -> Recording:
+def recorded(workload: str = "finetune", **changes: Any) -> MeasuredRun:
     """Two steps of 1 ms: faults and hints to the device, an eviction, a copy and a memory set."""
     rows: list[Row] = [
-        (0, 10_000, 60_000, 4096, 2 * MIB, 0, 2, 0, 0),
-        (3, 9_000, 9_500, 4096, 0, 4, 0, 1, 0),
-        (0, 100_000, 140_000, 8192, MIB, 0, 1, 0, 0),
-        (5, 300_000, 310_000, 0, 512, 0, 0, 0, 1),
-        (6, 400_000, 401_000, 0, 256, 0, 0, 0, 0),
-        (0, 1_010_000, 1_060_000, 4096, 2 * MIB, 0, 2, 0, 0),
-        (1, 120_000, 200_000, 4096, MIB // 2, 0, 4, 0, 0),
-        (1, 1_020_000, 1_100_000, 4096, MIB // 2, 0, 4, 0, 0),
-        (0, 1_100_000, 1_140_000, 8192, MIB, 0, 1, 0, 0),
-        (4, 1_500_000, 1_500_000, 4096, 0, 1, 0, 2, 0),
+        (0, 10_000, 60_000, 4096, 2 * MIB, 0, 2),
+        (3, 9_000, 9_500, 4096, 0, 4, 0),
+        (0, 100_000, 140_000, 8192, MIB, 0, 1),
+        (5, 300_000, 310_000, 0, 512, 0, 0),
+        (6, 400_000, 401_000, 0, 256, 0, 0),
+        (0, 1_010_000, 1_060_000, 4096, 2 * MIB, 0, 2),
+        (1, 120_000, 200_000, 4096, MIB // 2, 0, 4),
+        (1, 1_020_000, 1_100_000, 4096, MIB // 2, 0, 4),
+        (0, 1_100_000, 1_140_000, 8192, MIB, 0, 1),
+        (4, 1_500_000, 1_500_000, 4096, 0, 1, 0),
     ]
     rows.sort(key=lambda row: row[1])
     classes = {(0, 2): 0, (0, 1): 3, (3, 0): 0, (1, 4): -1, (4, 0): 3}
@@ -50,23 +49,23 @@ def recording(workload: str = "finetune", **changes: Any) -> Recording:
     fields = {
         "workload": workload,
         "tensor_names": ("model.layers.0.weight",),
-        "phases": (NamedRange("forward", 0, 500_000), NamedRange("inner", 100_000, 200_000)),
     }
-    return make_recording(
+    made = make_recording(
         rows,
         [(it, 0 if it == 0 else -1) for it in found],
         [(0, 1_000_000), (1_000_000, 2_000_000)],
         **{**fields, **changes},
     )
+    return run_of(made)
 
 
 def saved(path: Path, **changes: Any) -> Path:
-    save_recording(recording(**changes), path)
+    save_run(recorded(**changes), path)
     return path
 
 
 def test_tables(run: Run, tmp_path: Path) -> None:
-    code, out, err = run(saved(tmp_path / "run.npz"))
+    code, out, err = run(saved(tmp_path / "run.json"))
     assert (code, err) == (0, "")
     assert "finetune on NVIDIA H200, policy sft, measured" in out
     assert re.search(r"median step of 2, ms +1\.000", out)
@@ -78,19 +77,17 @@ def test_tables(run: Run, tmp_path: Path) -> None:
 
 
 def test_json_rows(run: Run, tmp_path: Path) -> None:
-    paths = [saved(tmp_path / f"{name}.npz", workload=name) for name in ("one", "two")]
+    paths = [saved(tmp_path / f"{name}.json", workload=name) for name in ("one", "two")]
     code, out, _ = run(*paths, "--json")
     assert code == 0
-    assert json.loads(out) == {"results": [measured_row(load_recording(path)) for path in paths]}
+    assert json.loads(out) == {"results": [measured_row(load_run(path)) for path in paths]}
 
 
 def test_a_run_without_records(run: Run, tmp_path: Path) -> None:
     path = saved(
-        tmp_path / "run.npz",
+        tmp_path / "run.json",
         source="none",
         records=records_of([]),
-        tensor_class=np.zeros(0, np.int8),
-        tensor=np.zeros(0, np.int32),
         notes=("memory operations were not recorded: no CUPTI",),
     )
     pictures = tmp_path / "pictures"
@@ -105,13 +102,13 @@ def test_a_run_without_records(run: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.slow
 def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
-    path = with_hints(tmp_path / "run.npz")
+    path = with_hints(tmp_path / "run.json")
 
-    def change(content: dict[str, Any]) -> None:
-        content["workload"] = content["hardware"] = content["policy"] = EVIL
-        content["tensor_names"] = content["notes"] = [EVIL]
-
-    rewrite(path, change)
+    content = json.loads(path.read_text())
+    for step in content["steps"]:
+        step.update(workload=EVIL, hardware=EVIL, policy=EVIL, notes=[EVIL])
+    content["tensors"] = [{"name": EVIL, "tensor_class": "other", "bytes": 1, "count": 1}]
+    path.write_text(json.dumps(content))
     code, out, _ = run(path, "--plot", tmp_path / "pictures")
     assert code == 0
     assert "\x1b" not in out
@@ -121,8 +118,8 @@ def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["missing.npz"], "missing.npz: cannot be read"),
-        (["{run}", "broken.json"], "broken.json: not an .npz archive"),
+        (["missing.json"], "missing.json: cannot be read"),
+        (["{run}", "broken.json"], "broken.json: not valid JSON"),
         (["{run}", "--plot", "{run}"], "--plot: "),
     ],
 )
@@ -130,14 +127,14 @@ def test_bad_input_ends_with_status_2(
     arguments: list[str], said: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = saved(tmp_path / "run.npz")
+    path = saved(tmp_path / "run.json")
     (tmp_path / "broken.json").write_text("hello")
     code, out, err = run(*(it.replace("{run}", str(path)) for it in arguments))
     assert code == 2
     assert out == ""
     assert err.startswith("umem: ")
     assert said in err
-    assert sorted(it.name for it in tmp_path.iterdir()) == ["broken.json", "run.npz"]
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["broken.json", "run.json"]
 
 
 # ------------------------------------------------------------------------- hints and residency
@@ -188,11 +185,11 @@ def with_hints(path: Path, **changes: Any) -> Path:
         **changes,
     }
     rows: list[Row] = [
-        (0, at, at + 50_000, 4096, 2 * MIB, 0, 1, 0, 0) for at in (10_000_000, 110_000_000)
+        (0, at, at + 50_000, 4096, 2 * MIB, 0, 1) for at in (10_000_000, 110_000_000)
     ]
     rows = [] if fields.get("source") == "hints" else rows
     steps = [(0, 100_000_000), (100_000_000, 200_000_000)]
-    save_recording(make_recording(rows, [(3, -1)] * len(rows), steps, **fields), path)
+    save_run(run_of(make_recording(rows, [(3, -1)] * len(rows), steps, **fields)), path)
     return path
 
 
@@ -203,7 +200,7 @@ def by_hints(path: Path) -> Path:
 
 
 def test_tables_of_hints_and_residency(run: Run, tmp_path: Path) -> None:
-    code, out, err = run(with_hints(tmp_path / "run.npz"))
+    code, out, err = run(with_hints(tmp_path / "run.json"))
     assert (code, err) == (0, "")
     for figure, value in (
         ("exposed stall, ms", "20.000"),
@@ -223,7 +220,7 @@ def test_tables_of_hints_and_residency(run: Run, tmp_path: Path) -> None:
 
 
 def test_tables_of_the_hint_engines_counts(run: Run, tmp_path: Path) -> None:
-    code, out, _ = run(by_hints(tmp_path / "run.npz"))
+    code, out, _ = run(by_hints(tmp_path / "run.json"))
     assert code == 0
     assert "note: memory operations were not recorded: CUPTI is taken" in out
     assert "memory operations not recorded, hints as the hint engine counts them" in out
@@ -237,8 +234,8 @@ def test_tables_of_the_hint_engines_counts(run: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_pictures_of_the_data_that_there_is(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
-    paths = [with_hints(tmp_path / f"{name}.npz", workload=f"{name}/..") for name in "ab"]
-    code, out, _ = run(*paths, saved(tmp_path / "bare.npz"), "--plot", folder)
+    paths = [with_hints(tmp_path / f"{name}.json", workload=f"{name}/..") for name in "ab"]
+    code, out, _ = run(*paths, saved(tmp_path / "bare.json"), "--plot", folder)
     assert (code, out.count("wrote ")) == (0, 2)
     assert sorted(it.name for it in folder.iterdir()) == [
         "residency-0-a-.png",
@@ -248,7 +245,7 @@ def test_pictures_of_the_data_that_there_is(run: Run, tmp_path: Path) -> None:
 
 
 def test_json_rows_of_hints_and_residency(run: Run, tmp_path: Path) -> None:
-    code, out, _ = run(by_hints(tmp_path / "run.npz"), "--json")
+    code, out, _ = run(by_hints(tmp_path / "run.json"), "--json")
     assert code == 0
     (row,) = json.loads(out)["results"]
     assert (row["source"], row["um_time_share"], row["ideal_s"]) == ("hints", None, 0.08)

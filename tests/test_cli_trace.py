@@ -152,10 +152,10 @@ def test_a_known_model_is_recorded(run: Run, files: Path, monkeypatch: pytest.Mo
         (["train.py:broken"], "no data here"),
         (["--model", "llama", "--mode", "both"], "--mode: 'both' is not known"),
         (["--show", "three.json", "--hardware", "none-such"], "--hardware: no hardware profile is"),
-        (["--model", "llama-tiny", "--dtype", "fp8"], "--dtype: 'fp8' is not known"),
+        (["--model", "llama-tiny", "--precision", "fp8"], "--precision: 'fp8' is not known"),
         (["train.py:make_step", "-o", "train.py/x.npz"], "train.py is a file and no folder"),
         (["train.py:make_step", "-o", "folder.npz"], "folder.npz is a folder: give the name of a"),
-        (["train.py:make_step", "-o", "x.txt"], "-o: x.txt does not end in .npz: give a"),
+        (["train.py:make_step", "-o", "x.txt"], "--output: x.txt does not end in .npz: give a"),
         (["train.py:make_step", "-o", "nowhere/x.npz"], "there is no folder nowhere: make it"),
     ],
 )

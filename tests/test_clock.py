@@ -122,7 +122,7 @@ def test_a_managed_model_has_one_hook_at_each_end() -> None:
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     training = StreamedTraining(model, optimizer, LazyLanes(model), HostStateMemory())
-    blocks = find_blocks(model, None)
+    blocks = find_blocks(model)
     store = ActivationStore("cpu", min_bytes=0)
     activations = CopiedActivations(model, blocks, store, fail)
     activations.set_plan({blocks[0].name: None}, 1, is_measuring=False)

@@ -80,9 +80,9 @@ class LoggedStore(ActivationStore):
         self.groups: dict[Any, int] = {}
         self.log: list[tuple[str, int]] = []
 
-    def open_group(self, key: Any, chosen: Any = None) -> bool:
+    def open_group(self, key: Any, chosen: Any = None, before_save: Any = None) -> bool:
         self.groups[key] = len(self.groups)
-        return super().open_group(key, chosen)
+        return super().open_group(key, chosen, before_save)
 
     def send(self, key: Any, ordinals: Any = None) -> int:
         return self._noted("send", key, super().send(key, ordinals))
@@ -115,7 +115,7 @@ class Copied:
         on_error: Callable[[Exception], None] = _raise,
     ) -> None:
         self.store = LoggedStore(mover or LazyMover())
-        self.activations = CopiedActivations(model, find_blocks(model, None), self.store, on_error)
+        self.activations = CopiedActivations(model, find_blocks(model), self.store, on_error)
         self.activations.set_plan(copied, fetch_ahead, is_measuring=False)
 
     @property

@@ -168,15 +168,51 @@ def test_gradients_of_chosen_units_are_on_the_host_and_free_the_device() -> None
     assert "layers.0.weight" not in homes(program)
 
 
-def test_later_batches_are_added_on_the_host() -> None:
-    program = copying(LAST)
+def added_to_at_home(program: Any, names: list[str]) -> dict[str, list[bool]]:
+    """For each backward pass, whether autograd has just added to a gradient in host memory."""
+    found: dict[str, list[bool]] = {name: [] for name in names}
+    for name in names:
+        parameter = program.model.get_parameter(name)
+        parameter.register_post_accumulate_grad_hook(
+            lambda it, name=name: found[name].append(program.memory.was_sent_home(it.grad))
+        )
+    return found
+
+
+def test_gradients_come_back_for_later_batches_and_leave_again() -> None:
+    program = copying(UNITS, batches=3)
+    weights = [f"{name}.weight" for name in ("head", "layers.3", "layers.1", "layers.0", "stem")]
+    at_home = added_to_at_home(program, weights)
+    before = None
+    for _ in range(3):
+        program.backward()
+        program.training.gradients.settle()
+        gradient = program.model.head.weight.grad
+        assert before is None or gradient is before
+        before = gradient
+        assert set(weights) <= set(homes(program))
+    assert at_home == {name: [False] * 3 for name in weights}
+
+
+def test_gradients_that_have_no_room_for_a_later_batch_are_added_to_on_the_host() -> None:
+    program = copying(LAST, batches=2)
+    at_home = added_to_at_home(program, ["head.weight"])
     program.backward()
-    before = program.model.head.weight.grad
-    address = before.data_ptr()
+    program.memory.new_on_device = lambda *_: None
     program.backward()
-    assert program.model.head.weight.grad is before
-    assert before.data_ptr() == address
-    assert program.memory.was_sent_home(before)
+    assert at_home == {"head.weight": [False, True]}
+
+
+def test_some_leave_in_the_last_batch_only_and_some_stay_behind_it() -> None:
+    program = copying(
+        LAST, returning={"layers.3": "layers.3"}, batches=3, final_gradients=frozenset(["head"])
+    )
+    found = []
+    for _ in range(3):
+        program.backward()
+        program.training.gradients.settle()
+        found.append([it for it in ("head.weight", "layers.3.weight") if it in homes(program)])
+    assert found == [["layers.3.weight"], ["layers.3.weight"], ["head.weight"]]
 
 
 @pytest.mark.parametrize("batches", [1, 2])

@@ -263,11 +263,6 @@ def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, rem
             "GPU 0 managed memory",
             id="no concurrent access",
         ),
-        pytest.param(
-            {"devices": (replace(H200, discard=False),)},
-            "GPU 0 managed memory",
-            id="no discard",
-        ),
     ],
 )
 def test_what_only_deserves_a_warning(change: dict[str, Any], name: str) -> None:
@@ -483,7 +478,8 @@ class TestFeatures:
         poor = replace(H200, device_index=1, discard=False)
         report = diagnose(replace(HEALTHY, devices=(H200, poor)))
         assert feature(report, "discard").verdict is Verdict.NO
-        assert check(report, "GPU 1 managed memory").status is Status.WARN
+        # umem.cuda has it alone: no run discards anything.
+        assert check(report, "GPU 1 managed memory").status is Status.OK
 
     def test_libraries_that_are_missing(self) -> None:
         """The command that brings them."""
@@ -574,7 +570,7 @@ NO_GPU = replace(HEALTHY, devices=None, devices_error="no CUDA-capable device is
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """`umem doctor` on a machine without a GPU."""
-    monkeypatch.setattr("umem.cli.doctor.collect", lambda: NO_GPU)
+    monkeypatch.setattr("umem.cli.doctor.collect", lambda: NO_GPU, raising=False)
     return partial(umem_command(monkeypatch, capsys), "doctor")
 
 
@@ -587,7 +583,7 @@ def test_json_is_all_that_is_printed(run: Run) -> None:
 
 def test_exit_status_where_the_swap_works(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is 0."""
-    monkeypatch.setattr("umem.cli.doctor.collect", lambda: HEALTHY)
+    monkeypatch.setattr("umem.cli.doctor.collect", lambda: HEALTHY, raising=False)
     status, output, errors = run()
     assert (status, errors) == (0, "")
     assert "umem.enable() works here" in output
@@ -601,7 +597,7 @@ def test_table_is_readable_without_colour(
     monkeypatch.setenv("COLUMNS", str(columns))
     path = f"/home/{'deep' * 30}/umem"
     facts = replace(NO_GPU, packages=without("numba-cuda"), umem_path=path, torch=None)
-    monkeypatch.setattr("umem.cli.doctor.collect", lambda: facts)
+    monkeypatch.setattr("umem.cli.doctor.collect", lambda: facts, raising=False)
     status, output, errors = run()
     assert (status, errors) == (1, "")
     assert "FAIL  GPU" in output
@@ -620,7 +616,7 @@ def test_table_is_readable_without_colour(
 def test_brackets_are_not_markup(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and values are printed as they are."""
     environment = replace(NO_GPU, variables={"UMEM_[bold]": "[red]"})
-    monkeypatch.setattr("umem.cli.doctor.collect", lambda: environment)
+    monkeypatch.setattr("umem.cli.doctor.collect", lambda: environment, raising=False)
     _, output, _ = run()
     assert "UMEM_[bold]" in output
     assert "[red]" in output

@@ -62,7 +62,7 @@ TEXTS = {
 
 GOOD = {
     "run": ["ends.py"],
-    "fit": ["llama-2-7b", "--gpu", "h100-80"],
+    "fit": ["llama-2-7b", "--gpu", "h100-sxm"],
     "simulate": ["--trace", "trace.npz"],
     "tune": ["--trace", "trace.npz"],
     "trace": ["--show", "trace.npz"],

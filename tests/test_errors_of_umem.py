@@ -13,8 +13,6 @@ from lazy_lanes import LazyLanes
 from streamed_programs import Program, bits
 from torch import nn
 
-from umem.offloading import offload_blocks
-from umem.offloading.store import ActivationStore
 from umem.streaming.gradients import CopiedGradients
 from umem.streaming.stage import Ring
 from umem.streaming.step import TemporarySlots, call, pieces, step, units, whole_steps
@@ -114,23 +112,3 @@ def test_the_training_goes_on_as_without_umem(
     if has_failed:
         assert f"InternalError: {name}" in caplog.text
         assert program.training.is_closed or owner in (ModelWeights, StreamedWeights, Ring)
-
-
-@pytest.mark.parametrize("name", ["open_group", "send", "release", "fetch", "_admit"])
-def test_offloaded_layers_go_on_as_without(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def train(*, offloads: bool) -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
-        if offloads:
-            offload_blocks(model, 3, min_bytes=1)
-        for _ in range(3):
-            model(torch.randn(8, 64)).square().sum().backward()
-        return bits([it.grad for it in model.parameters()])
-
-    expected = train(offloads=False)
-    calls = break_once(monkeypatch, ActivationStore, name, 2)
-    assert train(offloads=True) == expected
-    assert calls[0] > 2
-    assert len(caplog.records) == 1

@@ -19,7 +19,7 @@ from umem.pages.run.tensor_addresses import find_addresses
 def advised(manager: Manager) -> int:
     """Advice requests for the optimizer's state so far."""
     counts = manager.engine.statistics().counts
-    return sum(counts["advise", TensorClass.OPTIMIZER_STATE].requests.values())
+    return counts["advise", TensorClass.OPTIMIZER_STATE].asked
 
 
 def state_addresses(training: Training) -> set[int]:

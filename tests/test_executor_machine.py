@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,11 +13,9 @@ import torch
 from managed_training import (
     BEFORE_PLANNED,
     MIB,
-    WIDTH,
     Net,
     Training,
     host_machine,
-    program_of,
     run_phases,
 )
 
@@ -41,8 +38,6 @@ from umem.runtime.peak_reader import PeakReader
 
 GIB = 1 << 30
 BUDGET = 48 * MIB
-ODD_WIDTH = WIDTH + 1000
-"""Elements that do not fill whole pages."""
 
 
 @dataclass(eq=False)
@@ -75,59 +70,6 @@ def machine_with(allocator: Any, budget_bytes: int = BUDGET, **hints: Any) -> Ma
 
 def managed(training: Training, machine: Machine, planner: Any = "planned") -> Manager:
     return manage_on(training.model, training.optimizer, lambda: machine, planner)
-
-
-def activation_hints(manager: Manager) -> Counter[str]:
-    """Page hints for activations so far."""
-    counts = manager.engine.statistics().counts
-    return Counter(
-        {
-            op: sum(of.requests.values())
-            for (op, tensor_class), of in counts.items()
-            if tensor_class is TensorClass.ACTIVATIONS
-        }
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_allocator", [False, True])
-def test_activations_of_any_size_get_their_hints(
-    has_allocator: bool, allocator: CountingAllocator
-) -> None:
-    training = Training(lambda: Net(numbers=ODD_WIDTH), width=ODD_WIDTH)
-    machine = machine_with(allocator if has_allocator else None, 56 * MIB)
-    manager = managed(training, machine, "lookahead")
-    training.steps(BEFORE_PLANNED + 2)
-    trace = manager.trace
-    assert trace is not None
-    before = activation_hints(manager)
-    training.steps(2)
-    schedule = program_of(manager).plan.candidate.schedule
-    of_class = trace.tensor_class[schedule.hint_tensor] == TensorClass.ACTIVATIONS.number
-    expected = Counter(HintOp(op).name.lower() for op in schedule.hint_op[of_class].tolist())
-    assert expected["evict"] > 0
-    assert activation_hints(manager) - before == expected + expected
-
-
-@pytest.mark.slow
-def test_tensors_without_a_hint_do_not_count_as_evicted(allocator: CountingAllocator) -> None:
-    training = Training()
-    manager = managed(training, machine_with(allocator, 40 * MIB), "fault")
-    training.steps(BEFORE_PLANNED + 1)
-    most: Counter[TensorClass] = Counter()
-
-    def look() -> None:
-        for tensor_class, size_bytes in manager.away_bytes().items():
-            most[tensor_class] = max(most[tensor_class], size_bytes)
-
-    for layer in training.model.modules():
-        layer.register_forward_hook(lambda *_: look())
-    training.step()
-    assert most[TensorClass.ACTIVATIONS] > 0
-    most.clear()
-    training.step(rows=1)  # a hint would reach beyond its tensors
-    assert most[TensorClass.ACTIVATIONS] == 0
-    assert most[TensorClass.OPTIMIZER_STATE] > 0
 
 
 def test_only_hints_that_the_engine_accepts_count() -> None:
@@ -331,9 +273,7 @@ def test_spilled_memory_comes_back_where_a_plan_wants_it() -> None:
     bring_back_spilled(machine, stay={blocks[2]})
     bring_back_spilled(machine)
     counts = machine.engine.statistics().counts
-    prefetches = sum(
-        sum(of.requests.values()) for (op, _), of in counts.items() if op == "prefetch"
-    )
+    prefetches = sum(of.asked for (op, _), of in counts.items() if op == "prefetch")
     assert prefetches == 1  # the first one had room
     for address in blocks:
         allocator.free(address)

@@ -223,10 +223,15 @@ class DeepReentrant(Deep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [Deep, DeepReentrant])
-def test_inputs_of_checkpointed_blocks_are_copied_out_and_back(model: type[Net]) -> None:
+@pytest.mark.parametrize(
+    ("model", "planner"),
+    [(Deep, "planned"), (DeepReentrant, "planned"), (Deep, "lookahead"), (Deep, "fault")],
+)
+def test_inputs_of_checkpointed_blocks_are_copied_out_and_back(
+    model: type[Net], planner: str
+) -> None:
     plain, managed = Training(model), Training(model)
-    manager = managed.manage("planned", 56 * MIB)
+    manager = managed.manage(planner, 56 * MIB)
     for training in (plain, managed):
         training.steps(12, rows=4)
     assert managed.losses == plain.losses
@@ -239,18 +244,6 @@ def test_inputs_of_checkpointed_blocks_are_copied_out_and_back(model: type[Net])
     moved = manager.store.statistics
     assert moved.bytes_out == moved.bytes_in > 0
     assert moved.late_fetches == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("planner", ["lookahead", "fault"])
-def test_inputs_of_checkpointed_blocks_move_as_pages(planner: str) -> None:
-    plain, managed = Training(Deep), Training(Deep)
-    manager = managed.manage(planner, 56 * MIB)
-    for training in (plain, managed):
-        training.steps(12, rows=4)
-    assert managed.losses == plain.losses
-    assert program_of(manager).plan.paged[MODEL, 0]
-    assert manager.status().diverged_steps == 0
 
 
 class Adapter(nn.Module):
@@ -484,30 +477,20 @@ def test_an_error_of_the_executor_does_not_end_the_training() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where one is freed
 @pytest.mark.parametrize("kind", [Interrupt, Signal])
-@pytest.mark.parametrize(
-    ("planner", "model", "rows", "budget_bytes", "interrupts"),
-    [("planned", Net, 2, TIGHT, 30), ("fault", Deep, 4, 56 * MIB, 8)],
-)
 def test_an_interrupt_at_any_moment_costs_one_step_of_the_plan(
-    planner: str,
-    model: type[Net],
-    rows: int,
-    budget_bytes: int,
-    interrupts: int,
     kind: type[Interrupt | Signal],
 ) -> None:
-    plain, managed = Training(model), Training(model)
-    manager = managed.manage(planner, budget_bytes)
+    plain, managed = Training(), Training()
+    manager = managed.manage("planned", TIGHT)
     for training in (plain, managed):
-        training.steps(BEFORE_PLANNED + 2, rows)
-    plan = program_of(manager).plan
-    assert plan.copied if planner == "planned" else plan.paged
+        training.steps(BEFORE_PLANNED + 2)
+    assert program_of(manager).plan.copied
     chance, met, moments = random.Random(0), 0, 0
-    while met < interrupts:
+    while met < 30:
         fault = kind(chance.randrange(1, moments) if moments else sys.maxsize)
         try:
             with fault:
-                managed.forward(rows).backward()
+                managed.forward().backward()
         except KeyboardInterrupt:
             met += 1
             mend_torch_modes()
@@ -516,7 +499,7 @@ def test_an_interrupt_at_any_moment_costs_one_step_of_the_plan(
         managed.optimizer.zero_grad()
         before = manager.status()
         for training in (plain, managed):
-            training.steps(2, rows)
+            training.steps(2)
         after = manager.status()
         assert after.state is ManagerState.RUNNING, after.reason
         assert after.steps > before.steps

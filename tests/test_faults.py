@@ -25,7 +25,7 @@ from umem.offloading import HostMover
 from umem.pages import Manager, ManagerState
 from umem.pages.run.machine import within_host
 from umem.policy import PolicyPlanner
-from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
+from umem.runtime.hints import HintEngine, HintSettings
 
 SCRIPT = Path(__file__).parent / "support" / "ending.py"
 
@@ -48,11 +48,8 @@ def test_every_hint_may_fail(planner: str, stock: Training) -> None:
     assert manager.status().state is ManagerState.RUNNING
     assert manager.status().steps == 5
     counts = manager.engine.statistics().counts.values()
-    assert sum(of.requests[HintOutcome.DONE] for of in counts) == 0
-    assert (
-        sum(of.requests[HintOutcome.FAILED] + of.requests[HintOutcome.DROPPED] for of in counts)
-        > 20
-    )
+    assert sum(of.done for of in counts) == 0
+    assert sum(of.wasted for of in counts) > 20
     assert manager.engine.statistics().open_requests == 0
 
 
@@ -87,9 +84,9 @@ def test_every_driver_call_may_fail_once(call: str, planner: str, stock: Trainin
     assert (status.state, status.steps, status.diverged_steps) == (ManagerState.RUNNING, 5, 0)
     statistics = manager.engine.statistics()
     counts = statistics.counts.values()
-    lost = sum(of.requests[HintOutcome.FAILED] + of.requests[HintOutcome.DROPPED] for of in counts)
+    lost = sum(of.wasted for of in counts)
     assert lost >= 1
-    assert sum(of.requests[HintOutcome.DONE] for of in counts) > 20
+    assert sum(of.done for of in counts) > 20
 
 
 @pytest.mark.slow

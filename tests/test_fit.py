@@ -654,13 +654,6 @@ def test_json_has_the_figures(run: Run) -> None:
     assert row["classes"]["weights"]["device_bytes"] == 4 * LLAMA_7B
 
 
-def test_options_have_the_names_of_training_scripts_too(run: Run) -> None:
-    words = ["llama-2-7b", "--gpu", "h100-sxm", "--json"]
-    assert run(*words, "--dtype", "bf16", "--checkpointing") == run(
-        *words, "--precision", "bf16", "--checkpoint"
-    )
-
-
 def test_quantisation_of_the_file_counts_or_is_named(run: Run, tmp_path: Path) -> None:
     bits = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     file = config_file(tmp_path, quantization_config=bits)

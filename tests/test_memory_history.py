@@ -31,7 +31,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     policy = load_policy(
         {"defaults": {"kind": "device"}, "classes": {"optimizer_state": {"kind": "pinned"}}}
     )
-    resolved = resolve(policy, load_hardware("h200-pcie"), environ={})
+    resolved = resolve(policy, load_hardware("h200"), environ={})
     made = native().Allocator.on_host(native_config(resolved), 1 << 30, 2)
 
     def put(key: str, value: object) -> None:

@@ -1,12 +1,8 @@
-"""`umem.offloading.offload` and `offload_blocks`: copies and values of whole models."""
+"""`umem.offload`: copies and values of whole models."""
 
 from __future__ import annotations
 
-import copy
-import pickle
-import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +12,9 @@ from faults import Interrupt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from umem.capture.live import find_blocks
 from umem.core.errors import OffloadError
-from umem.offloading import ActivationStore, offload, offload_blocks
+from umem.offloading import offload
 from umem.runtime.torch_hooks import saved_tensors
-from umem.runtime.torch_hooks.hidden import hidden_in
 
 BATCH, SEQ, WIDTH, LAYERS = 2, 32, 64, 5
 HIDDEN_BYTES = BATCH * SEQ * WIDTH * 4
@@ -287,187 +281,3 @@ class TestOffload:
             pass
         with context, pytest.raises(OffloadError, match="call it once for each layer"):
             sync(make_input())
-
-
-class Model(nn.Module):
-    table: torch.Tensor
-
-    def __init__(self, name: str = "layernorm+mlp") -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(make_layers(name))
-        self.head = nn.Linear(WIDTH, 8)
-        self.register_buffer("table", torch.ones(BATCH, SEQ, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x * self.table)
-        y: torch.Tensor = self.head(x)
-        return y
-
-
-def train(model: nn.Module, steps: int = 2) -> list[torch.Tensor]:
-    outputs = []
-    for _ in range(steps):
-        y = model(make_input())
-        y.square().mean().backward()
-        outputs.append(y.detach())
-    return outputs + [p.grad for p in model.parameters() if p.grad is not None]
-
-
-class TestOffloadBlocks:
-    @pytest.mark.parametrize("name", ["layernorm+mlp", "checkpointed"])
-    def test_values_equal_those_without_offload(self, name: str) -> None:
-        plain = train(Model(name))
-        model = Model(name)
-        handle = offload_blocks(model, 3, min_bytes=MIN_BYTES)
-        assert_equal(train(model), plain)
-        (counts,) = handle.statistics.values()
-        assert counts.tensors_out == counts.tensors_in > 0
-        assert counts.late_fetches == 0
-        handle.remove()
-        (counts,) = handle.statistics.values()
-        assert counts.pinned_bytes == 0
-        train(model)
-        assert handle.statistics[torch.device("cpu")].tensors_out == counts.tensors_out
-
-    def test_named_layers(self) -> None:
-        model = Model("linear")
-        handle = offload_blocks(model, 1, layers=list(model.layers)[2:4], min_bytes=MIN_BYTES)
-        train(model)
-        assert handle.statistics[torch.device("cpu")].tensors_out == 2
-        handle.remove()
-
-    def test_buffers_stay(self) -> None:
-        class Scaled(nn.Module):
-            scale: torch.Tensor
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = nn.Parameter(torch.ones(()))
-                self.register_buffer("scale", torch.ones(BATCH, SEQ, WIDTH))
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.weight * self.scale + x
-
-        model = nn.Sequential(*[Scaled() for _ in range(3)])
-        handle = offload_blocks(model, 2, min_bytes=MIN_BYTES)
-        model(make_input()).sum().backward()
-        assert handle.statistics[torch.device("cpu")].tensors_out == 0
-
-    def test_an_exception_in_a_layer(self) -> None:
-        plain = train(Model())
-        model = Model()
-        handle = offload_blocks(model, 3, min_bytes=MIN_BYTES)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with pytest.raises(RuntimeError, match="size"):
-                model(torch.ones(1, 1, WIDTH + 1))
-        assert_equal(train(model), plain)
-        handle.remove()
-
-    def test_copies_of_the_model_are_not_hooked(self) -> None:
-        model = Model("linear")
-        handle = offload_blocks(model, 3, min_bytes=MIN_BYTES)
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            train(twin)
-        assert handle.statistics == {}
-        train(model)
-        assert handle.statistics[torch.device("cpu")].tensors_out > 0
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("is_warm", [False, True])
-    def test_layers_compiled_in_place(self, is_warm: bool) -> None:
-        plain = train(Model())
-        model = Model()
-        for layer in model.layers:
-            layer.compile(backend="aot_eager")
-        if is_warm:
-            train(model)
-            model.zero_grad()
-        calls = [layer._compiled_call_impl for layer in model.layers]
-        handle = offload_blocks(model, 3, min_bytes=MIN_BYTES)
-        for one, other in zip(train(model), plain, strict=True):
-            torch.testing.assert_close(one, other)
-        (counts,) = handle.statistics.values()
-        assert counts.tensors_out == counts.tensors_in > 0
-        handle.remove()
-        assert [layer._compiled_call_impl for layer in model.layers] == calls
-
-    def test_the_layers_are_those_of_a_recording(self) -> None:
-        body = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
-        outer = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.ReLU(), nn.Linear(8 * WIDTH, WIDTH))
-        for model in (outer, nn.Sequential(nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, 2))):
-            hooked = Counter[str]()
-            handle = offload_blocks(model, 1)
-            for name, module in model.named_modules():
-                hooked[name] += hidden_in(module._forward_hooks)
-            handle.remove()
-            blocks = {block.name for block in find_blocks(model, None)}
-            assert {name for name, count in hooked.items() if count} <= blocks
-        assert sum(hooked.values()) == 6
-
-    def test_parameters_are_looked_up_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = Model("linear")
-        handle = offload_blocks(model, 3, min_bytes=MIN_BYTES)
-        train(model, 1)
-        calls = []
-        keep = ActivationStore.keep
-
-        def counting(store: ActivationStore, tensors: Any, **options: bool) -> None:
-            kept = list(tensors)
-            calls.append((len(kept), options))
-            keep(store, kept, **options)
-
-        monkeypatch.setattr(ActivationStore, "keep", counting)
-        train(model, 2)
-        assert calls == [(1, {})] * 2, "the buffer, once for each pass"
-        handle.remove()
-
-    def test_detached_parameters_stay(self) -> None:
-        class Detached(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = nn.Parameter(torch.ones(BATCH, SEQ, WIDTH))
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return x * self.weight.detach()
-
-        model = nn.Sequential(*[Detached() for _ in range(3)])
-        handle = offload_blocks(model, 2, min_bytes=MIN_BYTES)
-        model(make_input().requires_grad_()).sum().backward()
-        assert handle.statistics[torch.device("cpu")].tensors_out == 0
-        handle.remove()
-
-    @pytest.mark.slow
-    def test_compiled_model(self) -> None:
-        plain = train(Model())
-        model = Model()
-        offload_blocks(model, 3, min_bytes=MIN_BYTES)
-        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
-        for one, other in zip(train(compiled), plain, strict=True):
-            torch.testing.assert_close(one, other)
-
-    def test_not_enabled(self) -> None:
-        model = Model("linear")
-        handle = offload_blocks(model, 3, enabled=False)
-        train(model)
-        assert handle.statistics == {}
-        handle.remove()
-
-    def test_wrong_use(self) -> None:
-        model = Model("linear")
-        with pytest.raises(OffloadError, match="give 1 to 5, the number of layers of this Model"):
-            offload_blocks(model, 6)
-        with pytest.raises(OffloadError, match="Linear has no ModuleList or Sequential of two"):
-            offload_blocks(nn.Linear(2, 2), 1)
-        with pytest.raises(OffloadError, match="a Linear cannot be offloaded as a layer of this"):
-            offload_blocks(model, 1, layers=[nn.Linear(2, 2)])
-        options: tuple[dict[str, Any], ...] = ({"min_bytes": -1}, {"host_limit_bytes": -1})
-        for option in options:
-            with pytest.raises(OffloadError, match=f"{next(iter(option))} is -1"):
-                offload_blocks(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), 1, **option)
-        with pytest.raises(OffloadError, match="a Tanh cannot be offloaded"):
-            offload_blocks(model, 1, layers=[model.layers[0], nn.Tanh()])
-        message = "Sequential has no ModuleList or Sequential of two layers with parameters"
-        with pytest.raises(OffloadError, match=message):
-            offload_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), 1)

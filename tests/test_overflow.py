@@ -76,7 +76,7 @@ def test_ten_percent_below_the_least_memory_take_at_most_twice_as_long(
 ) -> None:
     units = TRAININGS[name]
     options: dict[str, Any] = {
-        "hardware": load_hardware("h200-pcie"),
+        "hardware": load_hardware("h200"),
         "is_deferred": not waits,
         "step_peak_bytes": units[0].forward_peak_bytes,
         "other_s": 1 * MS,
@@ -137,7 +137,7 @@ def test_a_plan_uses_the_budget_and_what_it_says_to_lack(
         peaks = unit.forward_peak_bytes + before, unit.backward_peak_bytes + before
         units[number] = replace(unit, forward_peak_bytes=peaks[0], backward_peak_bytes=peaks[1])
         before += unit.saved_bytes
-    hardware = load_hardware("h200-pcie")
+    hardware = load_hardware("h200")
     options: dict[str, Any] = {"hardware": hardware, "may_have_temporary": False}
     if not any(unit.state_bytes + unit.backward_peak_bytes for unit in units):
         return

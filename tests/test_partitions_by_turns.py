@@ -329,7 +329,7 @@ def test_parameters_without_memory_tell_no_size() -> None:
     whole = UnitNames([])
     for it in model.layers[1:].parameters():
         it.data = torch.empty(0, dtype=it.dtype)
-    names = UnitNames(find_blocks(model, None))
+    names = UnitNames(find_blocks(model))
     assert names.part_bytes == whole.part_bytes > 10**6
     wide = nn.ModuleDict({"first": nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), "main": model})
     for it in wide.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from umem.core.errors import PlanError
 from umem.hardware import Hardware
 from umem.streaming.plan import (
+    NoShorterStepError,
     StreamUnit,
     TrainingPlan,
     plan_training,
@@ -100,7 +102,9 @@ def test_the_error_is_that_of_a_plan_without(machine: Hardware) -> None:
 def test_a_block_that_frees_little_for_its_time_is_not_tried(machine: Hardware) -> None:
     units, tried = blocks(), []
 
-    def plan(some: Sequence[StreamUnit], *, is_trial: bool = False) -> TrainingPlan:
+    def plan(
+        some: Sequence[StreamUnit], *, is_trial: bool = False, longest_s: float = math.inf
+    ) -> TrainingPlan:
         tried.append(is_trial)
         return plan_training(some, None, budget_bytes=1_600 * MIB, hardware=machine)
 
@@ -121,6 +125,17 @@ def test_the_most_memory_for_the_least_time_runs_again_first(machine: Hardware) 
     best = planned(slow, 1_800, machine)
     assert best.recomputed
     assert all(int(name.split()[1]) % 2 == 0 for name in best.recomputed)
+
+
+@pytest.mark.parametrize("may_overflow", [False, True])
+def test_a_trial_ends_where_no_step_is_short_enough(machine: Hardware, may_overflow: bool) -> None:
+    options: dict[str, Any] = {"budget_bytes": 1_600 * MIB, "hardware": machine}
+    options["may_overflow"] = may_overflow
+    plan = plan_training(blocks(), None, **options)
+    longest_s = plan.step_s * (1 + 1e-9)
+    assert plan_training(blocks(), None, longest_s=longest_s, **options) == plan
+    with pytest.raises(NoShorterStepError):
+        plan_training(blocks(), None, longest_s=plan.stream.predicted.compute_s / 2, **options)
 
 
 def in_checkpoints() -> list[StreamUnit]:

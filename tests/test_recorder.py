@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import umem
+from umem.capture.live import Clock
 from umem.capture.offline import record_step
 from umem.core.classes import TensorClass
 from umem.hardware import Hardware
@@ -26,30 +27,18 @@ READ, WRITE = Access.READ, Access.WRITE
 WIDTH, VOCABULARY, BATCH, SEQ = 32, 48, 4, 16
 
 
-class CountingClock:
+class CountingClock(Clock):
     """Every phase takes one second longer than the one before it in the step."""
 
     def __init__(self) -> None:
         self.marks = 0
 
-    def is_usable(self) -> bool:
-        return True
-
     def mark(self) -> float:
         self.marks += 1
         return self.marks
 
-    def is_past(self, mark: float) -> bool:
-        return True
-
     def seconds(self, first: float, second: float) -> float:
         return second - first
-
-    def reserve(self, count: int) -> None:
-        pass
-
-    def release(self, marks: Iterable[float]) -> None:
-        pass
 
 
 class Layer(nn.Module):

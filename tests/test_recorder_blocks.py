@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from umem.capture.live.blocks import find_blocks
-from umem.core.errors import TraceError
 
 
 class Layer(nn.Module):
@@ -27,8 +25,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(4, 8)
 
 
-def names(model: nn.Module, blocks: list[str | nn.Module] | None = None) -> list[str]:
-    return [block.name for block in find_blocks(model, blocks)]
+def names(model: nn.Module) -> list[str]:
+    return [block.name for block in find_blocks(model)]
 
 
 def test_layers_and_what_lies_between_them() -> None:
@@ -70,32 +68,6 @@ def test_without_a_chain_the_children_are_the_blocks() -> None:
     assert names(nn.Linear(4, 4)) == []
 
 
-def test_blocks_can_be_chosen() -> None:
-    model = Decoder()
-    rest = [f"layers.1.experts.{number}" for number in range(6)]
-    assert names(model, ["layers.1.mlp"])[1:4] == ["layers.0", "layers.1.mlp", "layers.1.experts"]
-    assert names(model, ["layers.1.experts"])[1:9] == ["layers.0", "layers.1.mlp", *rest]
-    assert names(model, [model.get_submodule("layers.1.mlp.0")])[1:3] == [
-        "layers.0",
-        "layers.1.mlp.0",
-    ]
-    assert names(model, ["layers"]) == names(model)
-
-
 def test_the_same_module_in_two_places_is_one_block() -> None:
     layer = nn.Linear(4, 4)
     assert names(nn.Sequential(layer, nn.Linear(4, 4), layer)) == ["0", "1"]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "message"),
-    [
-        (["layer.1"], r"Decoder has no module 'layer\.1', did you mean 'layers\.1'\?"),
-        ([nn.Linear(4, 4)], "a Linear is no module of Decoder"),
-        (["layers.1", "layers.1.mlp"], r"'layers\.1\.mlp' lies inside 'layers\.1'"),
-        ("layers", "blocks is a str: give a list"),
-    ],
-)
-def test_bad_choices_are_explained(blocks: list[str | nn.Module], message: str) -> None:
-    with pytest.raises(TraceError, match=message):
-        find_blocks(Decoder(), blocks)

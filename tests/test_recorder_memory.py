@@ -132,7 +132,7 @@ def test_saved_tensors_are_found_again_by_call_and_ordinal(accumulate: int) -> N
     trace, saved = recorded(model, optimizer, step)
     packer, errors = Packer(), list[Exception]()
     root = Block("Net", model)
-    tracker = PhaseTracker(root, find_blocks(model, None), HookErrors(errors.append), packer)
+    tracker = PhaseTracker(root, find_blocks(model), HookErrors(errors.append), packer)
     tracker.start()
     step()
     tracker.stop()

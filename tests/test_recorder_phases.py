@@ -94,7 +94,7 @@ class Training:
     def tracked(self, log: Log) -> Iterator[PhaseTracker]:
         root = Block(type(self.model).__name__, self.model)
         guard = HookErrors(self.errors.append)
-        tracker = PhaseTracker(root, find_blocks(self.model, None), guard, log)
+        tracker = PhaseTracker(root, find_blocks(self.model), guard, log)
         undo = [
             self.optimizer.register_step_pre_hook(guard(lambda *_: tracker.optimizer_begins())),
             self.optimizer.register_step_post_hook(guard(lambda *_: tracker.optimizer_ends())),
@@ -198,7 +198,7 @@ def test_an_error_of_a_listener_does_not_reach_the_training() -> None:
 def test_an_error_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
     """As autograd's own threads run the backward pass of a GPU."""
     training = Training()
-    blocks = find_blocks(training.model, None)
+    blocks = find_blocks(training.model)
 
     class Faulty(Log):
         def step_begins(self) -> Any:
@@ -228,7 +228,7 @@ def test_an_error_in_another_thread_leaves_no_hooks_on_saved_tensors() -> None:
 def test_an_error_leaves_no_hooks_of_the_memory_tracker() -> None:
     """It pushes hooks on saved tensors in one hook of a module and pops them in another."""
     training = Training()
-    blocks = find_blocks(training.model, None)
+    blocks = find_blocks(training.model)
 
     class Faulty(Log):
         def step_begins(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from streamed_programs import UNITS, WIDTH, Program, bits, nothing, stock_bits
 from torch import nn
 
 from umem.core.classes import TensorClass
-from umem.streaming.stage import Lane
+from umem.streaming.stage import Lane, Slot
+from umem.streaming.step.pieces import PieceUpdate
 
 lanes_of = partial(LazyLanes, eagerness=0.5, seed=3)
 
@@ -92,3 +94,50 @@ def test_a_graph_that_saved_a_weight_notices_its_update_as_without_umem(kind: st
         for lanes in (None, lanes_of)
     )
     assert notices(stock) == notices(streamed) == (kind == "default")
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_a_fused_kernel_unscales(make: Any, clips: bool) -> None:
+    """The kernel writes them, so that the program finds them unscaled behind the step."""
+
+    def scaled(program: Program) -> None:
+        if program.kept is None:
+            program.kept = torch.amp.GradScaler("cpu", init_scale=8.0)
+        program.optimizer.zero_grad()
+        loss = program.model(program.batch()).square().mean()
+        program.kept.scale(loss).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(program.model.parameters(), 0.5)
+        program.kept.step(program.optimizer)
+        program.kept.update()
+        program.seen += [it.grad.clone() for it in program.model.parameters()]
+
+    options: dict[str, Any] = {"make_optimizer": lambda it: make(it, lr=1e-2, fused=True)}
+    streamed = Program(lanes_of, copied_gradients=UNITS, **options)
+    assert bits(streamed.run(scaled)) == bits(Program(None, **options).run(scaled))
+
+
+def test_a_copy_is_aligned_as_its_gradient() -> None:
+    """Kernels take another loop, which rounds differently, for what is not aligned to 16 bytes."""
+    buffer, count = bytearray(1024), 5
+    parameters = [nn.Parameter(torch.zeros(count)) for _ in range(8)]
+    gradients = [
+        torch.frombuffer(buffer, dtype=torch.float32, count=count, offset=4 * number)
+        for number in range(8)
+    ]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    memory: Any = SimpleNamespace(may_stage=lambda _: True, is_home=lambda _: True)
+    piece: Any = SimpleNamespace(state=SimpleNamespace(span=None))
+    update = PieceUpdate(piece, [(0, parameters)], is_last=True)
+    update.find_operands(memory, lambda _: (), are_alone=True, writes_gradients=False)
+    beside = Slot(torch.zeros(update.operand_bytes, dtype=torch.uint8), None)
+    pairs = zip(parameters, gradients, strict=True)
+    copies: list[Any] = [update.stand_in(it, of, beside).grad for it, of in pairs]
+    places = [it.data_ptr() % 16 for it in gradients]
+    assert set(places) == {0, 4, 8, 12}
+    assert [it.data_ptr() % 16 for it in copies] == places
+    ends = [it.data_ptr() + it.nbytes for it in copies]
+    assert all(end <= it.data_ptr() for end, it in zip(ends, copies[1:], strict=False))
+    assert ends[-1] <= beside.memory.data_ptr() + update.operand_bytes

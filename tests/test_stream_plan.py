@@ -18,11 +18,13 @@ from umem.hardware import Hardware, load_hardware
 from umem.streaming.plan import (
     LaneKind,
     LaneTasks,
+    NoShorterStepError,
     StreamPlan,
     StreamProblem,
     StreamUnit,
     TemporarySlot,
     TrainingPlan,
+    home_bytes,
     largest_slot_bytes,
     plan_stream,
     plan_training,
@@ -246,7 +248,7 @@ def test_clipping_takes_longer_for_gradients_on_the_host(two_way: Hardware) -> N
     )
     units = [saving(0, 0, saved_bytes=0, gradient_bytes=20 * MIB) for _ in range(2)]
 
-    def step_s(other_s: float, batches: int = 1) -> float:
+    def step_s(other_s: float, **settings: Any) -> float:
         return simulate_stream(
             units,
             (),
@@ -254,7 +256,7 @@ def test_clipping_takes_longer_for_gradients_on_the_host(two_way: Hardware) -> N
             hardware=hardware,
             other_s=other_s,
             copied_gradients=[1],
-            batches=batches,
+            **settings,
         ).step_s
 
     # Three times 40 MiB through memory take 0.1 ms: a norm, and a product read and written.
@@ -264,9 +266,11 @@ def test_clipping_takes_longer_for_gradients_on_the_host(two_way: Hardware) -> N
     assert step_s(clipping_s) - nothing_s == pytest.approx(clipping_s + 0.5 * MS)
     assert step_s(clipping_s / 3) - nothing_s == pytest.approx((clipping_s + 0.5 * MS) / 3)
     assert step_s(100 * MS) - nothing_s == pytest.approx(100 * MS + 0.5 * MS)
-    # A second batch changes the gradients: then they are read, too.
-    nothing_s = step_s(0.0, batches=2)
-    assert step_s(clipping_s, batches=2) - nothing_s == pytest.approx(clipping_s + 1 * MS)
+    # A second batch changes those on the host: then they are read, too.
+    for adds_at_home, longer_s in ((False, 0.5 * MS), (True, 1 * MS)):
+        settings = {"batches": 2, "adds_at_home": adds_at_home}
+        clips_s = step_s(clipping_s, **settings) - step_s(0.0, **settings)
+        assert clips_s == pytest.approx(clipping_s + longer_s)
 
 
 def test_clipping_takes_no_longer_where_updates_have_copies_of_gradients(two_way: Hardware) -> None:
@@ -320,12 +324,29 @@ def test_the_host_updates_a_unit_beside_the_passes(two_way: Hardware) -> None:
     [
         # The update reads them in 3 ms.
         ({"copied_gradients": [3]}, 6 + 3, 2, 0),
+        # They come back for a second batch, from the end of its forward pass on, and leave again.
+        ({"copied_gradients": [3], "batches": 2}, 6 + 3 + 6 + 3, 2 + 3 + 2, 120),
+        # Or stay: then nothing waits for them any more, and the update finds them there.
+        (
+            {"copied_gradients": [3], "batches": 2, "returning_gradients": {3: 3}},
+            6 + 3 + 4,
+            2 + 3,
+            120,
+        ),
         # A second batch is added to them, read and written.
-        ({"copied_gradients": [3], "batches": 2}, 6 + 4 + 6 + 3, 2, 0),
+        (
+            {"copied_gradients": [3], "batches": 2, "adds_at_home": True},
+            6 + 4 + 6 + 3,
+            2,
+            0,
+        ),
+        # They leave in the last batch only.
+        ({"copied_gradients": [3], "batches": 2, "final_gradients": [3]}, 4 + 6 + 3, 2, 0),
         # They come back after the first unit's backward pass, and the update finds them there.
         ({"copied_gradients": [3], "returning_gradients": {3: 0}}, 6 + 3, 2 + 3, 120),
-        # Those of the first unit have left when the second batch begins.
-        ({"copied_gradients": [0], "batches": 2}, 4 + 3 + 4 + 6 + 3, 3, 0),
+        # Those of the first unit have left when the second batch begins, come back beside its
+        # backward pass, from the fourth unit's on, and leave before the step.
+        ({"copied_gradients": [0], "batches": 2}, 4 + 3 + 1 + 3 + 1 + 3 + 3, 3 + 1 + 3, 120),
     ],
 )
 def test_gradients_leave_and_are_used_on_the_host(
@@ -339,7 +360,8 @@ def test_gradients_leave_and_are_used_on_the_host(
     units = [StreamUnit("block", 0, 0.0, 0.0, 1 * MS, gradient_bytes=120 * MIB)] * 4
     timing = simulate_stream(units, (), 0, hardware=hardware, **settings)
     assert [timing.step_s, timing.exposed_s] == milliseconds([step, exposed])
-    assert timing.to_host_bytes == {TensorClass.GRADIENTS: 120 * MIB}
+    again = bool(settings.get("batches") and back_mib and not settings.get("returning_gradients"))
+    assert timing.to_host_bytes == {TensorClass.GRADIENTS: (1 + again) * 120 * MIB}
     assert timing.to_device_bytes == ({TensorClass.GRADIENTS: back_mib * MIB} if back_mib else {})
 
 
@@ -643,15 +665,20 @@ def most_bytes(
     state_bytes += sum(units[it].state_bytes for it in plan.resident)
     early = [it.made_in for it in plan.temporary if it.made_in is not None]
     used = [
-        step_bytes + len(early) * plan.slot_bytes,
-        update_bytes + len(plan.temporary) * plan.slot_bytes,
+        step_bytes + len(early) * plan.temporary_slot_bytes,
+        update_bytes + len(plan.temporary) * plan.temporary_slot_bytes,
     ]
     for number, each in enumerate(units):
         left = [it for it in plan.copied if plan.left_before[it] <= number]
-        there = sum(it.freed_before > number for it in plan.temporary) * plan.slot_bytes
+        there = sum(it.freed_before > number for it in plan.temporary) * plan.temporary_slot_bytes
         used.append(each.forward_peak_bytes + there - sum(units[it].saved_bytes for it in left))
         away = [it for it in plan.copied if it + plan.fetch_ahead < number]
-        there = sum(made_in >= number for made_in in early) * plan.slot_bytes
+        freed = 2 * len(units) - 1 - number
+        there = max(
+            sum(made_in >= number for made_in in early),
+            sum(it.freed_before > freed for it in plan.temporary),
+        )
+        there *= plan.temporary_slot_bytes
         used.append(each.backward_peak_bytes + there - sum(units[it].saved_bytes for it in away))
     return max(used) + state_bytes
 
@@ -830,8 +857,12 @@ def test_memory_with_gradients_on_the_host(
     for batch in range(batches):
         for number in reversed(range(len(units))):
             came = {it for it, unit in back.items() if batch == batches - 1 and unit >= number}
-            assert all(number < it - 2 for it in came)  # otherwise they have not left yet
-            home |= {it for it in plan.copied_gradients if it > number + 2 and live[it]}
+            if plan.adds_at_home or batches == 1:
+                assert all(number < it - 2 for it in came)  # otherwise they have not left yet
+                home |= {it for it in plan.copied_gradients if it > number + 2 and live[it]}
+            else:  # some are on their way back, or to the host
+                near = range(number - 2, number + 3)
+                home = {it for it in plan.copied_gradients if it not in near and live[it]}
             home -= came
             there = sum(size for it, size in live.items() if it not in home)
             most = max(most, 100 + there + gradients[number])
@@ -877,12 +908,65 @@ def test_gradients_come_back_where_activations_have_made_room(
             hardware=machine,
             step_peak_bytes=(100 + 8 * 40) * MIB,
             batches=2,
+            adds_at_home=True,
         )
     )
     assert plan.copied_gradients == {4, 5, 6, 7}
     assert plan.returning_gradients == returning
     back_bytes = 40 * MIB * len(returning)
     assert plan.predicted.to_device_bytes == {TensorClass.GRADIENTS: back_bytes}
+
+
+def test_gradients_come_back_for_later_batches_where_there_is_room_for_some(
+    machine: Hardware,
+) -> None:
+    """Weights take 100 MiB, and each of sixteen units makes 40 MiB of gradients."""
+    units, step = with_gradients([40] * 16, 3, holds=False)
+    units = [replace(it, backward_s=1 * MS) for it in units]
+    settings: dict[str, Any] = {
+        "hardware": machine,
+        "step_peak_bytes": step * MIB,
+        "batches": 3,
+    }
+    plan = fastest(units, budget_bytes=460 * MIB, **settings)
+    assert not plan.adds_at_home
+    # Beside 40 MiB that a unit makes, there are those of five that come, or leave.
+    assert plan.copied_gradients == set(range(16 - 13, 16))
+    assert plan.peak_bytes <= 460 * MIB
+    # At the pass's end fewer do, and one has room to stay.
+    assert plan.returning_gradients == {3: 3}
+    moved = plan.predicted.to_host_bytes[TensorClass.GRADIENTS]
+    assert moved == (3 * 13 - 1) * 40 * MIB
+    least = fastest(units, budget_bytes=300 * MIB, **settings)
+    assert least.adds_at_home
+    assert least.predicted.step_s > plan.predicted.step_s
+
+
+def test_temporary_slots_where_batches_are_accumulated(two_way: Hardware) -> None:
+    """Where a forward pass ends, all gradients of later batches are there, and no room for state.
+
+    State comes beside the last backward pass, and goes home beside the first, where the gradients
+    of the step before are gone.
+    """
+    units, step = with_gradients([20] * 8, 4, holds=False)
+    units = [
+        replace(it, state_bytes=40 * MIB, forward_s=0.5 * MS, backward_s=1.5 * MS) for it in units
+    ]
+    units = [*units[:-1], replace(units[-1], forward_peak_bytes=400 * MIB)]
+    settings: dict[str, Any] = {
+        "hardware": two_way,
+        "budget_bytes": 480 * MIB,
+        "step_peak_bytes": step * MIB,
+        "batches": 4,
+    }
+    without = plan_stream(StreamProblem(units, may_have_temporary=False, **settings))
+    plan = fastest(units, **settings)
+    assert plan.temporary
+    assert not without.temporary
+    assert plan.predicted.exposed_s < 0.1 * without.predicted.exposed_s
+    assert plan.peak_bytes <= 480 * MIB
+    assert all(it.made_in is not None for it in plan.temporary)
+    assert not fastest(units, **settings | {"batches": 1}).temporary
 
 
 @pytest.mark.slow
@@ -955,6 +1039,64 @@ def test_every_plan_fits_its_budget(
         temporary=plan.temporary,
         **settings,
     )
+
+
+@pytest.mark.slow
+@given(
+    st.lists(
+        st.tuples(*[st.sampled_from([0, 10, 40])] * 4),  # state, saved, gradients, weights
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(20, 400),
+    st.integers(1, 2),
+    st.booleans(),
+    MACHINES,
+)
+def test_what_is_known_of_a_plan_before_it_is_made(
+    machine: Hardware,
+    sizes: list[tuple[int, int, int, int]],
+    budget_mib: int,
+    batches: int,
+    is_trained: bool,
+    figures: tuple[float, float],
+) -> None:
+    """Its host memory, within bounds, and a time that its step is not below."""
+    units, saved_mib = [], 0
+    for state, saved, gradients, weights in sizes:
+        saved_mib += saved
+        units.append(
+            replace(
+                saving(saved, saved_mib - saved),
+                state_bytes=state * MIB,
+                gradient_bytes=gradients * MIB,
+                weight_bytes=weights * MIB,
+                trained_weight_bytes=weights * MIB * is_trained,
+            )
+        )
+    problem = StreamProblem(
+        units,
+        budget_mib * MIB,
+        machine_of(machine, figures),
+        step_peak_bytes=sum(size for _, _, size, _ in sizes) * MIB,
+        batches=batches,
+        weight_slots=2,
+    )
+    try:
+        plan = plan_stream(problem)
+    except PlanError:
+        with pytest.raises(PlanError):
+            home_bytes(problem)
+        return
+    every = set(range(len(units)))
+    planned_bytes = sum(units[it].state_bytes for it in every - plan.resident)
+    planned_bytes += sum(units[it].saved_bytes for it in plan.copied)
+    planned_bytes += sum(units[it].gradient_bytes for it in plan.copied_gradients)
+    least, most = home_bytes(problem)
+    assert least <= planned_bytes <= most
+    assert plan_stream(problem, plan.predicted.step_s * (1 + 1e-9)) == plan
+    with pytest.raises(NoShorterStepError):
+        plan_stream(problem, 0.0)
 
 
 # ---------------------------------------------------------------------------------- measured

@@ -144,6 +144,44 @@ def test_activations_count_for_the_last_layer_that_uses_them_forward(
     assert not any(unit.saved_bytes for unit in kept.units)
 
 
+def test_a_layer_that_saves_most_is_cut_as_in_a_training(
+    make_trace: MakeTrace, machine: Hardware, policy: ResolvedPolicy
+) -> None:
+    """A cell is called for each word, behind an embedding."""
+    words = 8
+    tensors: dict[str, tuple[int, str, bool]] = {
+        "cell.weight": (WEIGHT * MIB, "weights", True),
+        "cell.weight.exp_avg": (STATE * MIB, "optimizer_state", True),
+        "cell.weight.grad": (WEIGHT * MIB, "gradients", False),
+        **{f"h {it}": (SAVED * MIB, "activations", False) for it in range(words)},
+    }
+    forward: list[tuple[str, float, list[str], list[str]]] = [
+        ("forward cell: mm", 1e-3, ["cell.weight", *([f"h {it - 1}"] if it else [])], [f"h {it}"])
+        for it in range(words)
+    ]
+    backward: list[tuple[str, float, list[str], list[str]]] = [
+        ("backward cell: mm", 2e-3, ["cell.weight", f"h {it}"], ["cell.weight.grad"])
+        for it in reversed(range(words))
+    ]
+    phases = [*forward, *backward]
+    phases.append(("optimizer cell.weight: adamw", 1e-3, ["cell.weight.exp_avg"], []))
+    trace = make_trace(tensors, [phase[1:] for phase in phases])
+    trace = replace(trace, phase_names=tuple(phase[0] for phase in phases))
+    step = streamed_step(trace, policy, STATE * MIB)
+    # What each word saves is used by the next one, too; the last one saves two tensors.
+    assert [unit.name for unit in step.units] == ["cell", *(f"cell..{it}" for it in range(2, 8))]
+    assert [unit.saved_bytes for unit in step.units] == [SAVED * MIB] * 6 + [2 * SAVED * MIB]
+    assert [unit.state_bytes for unit in step.units] == [STATE * MIB] + [0] * 6
+    assert sum(unit.forward_s for unit in step.units) == pytest.approx(words * 1e-3)
+    assert [unit.backward_s for unit in step.units] == pytest.approx([2e-3] * 6 + [4e-3])
+    assert not step.freed_bytes
+    all_bytes = max(unit.backward_peak_bytes for unit in step.units)
+    assert all_bytes > (words - 1) * SAVED * MIB
+    # A plan for less than that moves some.
+    prediction = predict_stream(trace, machine, with_budget(policy, 52))
+    assert prediction.plan.copied
+
+
 @pytest.mark.parametrize("streams_weights", [False, True])
 def test_peaks_have_gradients_for_as_long_as_the_program(
     step_of: StepOf, policy: ResolvedPolicy, streams_weights: bool

@@ -76,7 +76,7 @@ class Measured:
     """A model whose steps are measured."""
 
     def __init__(self, machine: Machine, model: Net, placed_bytes: int = 0) -> None:
-        blocks = find_blocks(model, None)
+        blocks = find_blocks(model)
         root = Block(NO_BLOCK, model)
         self.machine, self.model = machine, model
         self.meter = StepMeter(

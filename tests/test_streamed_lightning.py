@@ -11,8 +11,6 @@ from found_trainings import Streams, streaming
 from streamed_programs import WIDTH, Net, bits
 from torch import nn
 
-from umem.offloading import offload_blocks
-
 lightning: Any = pytest.importorskip("lightning")
 
 pytestmark = pytest.mark.slow
@@ -27,11 +25,9 @@ class Decoder(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
     ----------
     adapts
         Train adapters of PEFT alone, beside frozen layers.
-    offloaded
-        Copy the activations of so many layers, whatever a plan says.
     """
 
-    def __init__(self, *, adapts: bool = False, offloaded: int = 0) -> None:
+    def __init__(self, *, adapts: bool = False) -> None:
         super().__init__()
         self.net: nn.Module = Net()
         if adapts:
@@ -39,9 +35,6 @@ class Decoder(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
             config = peft.LoraConfig(r=4, target_modules=r"layers\.\d", init_lora_weights=False)
             self.net.requires_grad_(False)
             peft.inject_adapter_in_model(config, self.net)
-        self.offloaded = (
-            offload_blocks(self.net, offloaded, min_bytes=ROWS * WIDTH) if offloaded else None
-        )
         self.seen: list[torch.Tensor] = []
 
     def training_step(self, batch: torch.Tensor, _number: int) -> torch.Tensor:
@@ -85,14 +78,13 @@ def train(
     make_decoder: type[Decoder] = Decoder,
     *,
     adapts: bool = False,
-    offloaded: int = 0,
     **options: Any,
 ) -> Any:
     """Train, then begin anew from the checkpoint in the middle. Returns what can be compared."""
     found: list[Any] = []
     for checkpoint in (None, folder / f"step={STEPS // 2}.ckpt"):
         torch.manual_seed(0)
-        decoder = make_decoder(adapts=adapts, offloaded=offloaded)
+        decoder = make_decoder(adapts=adapts)
         saves = lightning.pytorch.callbacks.ModelCheckpoint(
             folder, "{step}", every_n_train_steps=STEPS // 2, save_top_k=-1
         )
@@ -112,9 +104,6 @@ def train(
         )
         path = None if checkpoint is None else str(checkpoint)
         trainer.fit(decoder, batches(20), batches(2), ckpt_path=path)
-        if decoder.offloaded is not None:
-            (counts,) = decoder.offloaded.statistics.values()
-            assert counts.tensors_out > 0
         state = trainer.optimizers[0].state_dict()
         found.append([decoder.seen, dict(decoder.state_dict()), state])
     return bits(found)
@@ -144,17 +133,14 @@ def test_a_lightning_training_is_exact(
 
 
 @pytest.mark.parametrize("adapts", [False, True], ids=["sft", "lora"])
-@pytest.mark.parametrize("offloaded", [0, 2])
-def test_the_keys_of_nemo(
-    adapts: bool, offloaded: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its `peft_scheme`, `precision=bf16-mixed` and `cpu_offloading_num_layers`, by Lightning."""
+def test_the_keys_of_nemo(adapts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `peft_scheme` and `precision=bf16-mixed`, by Lightning."""
     options: dict[str, Any] = {"precision": "bf16-mixed", "gradient_clip_val": 0.5}
     expected = train(tmp_path / "stock", adapts=adapts, **options)
     for more_bytes in (-1, 10_000):
         streams = Streams(more_bytes)
         folder = tmp_path / str(more_bytes)
         with streaming(streams, monkeypatch):
-            found = train(folder, adapts=adapts, offloaded=offloaded, **options)
+            found = train(folder, adapts=adapts, **options)
         assert found == expected
         assert all(it.counts.streamed > 1 for it in streams.trainings)

@@ -453,7 +453,7 @@ SHAPES = [
 def test_models_of_other_shapes(name: str, options: dict[str, Any]) -> None:
     batches = options.get("batches", 1)
     if "temporary" in options:
-        plan = TemporaryPlan(TEMPORARY.made_in, TEMPORARY.freed_before, batches)
+        plan = TemporaryPlan(TEMPORARY.made_in, TEMPORARY.freed_before, batches=batches)
         options = {**options, "temporary": plan}
     run = compare(**options)
     make_model = options["make_model"]

@@ -28,7 +28,7 @@ from umem.runtime.guard import guard_of
 from umem.runtime.torch_hooks.hidden import hidden_in
 from umem.streaming.stage import HostLanes
 from umem.streaming.training import StreamedTraining
-from umem.telemetry import Profile, load_recording, report_of
+from umem.telemetry import Profile, load_run
 
 
 @pytest.mark.slow
@@ -345,12 +345,12 @@ def test_a_profile_counts_streamed_state(tmp_path: Path) -> None:
             step()
             profile.step()
     training.close()
-    profile.save(tmp_path / "run.npz")
+    profile.save(tmp_path / "run.json")
     # Here all has its home on the host. Biases are too small.
     weight_bytes = 3 * 4 * 16 * 16
     state_bytes = 2 * weight_bytes
-    for recording in (profile.recording, load_recording(tmp_path / "run.npz")):
-        traffic = report_of(recording).traffic
+    for report in (profile.report(), load_run(tmp_path / "run.json").typical):
+        traffic = report.traffic
         assert {(it.direction, it.cause, it.tensor_class): it.bytes for it in traffic} == {
             ("to_device", "copy", TensorClass.OPTIMIZER_STATE): state_bytes,
             ("to_host", "copy", TensorClass.OPTIMIZER_STATE): state_bytes,

@@ -833,7 +833,7 @@ def test_experts_alone_need_no_buffer() -> None:
     model = Mixture().requires_grad_(False)
     blocks = [
         StreamedBlock(it.name, it.module, [it.module.weight], find_experts(it.module))
-        for it in find_blocks(model, None)
+        for it in find_blocks(model)
         if isinstance(it.module, Experts)
     ]
     memory = HostStateMemory(most_buffers=0)
@@ -1059,7 +1059,7 @@ def test_weights_that_wrap_others_are_streamed(eagerness: float) -> None:
             weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
             blocks = [
                 StreamedBlock(it.name, it.module, list(plain_tensors(weight)))
-                for it in find_blocks(model, None)
+                for it in find_blocks(model)
                 if isinstance(weight := getattr(it.module, "weight", None), torch.Tensor)
             ]
             weights.set_blocks(blocks, 3)

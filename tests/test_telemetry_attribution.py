@@ -15,6 +15,7 @@ from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.inspection import LiveTensor
 from umem.telemetry import RecordKind
 from umem.telemetry.attribution import Snapshot, attribute, blocks_hit, snapshot_of
+from umem.telemetry.records import MigrationRecords, make_records
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -89,8 +90,9 @@ def test_the_snapshot_before_a_record_decides_then_the_one_after(
         Snapshot(10 * (index + 1), it.start, it.end, it.tensor_class, it.name)
         for index, it in enumerate(drawn)
     ]
-    records = records_of([(3, when, when, at, 0, 1, 0, 1, 0) for when, at in touched])
-    tensor_class, name, _ = attribute(records, taken)
+    touched.sort()  # as records are, by time
+    records = records_of([(3, when, when, at, 0, 1, 0) for when, at in touched])
+    found = attribute(records, taken)
     for row, (time_ns, at) in enumerate(touched):
         before = [it for it in taken if it.time_ns <= time_ns][-1:]
         after = [it for it in taken if it.time_ns > time_ns][:1]
@@ -98,7 +100,7 @@ def test_the_snapshot_before_a_record_decides_then_the_one_after(
         for snapshot in [*after, *before]:
             if (index := naive_hit(snapshot, at, 0)) >= 0:
                 expected = (int(snapshot.tensor_class[index]), int(snapshot.name[index]))
-        assert (tensor_class[row], name[row]) == expected
+        assert (found.tensor_class[row], found.tensor[row]) == expected
 
 
 def snapshot_at(*blocks: tuple[int, int, int], time_ns: int = 0) -> Snapshot:
@@ -109,6 +111,13 @@ def snapshot_at(*blocks: tuple[int, int, int], time_ns: int = 0) -> Snapshot:
 
 
 Owned = tuple[int, int]
+
+
+def owners(records: MigrationRecords) -> list[tuple[Owned, int]]:
+    """Class and name of what each record touched, and KiB."""
+    columns = records.tensor_class, records.tensor, records.bytes // KIB
+    rows = zip(*(it.tolist() for it in columns), strict=True)
+    return [((tensor_class, name), size) for tensor_class, name, size in rows]
 
 
 @pytest.mark.parametrize(
@@ -139,17 +148,15 @@ def test_transfers_are_split_at_the_ends_of_large_blocks(
     )
     is_fault = kind == RecordKind.GPU_FAULT
     size = 0 if is_fault else length * KIB
-    records = records_of([(5, 1, 2, 0, 8, 0, 0, 0, 1), (kind, 1, 2, begin * KIB, size, 0, 1, 0, 0)])
-    tensor_class, name, found = attribute(records, [snapshot])
+    records = records_of([(5, 1, 2, 0, 8, 0, 0), (kind, 1, 2, begin * KIB, size, 0, 1)])
+    found = attribute(records, [snapshot])
     if is_fault:
-        assert len(found) == 0
+        assert len(found) == 2
         return
-    assert (tensor_class[1], name[1]) == own
-    told = zip(
-        found.tensor_class.tolist(), found.tensor.tolist(), found.bytes.tolist(), strict=True
-    )
-    assert [((member, number), size // KIB) for member, number, size in told] == shares
-    assert found.record.tolist() == [1] * len(shares)
+    assert found.kind.tolist() == [5, kind] + [kind] * len(shares)
+    assert found.is_part.tolist() == [False, False] + [True] * len(shares)
+    assert owners(found)[1] == (own, length - sum(size for _, size in shares))
+    assert sorted(owners(found)[2:]) == sorted(shares)
 
 
 def test_the_next_snapshot_splits_what_the_last_one_lacks() -> None:
@@ -157,16 +164,16 @@ def test_the_next_snapshot_splits_what_the_last_one_lacks() -> None:
     after = snapshot_at((0, 3136, 0), (3136, 6272, 2), (6272, 9408, 3), time_ns=10)
     records = records_of(
         [
-            (1, 5, 6, 2048 * KIB, 2048 * KIB, 0, 1, 0, 0),
-            (1, 15, 16, 6144 * KIB, 2048 * KIB, 0, 1, 0, 0),
-            (1, 5, 6, 6144 * KIB, 2048 * KIB, 0, 1, 0, 0),
+            (1, 5, 6, 2048 * KIB, 2048 * KIB, 0, 1),
+            (1, 15, 16, 6144 * KIB, 2048 * KIB, 0, 1),
+            (1, 5, 6, 6144 * KIB, 2048 * KIB, 0, 1),
         ]
     )
-    tensor_class, name, shares = attribute(records, [before, after])
-    assert (tensor_class.tolist(), name.tolist()) == ([0, 2, 2], [0, 1, 1])
-    assert shares.record.tolist() == [0, 1, 2]
-    assert shares.tensor_class.tolist() == [2, 3, 3]
-    assert shares.bytes.tolist() == [960 * KIB, 1920 * KIB, 1920 * KIB]
+    found = attribute(records, [before, after])
+    first, last = [((0, 0), 1088), ((2, 1), 960)], [((2, 1), 128), ((3, 2), 1920)]
+    assert owners(found) == [*first, *last, *last]
+    assert found.is_part.tolist() == [False, True] * 3
+    assert found.start_ns.tolist() == [5, 5, 5, 5, 15, 15]
 
 
 @pytest.mark.slow
@@ -183,25 +190,18 @@ def test_every_page_of_a_transfer_counts_for_its_block(
         blocks.append((at + gap * page, at + gap * page + size, member))
         at = blocks[-1][1]
     snapshot = snapshot_at(*blocks)
-    rows = [(0, 1, 2, start * page * KIB, count * page * KIB, 0, 1, 0, 0) for start, count in moved]
-    tensor_class, name, shares = attribute(records_of(rows), [snapshot])
-    assert (shares.bytes > 0).all()
-    for row, (start, count) in enumerate(moved):
+    for start, count in moved:
+        row = (0, 1, 1001, start * page * KIB, count * page * KIB, 0, 1)
+        parts = attribute(records_of([row]), [snapshot])
+        assert parts.is_part.tolist() == [False] + [True] * (len(parts) - 1)
+        assert int((parts.end_ns - parts.start_ns).sum()) == 1000
         expected: Counter[Owned] = Counter()
         for number in range(start, start + count):
             address = np.array([number * page * KIB])
             hit = int(blocks_hit(snapshot, address, np.array([0]))[0])
             owner = (int(snapshot.tensor_class[hit]), hit) if hit >= 0 else (-1, -1)
-            expected[owner] += page * KIB
-        found: Counter[Owned] = Counter()
-        for index in np.flatnonzero(shares.record == row).tolist():
-            found[int(shares.tensor_class[index]), int(shares.tensor[index])] += int(
-                shares.bytes[index]
-            )
-        own = (int(tensor_class[row]), int(name[row]))
-        assert own not in found
-        found[own] += count * page * KIB - found.total()
-        assert +found == +expected
+            expected[owner] += page
+        assert +Counter(dict(owners(parts))) == +expected
 
 
 @pytest.mark.parametrize(("later_class", "expected"), [(3, 7), (4, -1)])
@@ -215,17 +215,39 @@ def test_a_name_from_the_next_snapshot_is_used(later_class: int, expected: int) 
             np.array([name], np.int32),
         )
 
-    records = records_of([(0, 5, 6, 0, 8, 0, 1, 0, 0)])
-    tensor_class, name, _ = attribute(records, [one_block(0, 3, -1), one_block(10, later_class, 7)])
-    assert (tensor_class.tolist(), name.tolist()) == ([3], [expected])
+    records = records_of([(0, 5, 6, 0, 8, 0, 1)])
+    found = attribute(records, [one_block(0, 3, -1), one_block(10, later_class, 7)])
+    assert (found.tensor_class.tolist(), found.tensor.tolist()) == ([3], [expected])
+
+
+def test_each_record_is_searched_in_the_snapshot_before_it() -> None:
+    count, snapshots = 4_000, 200
+    records = make_records(count, kind=RecordKind.GPU_FAULT, start_ns=np.arange(count), address=50)
+    start, end = np.array([0]), np.array([100])
+    each = [
+        Snapshot(
+            number * count // snapshots,
+            start,
+            end,
+            np.array([number % 6], np.int8),
+            np.array([number], np.int32),
+        )
+        for number in range(snapshots)
+    ]
+    name = attribute(records, each).tensor
+    assert (name == np.arange(count) * snapshots // count).all()
 
 
 def test_copies_belong_to_no_tensor() -> None:
     snapshot = Snapshot(
-        0, np.array([0]), np.array([100]), np.array([1], np.int8), np.array([0], np.int32)
+        0,
+        np.array([0]),
+        np.array([100]),
+        np.array([1], np.int8),
+        np.array([0], np.int32),
     )
-    records = records_of([(5, 1, 2, 0, 8, 0, 0, 0, 1), (0, 1, 2, 0, 8, 0, 1, 0, 0)])
-    tensor_class, name, _ = attribute(records, [snapshot])
-    assert tensor_class.tolist() == [-1, 1]
-    assert name.tolist() == [-1, 0]
-    assert attribute(records, [])[0].tolist() == [-1, -1]
+    records = records_of([(5, 1, 2, 0, 8, 0, 0), (0, 1, 2, 0, 8, 0, 1)])
+    found = attribute(records, [snapshot])
+    assert found.tensor_class.tolist() == [-1, 1]
+    assert found.tensor.tolist() == [-1, 0]
+    assert attribute(records, []).tensor_class.tolist() == [-1, -1]

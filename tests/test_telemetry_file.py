@@ -2,111 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
 
 import numpy as np
 import pytest
-from archives import contents
-from recordings import records_of
-from small_files import small_recording
+from small_files import small_run
 
 from umem.core.errors import UmemError
-from umem.core.report import Source
-from umem.telemetry import Recording, load_recording, save_recording
-from umem.telemetry.file import PROFILE_COLUMNS, ProfileHeader
-from umem.telemetry.records import MigrationRecords, NamedRange, Residency, Shares, no_shares
-
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "trace-format.md"
+from umem.telemetry import MeasuredRun, load_run, save_run
 
 
-def plain(value: Any) -> Any:
-    """A recording as plain values, which == compares."""
-    return {
-        field.name: (
-            plain(it)
-            if isinstance(it, MigrationRecords | Residency | Shares)
-            else (str(it.dtype), it.tolist())
-            if isinstance(it, np.ndarray)
-            else it
-        )
-        for field in fields(value)
-        for it in [getattr(value, field.name)]
-    }
+@pytest.fixture
+def run(tmp_path: Path) -> MeasuredRun:
+    (tmp_path / "small.json").write_text(json.dumps(small_run()))
+    return load_run(tmp_path / "small.json")
 
 
-EVERYTHING = replace(
-    small_recording(),
-    records=records_of(
-        [(0, 10, 2**42, -(2**63), 2**40, 0, 2, 0, 0), (3, 15, 15, 2**63 - 1, 0, 2**20, 0, 4, 255)]
-    ),
-    tensor_names=("gewicht ü\u2028", ""),
-    tensor=np.array([1, -1], np.int32),
-    duration_ns=2**42,
-    phases=(NamedRange("forward", 1, 6), NamedRange("", 6, 6)),
-    dropped=2**40,
-    notes=("by hand", "\n"),
-)
-"""Each column and key, with its largest values."""
+def test_a_run_comes_back_exactly(tmp_path: Path, run: MeasuredRun) -> None:
+    path = tmp_path / "run.json"
+    whole = replace(run, step_start_s=(), steps=run.steps[:1])
+    for one in (run, replace(run, residency=None), whole):
+        save_run(one, path)
+        again = load_run(path)
+        assert asdict(replace(again, residency=None)) == asdict(replace(one, residency=None))
+        if one.residency is not None:
+            assert again.residency is not None
+            assert again.residency.time_ns.tolist() == one.residency.time_ns.tolist()
+            np.testing.assert_array_equal(
+                again.residency.resident_bytes, one.residency.resident_bytes
+            )
+        before = path.read_bytes()
+        save_run(again, path)
+        assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "recording",
-    [
-        EVERYTHING,
-        replace(EVERYTHING, hints=(), residency=None, ideal_s=None, shares=no_shares()),
-        replace(
-            EVERYTHING,
-            records=records_of([]),
-            tensor_class=np.zeros(0, np.int8),
-            tensor=np.zeros(0, np.int32),
-            step_start_ns=np.zeros(0, np.int64),
-            step_end_ns=np.zeros(0, np.int64),
-            hints=(None,),
-            shares=no_shares(),
-        ),
-        *(replace(EVERYTHING, source=source) for source in get_args(Source)),
-    ],
-)
-def test_a_recording_comes_back_exactly(tmp_path: Path, recording: Recording) -> None:
-    path = tmp_path / "run.npz"
-    save_recording(recording, path)
-    assert plain(load_recording(path)) == plain(recording)
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with pytest.raises(UmemError, match=r"cannot be read .no such file"):
+        load_run(path)
+    path.write_bytes(b"\x80\x04K\x01.")  # a pickle
+    with pytest.raises(UmemError, match="not valid JSON"):
+        load_run(path)
+    with path.open("wb") as file:  # as profiles of before were
+        np.savez(file, header=np.zeros(1, np.uint8))
+    with pytest.raises(UmemError, match="of an older umem; this one reads umem-profile/5"):
+        load_run(path)
+
+
+def test_an_invalid_run_is_not_saved(tmp_path: Path, run: MeasuredRun) -> None:
+    path = tmp_path / "run.json"
+    save_run(run, path)
     before = path.read_bytes()
-    save_recording(load_recording(path), path)
-    assert path.read_bytes() == before
-
-
-def test_the_file_has_the_keys_of_the_format(tmp_path: Path) -> None:
-    path = tmp_path / "run.npz"
-    save_recording(small_recording(), path)
-    assert tuple(contents(path)) == (*ProfileHeader.model_fields, *PROFILE_COLUMNS)
-    text = DOCS.read_text(encoding="utf-8")
-    keys = (*ProfileHeader.model_fields, *PROFILE_COLUMNS)
-    assert [key for key in keys if f"`{key}`" not in text] == []
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ((0, 10, 2**60, 4096, 64, 0, 2, 0, 0), "end_ns[0]"),
-        ((3, 10, 20, 4096, 0, 2**60, 0, 0, 0), "faults[0]"),
-        ((0, 10, 20, 4096, 64, 0, 9, 0, 0), "cause[0]"),
-    ],
-)
-def test_an_invalid_recording_is_not_saved(row: tuple[int, ...], said: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.npz"
-    save_recording(small_recording(), path)
-    before = path.read_bytes()
-    bad = replace(
-        small_recording(),
-        records=records_of(np.array([row])),
-        tensor_class=np.array([0], np.int8),
-        tensor=np.array([0], np.int32),
-        shares=no_shares(),
-    )
     with pytest.raises(UmemError) as caught:
-        save_recording(bad, path)
-    assert str(caught.value).startswith(f"{path}: not written: {said}")
+        save_run(replace(run, dropped=2**60), path)
+    assert str(caught.value).startswith(f"{path}: not written: dropped")
     assert path.read_bytes() == before
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, run: MeasuredRun) -> None:
+    path = tmp_path / "run.json"
+    path.mkdir()
+    with pytest.raises(UmemError, match="cannot be written"):
+        save_run(run, path)
+    assert path.is_dir()

@@ -15,7 +15,7 @@ from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse
 from umem.core.schedule import HintOp
 from umem.runtime.hints import HintEngine, HintOutcome, HintSettings
-from umem.telemetry import Profile, measured_row
+from umem.telemetry import Profile, measured_row, run_of
 from umem.telemetry.live import current_residency, current_statistics, ideal_step_s
 from umem.telemetry.reports import hint_traffic, hints_between
 
@@ -104,7 +104,7 @@ def test_a_new_engine_begins_at_zero(engine: HintEngine) -> None:
             assert use_of(report, "prefetch").asked_bytes == BLOCK
 
 
-def use(op: str, moved_bytes: int, **changes: Any) -> HintUse:
+def use(op: Any, moved_bytes: int, **changes: Any) -> HintUse:
     figures = {"asked": 1, "done": 1, "late": 0, "early": 0, "missed": 0, "wasted": 0}
     return HintUse(
         op=op,
@@ -143,7 +143,7 @@ def test_a_profile_reports_the_hints_of_each_step(engine: HintEngine) -> None:
     assert [it.op for it in second.hints.uses] == ["prefetch"]
     # Traffic is what the collector recorded, not the engine's counts.
     assert (first.source, first.collected, first.traffic) == ("cupti", True, ())
-    row = measured_row(profile.recording)
+    row = measured_row(run_of(profile.recording))
     assert [step["hints"]["issued"] for step in row["per_step"]] == [1, 1]
     faster = min(row["per_step"], key=lambda step: float(step["step_s"]))
     assert row["hints"] == faster["hints"]  # of two steps the lower median
@@ -175,8 +175,12 @@ def test_the_engines_counts_replace_records_that_are_missing(engine: HintEngine,
     words = {"start": "not recorded: CUPTI is taken", "stop": "lost: CUPTI broke"}[at]
     assert any(words in note for note in report.notes)
     assert any("the hint engine's own count" in note for note in report.notes)
-    row = measured_row(profile.recording)
-    assert row["moved_bytes"] == {"to_device": 2 * BLOCK, "to_host": BLOCK, "between_devices": 0}
+    row = measured_row(run_of(profile.recording))
+    assert row["moved_bytes"] == {
+        "to_device": 2 * BLOCK,
+        "to_host": BLOCK,
+        "between_devices": 0,
+    }
     assert row["um_time_share"] is row["fault_batches"] is row["memory_ops"] is None
 
 

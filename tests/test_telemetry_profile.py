@@ -20,7 +20,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
 from umem.runtime._native import Allocator, ClassSetting, Config
 from umem.runtime.inspection import LiveTensor
-from umem.telemetry import Profile, load_recording, tensor_traffic
+from umem.telemetry import Profile, load_run, run_of
 
 KIB = 1 << 10
 
@@ -87,10 +87,8 @@ def test_recording_ends_after_the_steps_asked_for(profiled: Profiled) -> None:
         assert collector.calls == ["start", "stop"]
         assert profile.report().step_count == 2  # while the block goes on
         profile.step()
-        with profile.phase("ignored"):
-            pass
+        profile.snapshot()
     assert profile.recording.step_count == 2
-    assert profile.recording.phases == ()
 
 
 def test_gradients_are_attributed_when_the_optimizer_steps(
@@ -113,19 +111,16 @@ def test_gradients_are_attributed_when_the_optimizer_steps(
     assert len(profile.recording.records) == before
 
 
-def test_activations_are_attributed_at_the_end_of_a_phase(
+def test_activations_are_attributed_where_a_snapshot_is_taken(
     allocator: Allocator, profiled: Profiled
 ) -> None:
     collector = StandInCollector()
     with profiled(collector) as profile:
-        for named in (True, False):
-            if named:
-                with profile.phase("forward"):
-                    activation = allocate(allocator, TensorClass.ACTIVATIONS)
-                    collector.moves(activation, KIB)
-            else:
-                activation = allocate(allocator, TensorClass.ACTIVATIONS)
-                collector.moves(activation, KIB)
+        for is_listed in (True, False):
+            activation = allocate(allocator, TensorClass.ACTIVATIONS)
+            collector.moves(activation, KIB)
+            if is_listed:
+                profile.snapshot()
             allocator.free(activation)
             profile.step()
     first, second = profile.step_reports()
@@ -134,9 +129,6 @@ def test_activations_are_attributed_at_the_end_of_a_phase(
     # No snapshot was taken while it was live.
     assert second.unattributed_bytes == KIB
     assert second.traffic[0].tensor_class is TensorClass.OTHER
-    (phase,) = profile.recording.phases
-    assert phase.name == "forward"
-    assert phase.end_ns > phase.start_ns >= 0
 
 
 def test_tensors_of_a_model_have_names() -> None:
@@ -169,7 +161,7 @@ def test_tensors_of_a_model_have_names() -> None:
             collector.moves(model.weight.data_ptr(), KIB)
             optimizer.zero_grad(set_to_none=True)
             profile.step()
-    moved = {it.name: (it.bytes, it.tensor_class.value) for it in tensor_traffic(profile.recording)}
+    moved = {it.name: (it.bytes, it.tensor_class.value) for it in run_of(profile.recording).tensors}
     assert moved == {
         "weight.grad": (6 * KIB, "gradients"),
         "weight.exp_avg": (4 * KIB, "optimizer_state"),
@@ -264,8 +256,8 @@ def test_a_transfer_that_is_longer_than_the_recording_has_no_length(
         profile.step()
     (entry,) = profile.report().traffic
     assert (entry.bytes, entry.seconds) == (KIB, 0.0)
-    profile.save(tmp_path / "run.npz")
-    assert load_recording(tmp_path / "run.npz").records.bytes.tolist() == [KIB]
+    profile.save(tmp_path / "run.json")
+    assert load_run(tmp_path / "run.json").typical.moved_bytes() == KIB
 
 
 @pytest.mark.parametrize("raised", [False, True])
@@ -326,8 +318,7 @@ def test_what_fails_while_recording_is_left_out_and_training_goes_on(
         for _ in range(4):
             parameter.grad = torch.ones(4)
             optimizer.step()
-            with profile.phase("named"):
-                pass
+            profile.snapshot()
             profile.step()
     assert len(calls) == 3
     assert len(caplog.records) == 1

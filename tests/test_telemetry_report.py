@@ -13,9 +13,7 @@ from recordings import make_recording
 from umem.core.classes import TensorClass
 from umem.core.report import MigrationReport
 from umem.predict.prediction import report_row
-from umem.telemetry import Recording, measured_row, report_of, step_reports, tensor_traffic
-from umem.telemetry.records import Shares
-from umem.telemetry.reports import TensorTraffic
+from umem.telemetry import MeasuredRun, measured_row, run_of
 
 WEIGHTS = TensorClass.WEIGHTS.number
 STATE = TensorClass.OPTIMIZER_STATE.number
@@ -26,18 +24,19 @@ HINT, FAULT = 1, 2
 
 def recording(
     rows: list[tuple[Any, ...]], steps: list[tuple[int, int]], **changes: Any
-) -> Recording:
+) -> MeasuredRun:
     """Of rows (kind, start, end, bytes, faults, cause, class, name)."""
     names = ("layer.weight", "layer.weight.exp_avg")
-    return make_recording(
+    made = make_recording(
         [
-            (kind, start, end, 0, size, faults, cause, 0, 0)
+            (kind, start, end, 0, size, faults, cause)
             for kind, start, end, size, faults, cause, _, _ in rows
         ],
         [(row[6], row[7]) for row in rows],
         steps,
         **{"tensor_names": names, "duration_ns": 10_000, **changes},
     )
+    return run_of(made)
 
 
 ROWS: list[tuple[Any, ...]] = [
@@ -56,7 +55,7 @@ STEPS = [(0, 1000), (1000, 2000)]
 
 
 def test_a_record_belongs_to_the_step_in_which_it_starts() -> None:
-    first, second = step_reports(recording(ROWS, STEPS))
+    first, second = recording(ROWS, STEPS).steps
     assert first.step_s == pytest.approx(1e-6)
     assert {(it.direction, it.cause, it.tensor_class.value, it.bytes) for it in first.traffic} == {
         ("to_device", "fault", "weights", 4096),
@@ -71,63 +70,46 @@ def test_a_record_belongs_to_the_step_in_which_it_starts() -> None:
     assert (second.fault_batches, second.cpu_faults) == (0, 1)
 
 
-SHARES = Shares(
-    np.array([0, 0, 6]),
-    np.array([1024, 512, 1000]),
-    np.array([STATE, -1, WEIGHTS], np.int8),
-    np.array([1, -1, 0], np.int32),
-)
-"""Of two transfers in the first step: of class weights, and of no known tensor."""
-
-
-def test_a_transfer_is_split_between_tensors_by_bytes() -> None:
-    whole = step_reports(recording(ROWS, STEPS))
-    first, second = step_reports(recording(ROWS, STEPS, shares=SHARES))
+def test_a_transfer_in_parts_counts_once() -> None:
+    rows: list[tuple[Any, ...]] = [
+        (TO_DEVICE, 0, 63, 2560, 0, FAULT, WEIGHTS, 0),
+        (TO_DEVICE, 0, 25, 1024, 0, FAULT, STATE, 1),
+        (TO_DEVICE, 0, 12, 512, 0, FAULT, -1, -1),
+        (TO_HOST, 999, 1243, 1000, 0, HINT, WEIGHTS, 0),
+    ]
+    run = recording(rows, [(0, 1000)], parts=(1, 2))
+    (step,) = run.steps
     found = {
         f"{it.direction} {it.cause} {it.tensor_class.value}": (
             it.bytes,
             it.count,
             round(it.seconds * 1e9),
         )
-        for it in first.traffic
+        for it in step.traffic
     }
     assert found == {
         "to_device fault weights": (2560, 1, 63),
         "to_device fault optimizer_state": (1024, 0, 25),
         "to_device fault other": (512, 0, 12),
-        "to_device hint optimizer_state": (8192, 1, 200),
-        "to_host hint weights": (1000, 0, 244),
-        "to_host hint other": (1048, 1, 256),
+        "to_host hint weights": (1000, 1, 244),
     }
-    assert first.unattributed_bytes == 512 + 1048
-    for name in ("um_time_share", "um_ops_share", "um_bytes_share"):
-        assert getattr(first, name) == pytest.approx(getattr(whole[0], name))
-    assert first.moved_bytes() == whole[0].moved_bytes()
-    assert second.traffic == whole[1].traffic
-
-
-def test_tensor_traffic_includes_shares() -> None:
-    steps = [(0, 1000)]
-    weight, state = sorted(tensor_traffic(recording(ROWS, steps, shares=SHARES)), key=_name)
+    assert step.unattributed_bytes == 512
+    weight, state = sorted(run.tensors, key=lambda it: it.name)
     assert (weight.bytes, weight.count) == (2560 + 1000, 2)
-    assert (state.bytes, state.count) == (8192 + 1024, 2)
-
-
-def _name(entry: TensorTraffic) -> str:
-    return entry.name
+    assert (state.bytes, state.count) == (1024, 1)
 
 
 def test_shares_are_of_all_memory_operations() -> None:
-    first, second = step_reports(recording(ROWS, STEPS))
+    first, second = recording(ROWS, STEPS).steps
     assert first.um_time_share == pytest.approx(800 / (800 + 200))
     assert first.um_ops_share == pytest.approx(3 / 5)
     assert first.um_bytes_share == pytest.approx(14336 / (14336 + 1024))
     assert second.um_time_share == 1.0
-    assert step_reports(recording([], STEPS))[0].um_time_share == 0.0
+    assert recording([], STEPS).steps[0].um_time_share == 0.0
 
 
 def test_without_steps_the_whole_recording_is_reported() -> None:
-    report = report_of(recording(ROWS, []))
+    report = recording(ROWS, []).typical
     assert report.step_count == 0
     assert report.step_s == pytest.approx(10e-6)
     assert report.moved_bytes("to_host") == 2048 + (1 << 20)
@@ -150,7 +132,7 @@ def test_the_typical_step_has_the_median_time(times_ns: tuple[int, ...], typical
             cause, of_class = int(rng.integers(0, 6)), int(rng.integers(-1, 6))
             rows.append((kind, start, end, size, 1, cause, of_class, -1))
     made = recording(rows, steps)
-    found, reports = report_of(made), step_reports(made)
+    found, reports = made.typical, made.steps
     assert found.step_count == len(times_ns)
     for field in fields(found):
         if field.name != "step_count":
@@ -160,18 +142,26 @@ def test_the_typical_step_has_the_median_time(times_ns: tuple[int, ...], typical
     assert sum(it.moved_bytes() for it in reports) == sum(row[3] for row in inside)
 
 
+def test_the_typical_step_is_one_that_occurred() -> None:
+    """The medians of single figures would all be 0."""
+    rows = [(TO_DEVICE, 1000 * it, 1000 * it + 9, 1 << 20, 0, 2 + it, 0, -1) for it in range(3)]
+    typical = recording(rows, [(1000 * it, 1000 * it + 900) for it in range(3)]).typical
+    assert typical.moved_bytes() == 1 << 20
+    assert typical.um_bytes_share == 1.0
+
+
 def test_sums_of_large_transfers_are_exact() -> None:
     rows = [(TO_DEVICE, 0, 1, 2**53 + 1, 0, HINT, WEIGHTS, 0)] * 3
-    assert report_of(recording(rows, [])).moved_bytes() == 3 * (2**53 + 1)
+    assert recording(rows, []).typical.moved_bytes() == 3 * (2**53 + 1)
 
 
 def test_tensors_by_bytes_moved() -> None:
-    most, least = tensor_traffic(recording(ROWS, STEPS))
+    most, least = recording(ROWS, STEPS).tensors
     assert (most.name, most.bytes, most.count) == ("layer.weight.exp_avg", 8192, 1)
     assert most.tensor_class is TensorClass.OPTIMIZER_STATE
     assert (least.name, least.bytes, least.count) == ("layer.weight", 4096 + 1024, 2)
     # Without steps the whole recording counts.
-    assert tensor_traffic(recording(ROWS, []))[0].bytes == 8192 + (1 << 20)
+    assert recording(ROWS, []).tensors[0].bytes == 8192 + (1 << 20)
 
 
 def predicted() -> MigrationReport:
@@ -228,17 +218,17 @@ def test_a_prediction_is_not_below_its_bounds_by_rounding() -> None:
 
 
 def test_exposed_stall_needs_an_ideal_time() -> None:
-    report = report_of(recording(ROWS, STEPS))
+    report = recording(ROWS, STEPS).typical
     assert (report.ideal_s, report.exposed_stall_s, report.exposed_stall_share) == (None,) * 3
     assert measured_row(recording(ROWS, STEPS))["exposed_stall_s"] is None
     known = recording(ROWS, STEPS, ideal_s=0.6e-6)
-    report = report_of(known)
+    report = known.typical
     assert report.exposed_stall_s == pytest.approx(0.4e-6)
     assert report.exposed_stall_share == pytest.approx(0.4)
     row = measured_row(known)
     assert (row["ideal_s"], row["exposed_stall_s"]) == (0.6e-6, pytest.approx(0.4e-6))
     assert row["per_step"][1]["exposed_stall_s"] == pytest.approx(0.4e-6)
     # A step may be faster than the ideal time: the stall is then negative.
-    faster = report_of(recording(ROWS, STEPS, ideal_s=2e-6)).exposed_stall_s
+    faster = recording(ROWS, STEPS, ideal_s=2e-6).typical.exposed_stall_s
     assert faster == pytest.approx(-1e-6)
-    assert report_of(recording([], [(5, 5)], ideal_s=1e-6)).exposed_stall_share is None
+    assert recording([], [(5, 5)], ideal_s=1e-6).typical.exposed_stall_share is None

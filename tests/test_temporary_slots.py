@@ -107,7 +107,7 @@ def test_pieces_in_temporary_slots_are_fetched_before_the_step_and_leave_behind_
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_the_last_slots_are_made_when_the_step_begins(batches: int) -> None:
-    plan = TemporaryPlan(AT_THE_STEP.made_in, AT_THE_STEP.freed_before, batches)
+    plan = TemporaryPlan(AT_THE_STEP.made_in, AT_THE_STEP.freed_before, batches=batches)
     run = begin(2, temporary=plan, batches=batches)
     seen = []
     for _ in range(batches):
@@ -118,11 +118,65 @@ def test_the_last_slots_are_made_when_the_step_begins(batches: int) -> None:
     assert counted(run) == 3
 
 
-def test_an_evaluation_frees_them() -> None:
-    run = begin(2, temporary=TEMPORARY)
-    with torch.no_grad():
-        run.model(run.batch())
+ACCUMULATED = TemporaryPlan(
+    made_in=("layers.3", "layers.2", "layers.2"),
+    freed_before=("layers.1",),
+    freed_in_backward=("layers.2", ""),
+    batches=2,
+)
+"""Two of them leave beside the first batch's backward pass."""
+
+
+def test_slots_are_freed_in_the_first_of_several_backward_passes() -> None:
+    run = begin(2, temporary=ACCUMULATED, batches=2)
+    seen: list[tuple[str, int]] = []
+    for name in ("layers.3", "layers.2", "layers.0"):
+        layer = run.model.get_submodule(name)
+        layer.register_forward_hook(lambda *_, name=name: seen.append((name, counted(run))))
+        layer.register_full_backward_hook(lambda *_, name=name: seen.append((name, counted(run))))
+    run.backward()
+    forward = [("layers.0", 3), ("layers.2", 2), ("layers.3", 2)]
+    assert seen == [*forward, ("layers.3", 2), ("layers.2", 1), ("layers.0", 1)]
     assert counted(run) == 0
+    run.backward()
+    assert counted(run) == 3  # they are made in the last one
+
+
+def test_slots_that_no_backward_pass_has_freed_do_not_outlive_the_next_pass() -> None:
+    run = begin(2, temporary=ACCUMULATED, batches=2)
+    run.model(run.batch())
+    assert counted(run) == 2
+    run.model(run.batch())
+    assert counted(run) == 0
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.8])
+@pytest.mark.parametrize("clips", [True, False])
+def test_no_bit_changes_where_batches_are_accumulated(eagerness: float, clips: bool) -> None:
+    plan = TemporaryPlan(
+        ACCUMULATED.made_in, ACCUMULATED.freed_before, ACCUMULATED.freed_in_backward, 3
+    )
+    run = compare(
+        eagerness=eagerness,
+        clips=clips,
+        batches=3,
+        temporary=plan,
+        copied_gradients=frozenset(["layers.1", "layers.2", "layers.3", "norm", "head"]),
+        final_gradients=frozenset(["layers.1", "head"]),
+        returning={"layers.2": "layers.2"},
+        hosts=frozenset(["layers.1", "layers.3"]),
+        resident=frozenset(["stem"]),
+    )
+    assert run.training.counts.by_host > 0
+
+
+def test_an_evaluation_frees_them() -> None:
+    for plan in (TEMPORARY, ACCUMULATED):
+        run = begin(2, temporary=plan, batches=plan.batches)
+        assert counted(run) == 3
+        with torch.no_grad():
+            run.model(run.batch())
+        assert counted(run) == 0
 
 
 def test_a_pass_that_no_step_follows_leaves_nothing_behind() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,32 +146,6 @@ def test_nothing_is_tried_after_the_limit(run: Run) -> None:
     found = json.loads(text)
     assert (status, found["predicted"], found["points"]) == (0, 0, [])
     assert found["stopped"] == "limit"
-
-
-@pytest.mark.slow
-def test_ctrl_c_shows_what_was_found(tmp_path: Path) -> None:
-    """The first one lets the candidate at hand end."""
-    program = (
-        "import os, signal, umem.predict.tuning as tuning\n"
-        "from umem.cli import main\n"
-        "predicted = tuning._predicted\n"
-        "def interrupted(*arguments):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return predicted(*arguments)\n"
-        "tuning._predicted = interrupted\n"
-        "main()\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program, *TINY, "--budget", "100%", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    found = json.loads(result.stdout)
-    assert result.returncode == 130
-    assert (found["predicted"], found["stopped"]) == (1, "interrupted")
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def _intervals(tasks: LaneTasks, report: LaneReport) -> list[list[_Interval]]:
         row = []
         for number, others in enumerate(waits):
             before = ends[lane][number - 1] if number else ends[lane][-1] - step_s
-            done = [ends[it.lane][it.number] - steps_before * step_s for it, steps_before in others]
+            done = [ends[at][count - 1] - steps * step_s for at, count, steps in others]
             begin = max([before, *done])
             row.append(_Interval(begin + step_s, ends[lane][number] + step_s))
         found.append(row)

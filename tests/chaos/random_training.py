@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,10 @@ class Step:
     slots: int = 2
     temporary: TemporaryPlan = field(default_factory=TemporaryPlan)
     copied_gradients: frozenset[str] = frozenset()
+    final_gradients: frozenset[str] = frozenset()
+    """Units whose gradients leave in the last batch only."""
+    returning: Mapping[str, str] = field(default_factory=dict)
+    """Units whose gradients are on the device for the step, with where they come back."""
 
 
 def random_step(chance: random.Random) -> Step:
@@ -93,6 +97,10 @@ def random_step(chance: random.Random) -> Step:
         slots=chance.randint(1, 3),
         temporary=_temporary_slots(chance),
         copied_gradients=frozenset(it for it in UNITS if chance.random() < 0.5),
+        final_gradients=frozenset(it for it in UNITS if chance.random() < 0.3),
+        returning={
+            it: it if chance.random() < 0.5 else "stem" for it in UNITS if chance.random() < 0.3
+        },
     )
 
 
@@ -100,12 +108,16 @@ def _temporary_slots(chance: random.Random) -> TemporaryPlan:
     """Up to five, in half of the plans, made and freed anywhere."""
     count = chance.randint(0, 5) if chance.random() < 0.5 else 0
     made_in = sorted(chance.choices(range(4), k=count), reverse=True)
-    ends = sorted(chance.choices(range(-1, 5), k=count))
+    batches = chance.randint(1, 2)
+    in_backward = chance.randint(0, count) if batches > 1 else 0
+    ends = sorted(chance.choices(range(-1, 5), k=count - in_backward))
+    later = sorted(chance.choices(range(-1, 4), k=in_backward), reverse=True)
     names = {-1: "", 4: None} | {number: f"layers.{number}" for number in range(4)}
     return TemporaryPlan(
         tuple(f"layers.{number}" for number in made_in),
         tuple(names[number] for number in ends),
-        batches=chance.randint(1, 2),
+        tuple(names[number] or "" for number in later),
+        batches,
     )
 
 
@@ -133,7 +145,12 @@ class RandomProgram(Program):
             self.training.step.units.set_plan(
                 plan.resident, plan.slots, temporary=len(plan.temporary.made_in)
             )
-            self.training.gradients.set_plan(plan.copied_gradients)
+            self.training.gradients.set_plan(
+                plan.copied_gradients,
+                plan.returning,
+                plan.temporary.batches,
+                plan.final_gradients,
+            )
         self.phase = "zero_grad"
         if plan.by_closure:
             self.phase = "step"

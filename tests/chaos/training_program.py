@@ -1,7 +1,7 @@
 """A training that writes files: ``training_program.py STEPS TRACE FOLDER``, ended at any time.
 
-On the CPU it streams state and weights on :class:`HostLanes` and offloads activations, on a GPU as
-``umem run`` does. The first line says that it has begun, the last one is a checksum.
+On the CPU it streams state and weights on :class:`HostLanes`, on a GPU as ``umem run``
+does. The first line says that it has begun, the last one is a checksum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from streamed_programs import Program, bits
 
 from umem.capture.offline.trace_cache import cache_trace
 from umem.io.files import replace_file
-from umem.offloading import offload_blocks
 from umem.streaming.stage import HostLanes
 from umem.trace import load_trace
 
@@ -44,7 +43,6 @@ def main(steps: int, trace_file: str, folder: str) -> None:
         program.optimizer = program.make_optimizer(program.model.parameters())
     else:
         program.stream()
-        offload_blocks(program.model, 2, min_bytes=1, enabled=not is_stock)
     for step in range(steps):
         program.step()
         with torch.no_grad():

@@ -33,8 +33,8 @@ from umem.hardware import Hardware, load_hardware, with_durations
 from umem.pages.plan import plan
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.predict.prediction import predict, report_row
-from umem.telemetry import load_recording, measured_row, save_recording
-from umem.telemetry.records import NamedRange, Residency, Shares
+from umem.telemetry import load_run, measured_row, run_of, save_run
+from umem.telemetry.records import Residency
 from umem.trace import Trace, load_trace, save_trace
 
 MOST_BYTES = 64 * 2**20
@@ -161,13 +161,11 @@ def _use_trace(path: Path) -> None:
         assert report.step_s >= 0
 
 
-def _use_recording(path: Path) -> None:
-    recording = load_recording(path)
-    json.dumps(measured_row(recording), allow_nan=False)
-    save_recording(recording, FOLDER / "again.npz")
-    again = load_recording(FOLDER / "again.npz")
-    assert again.step_count == recording.step_count
-    assert len(again.records) == len(recording.records)
+def _use_profile(path: Path) -> None:
+    run = load_run(path)
+    row = json.dumps(measured_row(run), allow_nan=False)
+    save_run(run, FOLDER / "again.json")
+    assert json.dumps(measured_row(load_run(FOLDER / "again.json"))) == row
 
 
 def _use_policy(path: Path) -> None:
@@ -199,28 +197,25 @@ def _trace_seeds() -> list[bytes]:
     return [(FOLDER / "seed.npz").read_bytes(), untimed.read_bytes()]
 
 
-def _profile_seeds() -> list[bytes]:
+def _profile_document() -> dict[str, Any]:
     rows = [
-        (0, 100, 200, 4096, 1 << 20, 0, 1, 0, 0),
-        (1, 300, 400, 8192, 1 << 16, 0, 4, 0, 0),
-        (4, 350, 350, 8192, 0, 3, 0, 1, 0),
+        (0, 100, 200, 4096, 1 << 20, 0, 1),
+        (1, 300, 400, 8192, 1 << 16, 0, 4),
+        (4, 350, 350, 8192, 0, 3, 0),
     ]
     recording = make_recording(
         rows,
         [(0, 0), (3, 1), (-1, -1)],
         [(50, 250), (250, 500)],
         tensor_names=("w", "m"),
-        phases=(NamedRange("forward", 60, 200),),
         notes=("by hand",),
         hints=(None, None),
         copies=((Traffic("to_host", "copy", TensorClass.WEIGHTS, 5, 1e-3, 1),), ()),
         residency=Residency(np.array([10, 20]), np.arange(12).reshape(2, 6)),
-        shares=Shares(
-            np.array([0]), np.array([4096]), np.array([1], np.int8), np.array([1], np.int32)
-        ),
     )
-    save_recording(recording, FOLDER / "seed-profile.npz")
-    return [(FOLDER / "seed-profile.npz").read_bytes()]
+    save_run(run_of(recording), FOLDER / "seed-profile.json")
+    document: dict[str, Any] = json.loads((FOLDER / "seed-profile.json").read_bytes())
+    return document
 
 
 def _hardware_document() -> dict[str, Any]:
@@ -257,7 +252,7 @@ _CONFIG = {
 READERS = (
     Reader("trace", ".npz", lambda: archives(_trace_seeds()), _use_trace),
     Reader("published trace", ".json", lambda: documents([_TRACE_DOCUMENT]), _use_trace),
-    Reader("profile", ".npz", lambda: archives(_profile_seeds()), _use_recording),
+    Reader("profile", ".json", lambda: documents([_profile_document()]), _use_profile),
     Reader("policy", ".yaml", lambda: texts(_POLICIES), _use_policy),
     Reader("hardware profile", ".yaml", lambda: texts([_hardware_document()]), _use_hardware),
     Reader("model config", ".json", lambda: documents([_CONFIG]), _use_shape),

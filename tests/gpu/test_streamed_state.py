@@ -31,6 +31,7 @@ STREAMED_MODES = (
     "graphed_block",
     "gradients_copied",
     "gradients_clipped",
+    "accumulated",
     "buffers_filled_late",
     "in_backward",
     "averaged_by_a_graph",
@@ -42,12 +43,15 @@ STREAMED_MODES = (
     "rate_changed",
     "storages_kept",
 )
-POISONED_MODES = ("averaged_beside", "captured", "gradients_clipped", "scaled", "rate_changed")
+POISONED_MODES = (
+    *("averaged_beside", "captured", "gradients_clipped", "accumulated", "scaled"),
+    "rate_changed",
+)
 """Run once more with memory that is overwritten when it is freed and when it is new."""
 HOST_MODES = (
     *("plain", "averaged_beside", "averaged_behind_an_event", "read_behind_a_host_wait"),
     *("copied_behind_any_event", "norm_logged", "saved_and_loaded", "in_a_thread"),
-    *("gradients_clipped", "scaled", "storages_kept"),
+    *("gradients_clipped", "accumulated", "scaled", "storages_kept"),
 )
 """Run once more with some units updated by the host."""
 ADDRESS_MODES = (

@@ -39,7 +39,7 @@ SEARCHED = "residual_net_search"
 UNPLANNED = {
     "lstm_by_hand": "without an optimizer no training is found",
     "lstm": "the loss takes most of the memory",
-    "graph_net": "one block takes most of the memory",
+    "graph_net": "the operands of one operator take most of the memory",
 }
 
 VARIANTS = ("stock", "stock-again", "umem", "umem-budget")

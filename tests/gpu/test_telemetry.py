@@ -27,9 +27,9 @@ from umem.runtime.hints import HintEngine, HintOutcome
 from umem.telemetry import (
     Profile,
     RecordKind,
-    load_recording,
+    load_run,
     measured_row,
-    tensor_traffic,
+    run_of,
 )
 
 pytest.importorskip("cupti")
@@ -117,7 +117,6 @@ def test_copies_and_memory_sets_are_memory_operations() -> None:
     records = profile.recording.records
     copies = records.select(records.kind == RecordKind.MEMCPY)
     assert (copies.bytes == 8 * MIB).sum() == 3
-    assert set(copies.copy_kind[copies.bytes == 8 * MIB].tolist()) == {1}
     assert report.memory_ops_count >= 3
     assert report.memory_ops_bytes >= 24 * MIB
     assert 24 * MIB / 200e9 < report.memory_ops_s < report.step_s
@@ -286,8 +285,7 @@ def test_a_training_step_names_the_tensors_that_come_back() -> None:
             for moment in moments:
                 torch.cuda.synchronize()
                 umem.cuda.prefetch(moment, Location.host(), stream=stream)
-            with profile.phase("training"):
-                step()
+            step()
             profile.step()
     report = profile.report()
     print(report)
@@ -297,10 +295,9 @@ def test_a_training_step_names_the_tensors_that_come_back() -> None:
         assert moved == pytest.approx(size, rel=0.02)
     assert report.step_count == 3
     assert report.unattributed_bytes <= 0.02 * size
-    named = {it.name: it for it in tensor_traffic(profile.recording)}
+    named = {it.name: it for it in run_of(profile.recording).tensors}
     for number in range(4):
         assert named[f"{number}.weight.exp_avg"].bytes >= 3 * 2 * moments[0].nbytes * 0.98
-    assert [it.name for it in profile.recording.phases] == ["training"] * 3
 
 
 def test_a_saved_run_is_reported(tmp_path: Path) -> None:
@@ -308,9 +305,9 @@ def test_a_saved_run_is_reported(tmp_path: Path) -> None:
     with umem.profile(name="saved") as profile:
         ctypes.memset(tensor.data_ptr(), 1, SIZE)
         profile.step()
-    path = tmp_path / "run.npz"
+    path = tmp_path / "run.json"
     profile.save(path)
-    assert measured_row(load_recording(path)) == measured_row(profile.recording)
+    assert measured_row(load_run(path)) == measured_row(run_of(profile.recording))
     words = [UMEM, "report", str(path), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ class StandInCollector:
         """Record a transfer to the device that happens now."""
         start_ns = self.now_ns()
         kind = RecordKind.TO_DEVICE
-        self.rows.append((kind, start_ns, self.now_ns(), address, size_bytes, 0, cause, 0, 0))
+        self.rows.append((kind, start_ns, self.now_ns(), address, size_bytes, 0, cause))
 
     def _call(self, name: str) -> None:
         if self.refusal and self.at == name:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from umem import swap
-from umem.capture.live import WallClock, find_blocks
+from umem.capture.live import Clock, find_blocks
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
@@ -45,7 +45,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-class Room(WallClock, DeviceRoom):
+class Room(Clock, DeviceRoom):
     """A device whose memory is always as full, and a clock that ticks when it is read."""
 
     def __init__(self, more_bytes: int) -> None:
@@ -171,7 +171,7 @@ class Streams:
 
     def _run_again(self, model: nn.Module, optimizer: Optimizer, store: ActivationStore) -> None:
         """Prove in the next step which blocks may run twice, which they do from then on."""
-        blocks = find_blocks(model, None)
+        blocks = find_blocks(model)
         activations = CopiedActivations(model, blocks, store, _raise, may_recompute=True)
         activations.set_plan({}, 1, is_measuring=True)
         self.activations.append(activations)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from umem.capture.live import WallClock
+from umem.capture.live import Clock
 from umem.streaming.stage import DeviceRoom
 
 WIDTH, ROWS, LAYERS = 32, 128, 6
@@ -23,7 +23,7 @@ BASE = 10**6
 SLACK = 256 << 20
 
 
-class Machine(WallClock, DeviceRoom):
+class Machine(Clock, DeviceRoom):
     """A clock and a device's memory, which the layers of a model move."""
 
     def __init__(self, more_bytes: int = 10**9) -> None:
@@ -145,7 +145,7 @@ class Net(nn.Module):
         return x
 
 
-class WallClockOf(WallClock):
+class WallClockOf(Clock):
     """The machine's clock."""
 
     def __init__(self, machine: Machine) -> None:

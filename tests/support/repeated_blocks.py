@@ -358,7 +358,7 @@ def _raise(error: Exception) -> None:
 
 def managed(model: nn.Module) -> CopiedActivations:
     store = ActivationStore("cpu", LazyMover(), min_bytes=64)
-    blocks = find_blocks(model, None)
+    blocks = find_blocks(model)
     return CopiedActivations(model, blocks, store, _raise, may_recompute=True)
 
 

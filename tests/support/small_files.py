@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from recordings import records_of
+from recordings import make_recording
 
 from umem.core.classes import TensorClass
-from umem.core.report import HintReport, HintUse
-from umem.telemetry import Recording
-from umem.telemetry.records import Residency, Shares
+from umem.core.report import HintReport, HintUse, Traffic
+from umem.telemetry import run_of, save_run
+from umem.telemetry.records import Residency
 from umem.trace import Trace
 
 MIB = 1 << 20
@@ -67,29 +70,19 @@ def exchange(**changes: Any) -> dict[str, Any]:
     return document | changes
 
 
-USE = HintUse("evict", TensorClass.WEIGHTS, *[1] * 12)
-
-
-def small_recording() -> Recording:
-    return Recording(
-        workload="small",
-        hardware="H200",
-        policy="sft",
-        source="cupti",
-        duration_ns=1000,
-        records=records_of([(0, 10, 20, 4096, 64, 0, 2, 0, 0), (3, 15, 15, 4096, 0, 1, 0, 1, 0)]),
-        tensor_class=np.array([0, -1], np.int8),
-        tensor=np.array([0, -1], np.int32),
+def small_run() -> dict[str, Any]:
+    """A profile of two steps, as the JSON that it is saved as."""
+    recording = make_recording(
+        [(0, 10, 20, 4096, 64, 0, 2), (3, 15, 15, 4096, 0, 1, 0)],
+        [(0, 0), (-1, -1)],
+        [(0, 500), (500, 1000)],
         tensor_names=("weight",),
-        step_start_ns=np.array([0, 500]),
-        step_end_ns=np.array([500, 1000]),
-        phases=(),
-        dropped=0,
-        notes=(),
         ideal_s=1e-7,
-        hints=(None, HintReport((dataclasses.replace(USE, driver_s=0.5, late_s=0.25),), 0, 0)),
+        hints=(None, HintReport((HintUse("evict", TensorClass.WEIGHTS, *[1] * 12),), *[0] * 2)),
+        copies=((), (Traffic("to_host", "copy", TensorClass.WEIGHTS, 5, 1e-3, 1),)),
         residency=Residency(np.array([5]), np.arange(6, dtype=np.int64).reshape(1, 6)),
-        shares=Shares(
-            *(np.array([it], of) for it, of in ((0, "i8"), (4, "i8"), (3, "i1"), (-1, "i4")))
-        ),
     )
+    with TemporaryDirectory() as folder:
+        save_run(run_of(recording), Path(folder) / "run.json")
+        made: dict[str, Any] = json.loads((Path(folder) / "run.json").read_bytes())
+    return made

@@ -215,6 +215,8 @@ class Program:
     """Temporary slots."""
     copied_gradients: frozenset[str] = frozenset()
     """Units whose gradients are copied to the host."""
+    final_gradients: frozenset[str] = frozenset()
+    """Those of them whose gradients are in the last batch only."""
     returning: Mapping[str, str] = field(default_factory=dict)
     """Those that come back, by the unit in whose backward pass they do."""
     batches: int = 1
@@ -292,11 +294,13 @@ class Program:
         )
         if self.hosts:
             self.training.step.hosts.updater = StockHost(self.optimizer)
-        self.training.gradients.set_plan(self.copied_gradients, self.returning, self.batches)
+        self.training.gradients.set_plan(
+            self.copied_gradients, self.returning, self.batches, self.final_gradients
+        )
         if self.recomputes:
             self.activations = CopiedActivations(
                 self.model,
-                find_blocks(self.model, None),
+                find_blocks(self.model),
                 ActivationStore("cpu", LazyMover(), min_bytes=64),
                 _raise,
                 may_recompute=True,
@@ -400,9 +404,9 @@ def stream_weights(
 ) -> StreamedWeights:
     """Stage all weights of a model that can be."""
     weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
-    owners = [it for block in find_blocks(model, None) for it in set(block.module.parameters())]
+    owners = [it for block in find_blocks(model) for it in set(block.module.parameters())]
     blocks = []
-    for block in find_blocks(model, None):
+    for block in find_blocks(model):
         parts = [
             it
             for it in block.module.parameters()

@@ -125,6 +125,7 @@ FIELDS: dict[str, System] = {
     "translation": System(("transformers",), checkpoints=True),
     "lstm": System(),
     "lstm_by_hand": System(program="lstm", options=("--by-hand",)),
+    "cells": System(checkpoints=True),
     "graph_net": System(checkpoints=True),
     "gan": System(checkpoints=True),
     "contrastive": System(checkpoints=True),

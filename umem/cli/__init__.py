@@ -18,7 +18,16 @@ from umem.core.errors import UmemError
 from umem.core.install import install_command
 from umem.io.problems import visible
 
-__all__ = ["COMMANDS", "INTERRUPTED_STATUS", "app", "lazy_app", "load_command", "main", "run_app"]
+__all__ = [
+    "COMMANDS",
+    "INTERRUPTED_STATUS",
+    "QuickGroup",
+    "app",
+    "lazy_app",
+    "load_command",
+    "main",
+    "run_app",
+]
 
 INTERRUPTED_STATUS = 130
 """Exit status after Ctrl-C, as a shell reports it: 128 + SIGINT."""
@@ -47,13 +56,24 @@ def load_command(name: str) -> Any:
     return get_command(import_module(f"umem.cli.{name}").app)
 
 
+class QuickGroup(TyperGroup):
+    """A group whose option ``--help``, if it is not given, loads no pydantic to check its value."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option, false unless it is given."""
+        option: Any = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False  # where it is None, its type is looked up
+        return option
+
+
 def lazy_app(commands: Mapping[str, str], load: Callable[[str], Any]) -> typer.Typer:
     """Make an application of commands that are loaded when they are called.
 
     `commands` has the name and the line of ``--help`` of each; `load` makes the command of a name.
     """
 
-    class Commands(TyperGroup):
+    class Commands(QuickGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             if args and args[0] in commands:
                 self.add_command(load(args[0]), args[0])
@@ -141,15 +161,7 @@ def run_app(application: typer.Typer, name: str) -> None:
         _fail(_refusal(error))
 
 
-_SPELLINGS = {"--output": "-o", "--precision": "--dtype", "--checkpoint": "--checkpointing"}
-"""An option -> its other spelling, which an error names where it was given."""
-
-
 def _fail(message: str) -> NoReturn:
-    option, colon, words = message.partition(":")
-    given = {word.partition("=")[0] for word in sys.argv}
-    if option not in given and _SPELLINGS.get(option) in given:
-        message = f"{_SPELLINGS[option]}{colon}{words}"
     lines = map(visible, message.splitlines())
     typer.echo("umem: " + "\n".join(lines), err=True)
     sys.exit(2)

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from umem.cli import options, output
-from umem.doctor import Report, Status, Verdict, collect, diagnose
+from umem.core.lazy_names import loads_names
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from umem.doctor import Report, collect, diagnose
 
 __all__ = ["app"]
 
+_loads_names = loads_names(
+    globals(),
+    {
+        "rich.table": "Table",
+        "rich.text": "Text",
+        "umem.doctor": "Status Verdict collect diagnose",
+    },
+)
+
 _STATUS_STYLES = {
-    Status.OK: "green",
-    Status.WARN: "yellow",
-    Status.FAIL: "bold red",
-    Status.INFO: "dim",
+    "ok": "green",
+    "warn": "yellow",
+    "fail": "bold red",
+    "info": "dim",
 }
-_VERDICT_STYLES = {Verdict.YES: "green", Verdict.PARTLY: "yellow", Verdict.NO: "red"}
+_VERDICT_STYLES = {"yes": "green", "partly": "yellow", "no": "red"}
 
 _COMMAND = re.compile(r"(UMEM_CUDA=\d+ )?pip install ")
 _WORD = re.compile(r"(?:'[^']*'|[^'\s])+|'")
@@ -32,6 +45,7 @@ app = output.make_app()
 
 
 @app.command()
+@_loads_names
 def doctor(as_json: options.Json = False) -> None:
     """Show what this machine offers umem, what works, and what to mend.
 

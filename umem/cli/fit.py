@@ -7,37 +7,53 @@ import shlex
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.errors import UmemError
 from umem.core.garbage import no_garbage_collection
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes, parse_limit
-from umem.fit import (
-    ALL_LINEAR,
-    MOMENTS,
-    QUANTISED,
-    TRAINING_PRECISIONS,
-    Fit,
-    ModelShape,
-    Way,
-    Workload,
-    fit_inference,
-    fit_training,
-    generic_shape,
-    load_shape,
-)
-from umem.fit.answer import CONTEXT_BYTES, PROCESS_BYTES
-from umem.hardware import Hardware, hardware_names, load_hardware
-from umem.hardware.host_memory import PINNED_SHARE
-from umem.hardware.load import MEASURE
 from umem.io.files import write_file
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from umem.fit import (
+        ALL_LINEAR,
+        MOMENTS,
+        QUANTISED,
+        TRAINING_PRECISIONS,
+        Fit,
+        ModelShape,
+        Way,
+        Workload,
+        fit_inference,
+        fit_training,
+        generic_shape,
+        load_shape,
+    )
+    from umem.fit.answer import CONTEXT_BYTES, PROCESS_BYTES
+    from umem.hardware import Hardware, hardware_names, load_hardware
+    from umem.hardware.host_memory import PINNED_SHARE
+    from umem.hardware.load import MEASURE
+
 __all__ = ["app"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "umem.fit": "ALL_LINEAR MOMENTS QUANTISED TRAINING_PRECISIONS Workload "
+        "fit_inference fit_training generic_shape load_shape",
+        "umem.fit.answer": "CONTEXT_BYTES PROCESS_BYTES",
+        "umem.hardware": "hardware_names load_hardware",
+        "umem.hardware.host_memory": "PINNED_SHARE",
+        "umem.hardware.load": "MEASURE",
+    },
+)
 
 _MODES = ("sft", "lora", "inference")
 
@@ -52,6 +68,7 @@ app = output.make_app()
 
 
 @app.command(no_args_is_help=True)
+@_loads_names
 def fit(
     model: Annotated[
         str | None,

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.errors import HardwareError, UmemError
-from umem.hardware import Hardware, explain_hardware, figures, hardware_names, load_hardware
-from umem.hardware.capabilities import detect
-from umem.hardware.model import quantity_of
+from umem.core.lazy_names import loads_names
+
+if TYPE_CHECKING:
+    from umem.hardware import Hardware, explain_hardware, figures, hardware_names, load_hardware
+    from umem.hardware.capabilities import detect
+    from umem.hardware.model import quantity_of
 
 __all__ = ["app"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "umem.hardware": "explain_hardware figures hardware_names load_hardware",
+        "umem.hardware.capabilities": "detect",
+        "umem.hardware.model": "quantity_of",
+    },
+)
 
 app = output.make_app(help="List, show and measure hardware profiles.", no_args_is_help=True)
 
 
 @app.command("list")
+@_loads_names
 def list_profiles(as_json: options.Json = False) -> None:
     """List the profiles."""
     profiles = [load_hardware(name) for name in hardware_names()]
@@ -40,6 +53,7 @@ def list_profiles(as_json: options.Json = False) -> None:
 
 
 @app.command()
+@_loads_names
 def show(
     hardware: Annotated[
         str,
@@ -71,6 +85,7 @@ def show(
 
 
 @app.command()
+@_loads_names
 def measure(
     device: Annotated[int, typer.Option(min=0, help="The GPU, by its ordinal.")] = 0,
     short: Annotated[

@@ -17,10 +17,10 @@ from umem.cli.output import Progress, check_can_write, interruptible
 from umem.core.errors import HardwareError, PolicyError, UmemError
 from umem.core.units import format_bytes, parse_budget
 from umem.io.problems import did_you_mean
-from umem.policy import ResolvedPolicy, load_policy, resolve
 
 if TYPE_CHECKING:
     from umem.hardware import Hardware
+    from umem.policy import ResolvedPolicy
     from umem.trace import Trace
 
 __all__ = [
@@ -94,17 +94,11 @@ Accumulate = Annotated[
 ]
 Checkpoint = Annotated[
     bool | None,
-    typer.Option(
-        "--checkpoint/--no-checkpoint",
-        "--checkpointing/--no-checkpointing",
-        help="Recompute activations (default: no).",
-    ),
+    typer.Option(help="Recompute activations (default: no)."),
 ]
 Precision = Annotated[
     str | None,
     typer.Option(
-        "--precision",
-        "--dtype",
         help="Of weights and AdamW: bf16-master (float32 state and weights beside bfloat16 ones), "
         "bf16, or fp32-autocast (default: bf16-master).",
     ),
@@ -309,6 +303,8 @@ def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPo
 
     Raises ``PolicyError`` if the policy cannot be used, and ``UmemError`` if the budget cannot.
     """
+    from umem.policy import load_policy, resolve
+
     policy = resolve(load_named("--policy", load_policy, name), hardware)
     if budget is None:
         return policy

@@ -15,12 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.cells import cell_len
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from umem.cli import INTERRUPTED_STATUS
+from umem.cli import INTERRUPTED_STATUS, QuickGroup
 from umem.core.errors import UmemError
 from umem.core.progress import notify_by
 from umem.core.units import format_bytes, time_unit
@@ -29,6 +25,8 @@ from umem.io.problems import visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.align import VerticalAlignMethod
+    from rich.console import Console
+    from rich.table import Table
 
     from umem.core.report import Traffic
     from umem.predict.stream_prediction import UnitChoice
@@ -45,7 +43,6 @@ __all__ = [
     "make_app",
     "make_console",
     "make_table",
-    "on_interrupt",
     "plain",
     "print_choices",
     "print_json",
@@ -72,7 +69,7 @@ _PATIENCE_S = 2.0
 
 def make_app(**settings: Any) -> typer.Typer:
     """Make the Typer application of one command."""
-    return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
+    return typer.Typer(cls=QuickGroup, add_completion=False, rich_markup_mode=None, **settings)
 
 
 @contextmanager
@@ -110,23 +107,14 @@ def interruptible() -> Iterator[None]:
 
     Python's handler raises an exception. There is C++ code in torch that aborts then, and numba's
     compiler fails with errors of its own. The work may write no files but numba's cache, which
-    puts each in place when it is whole.
-    """
-    with on_interrupt(end_at_once):
-        yield
-
-
-@contextmanager
-def on_interrupt(handler: Callable[..., None]) -> Iterator[None]:
-    """Call a function on Ctrl-C, in place of Python's handler; an outer one stays.
-
-    Only the main thread sets handlers. SIGINT may be ignored, as in a job of a shell.
+    puts each in place when it is whole. Only the main thread sets handlers. SIGINT may be ignored,
+    as in a job of a shell.
     """
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_default or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, end_at_once)
     try:
         yield
     finally:
@@ -146,6 +134,9 @@ def make_console() -> Console:
 
 
 def _console(*, stderr: bool = False) -> Console:
+    # Here and below: `--help` prints without rich, which takes as long to import as all else.
+    from rich.console import Console
+
     # rich believes any COLUMNS and LINES, such as 0 or a number of lines that memory does not hold.
     size = shutil.get_terminal_size()
     given = {"COLUMNS", "LINES"} & os.environ.keys()
@@ -155,6 +146,8 @@ def _console(*, stderr: bool = False) -> Console:
 
 def plain(words: str) -> str:
     """Text from a file, without the control characters of terminals and the markup of rich."""
+    from rich.markup import escape
+
     return escape(visible(words))
 
 
@@ -171,6 +164,8 @@ def print_written(paths: Sequence[Path]) -> None:
 
 def print_table(console: Console, table: Table) -> None:
     """Print a table, wider than the terminal if numbers or words would be cut otherwise."""
+    from rich.cells import cell_len
+
     for column in table.columns:
         lines = [
             line.plain
@@ -193,6 +188,8 @@ def make_table(*text: str, numbers: Sequence[str] = (), narrow: bool = False) ->
 
     `narrow` leaves one blank between columns, so that many of them fit into a line of 80.
     """
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, collapse_padding=narrow)
     two_lines = any("\n" in heading for heading in (*text, *numbers))
     vertical: VerticalAlignMethod = "bottom" if two_lines else "top"

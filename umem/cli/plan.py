@@ -5,32 +5,45 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from numpy.typing import NDArray
-from rich.console import Console
 
 from umem.cli import options, output
 from umem.cli.output import plain
-from umem.cli.simulate import print_streamed
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.core.schedule import HintOp, ResidencyMode, Schedule
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes
-from umem.hardware import Hardware, with_durations
 from umem.pages import plan as planning
-from umem.policy import ResolvedPolicy
-from umem.predict.stream_prediction import predict_stream, stream_row, unit_choices
-from umem.trace import Trace, find_gaps
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from rich.console import Console
+
+    from umem.cli.simulate import print_streamed
+    from umem.core.schedule import HintOp, ResidencyMode
+    from umem.hardware import Hardware, with_durations
+    from umem.policy import ResolvedPolicy
+    from umem.predict.stream_prediction import predict_stream, stream_row, unit_choices
+    from umem.trace import Trace, find_gaps
 
 __all__ = ["app"]
 
-app = output.make_app()
+_loads_names = loads_names(
+    globals(),
+    {
+        "umem.cli.simulate": "print_streamed",
+        "umem.core.schedule": "HintOp ResidencyMode",
+        "umem.hardware": "with_durations",
+        "umem.predict.stream_prediction": "predict_stream stream_row unit_choices",
+        "umem.trace": "find_gaps",
+    },
+)
 
-_MORE_BYTES = 2**30
+app = output.make_app()
 
 _MOST_ROWS = 32
 """Idle intervals in a table; a class of a large model has thousands."""
@@ -38,6 +51,7 @@ _MOST_ROWS = 32
 
 @app.command(no_args_is_help=True)
 @options.takes_workload()
+@_loads_names
 def plan(
     given: options.WorkloadOptions,
     hardware: options.HardwareName = options.DEFAULT_HARDWARE,
@@ -49,9 +63,8 @@ def plan(
         typer.Option(
             metavar="NAME",
             help="Say why tensors of this name, or of this class, leave the device or stay, or who "
-            "leaves for a phase of this name; * stands for any text. Says also what the step waits "
-            "for, and what 1 GiB more of budget would gain. Under a policy that streams state: "
-            "what happens to the activations of each block, and why.",
+            "leaves for a phase of this name; * stands for any text. Under a policy that streams "
+            "state: what happens to the activations of each block, and why.",
         ),
     ] = None,
     as_json: options.Json = False,
@@ -79,9 +92,6 @@ def plan(
             else:
                 schedule = planning.plan(timed, machine, resolved, planner)
         planning_s = time.perf_counter() - began_s
-        limits = None
-        if explain is not None:
-            limits = _limits(timed, schedule, machine, resolved, say)
 
     data: dict[str, Any] = {
         "workload": timed.name,
@@ -94,7 +104,6 @@ def plan(
         "hints": _totals(HintOp, schedule.hint_op, timed, schedule.hint_tensor),
         "residency": _totals(ResidencyMode, schedule.residency, timed, slice(None)),
         "reasons": None,
-        "limits": limits,
     }
     if made is not None:
         idle = find_gaps(timed).tensor
@@ -111,7 +120,6 @@ def plan(
         _print(console, data)
         if "decisions" in data:
             _print_decisions(console, data["decisions"], timed.phase_names)
-            _print_limits(console, data["limits"])
 
 
 def _plan_streamed(
@@ -136,40 +144,6 @@ def _plan_streamed(
     if explains:
         console.print()
         output.print_choices(console, choices)
-
-
-def _limits(
-    trace: Trace,
-    schedule: Schedule,
-    hardware: Hardware,
-    policy: ResolvedPolicy,
-    say: output.Progress,
-) -> dict[str, Any]:
-    """What holds the step up, and the step with more budget."""
-    from umem.pages.simulate import simulate
-
-    predicted = simulate(trace, schedule, hardware, policy)
-    budget_bytes = (policy.device_budget_bytes or hardware.device_bytes) + _MORE_BYTES
-    more = replace(policy, device_budget_bytes=budget_bytes)
-    say(f"Planning {trace.name} with {format_bytes(_MORE_BYTES)} more")
-    richer = simulate(trace, planning.plan(trace, hardware, more), hardware, more)
-    return {
-        "step_s": predicted.step_s,
-        "ideal_s": predicted.ideal_s,
-        "stall_s": dict(predicted.stall_s),
-        "step_with_1_gib_more_s": richer.step_s,
-    }
-
-
-def _print_limits(console: Console, limits: Mapping[str, Any]) -> None:
-    step_s, richer_s = limits["step_s"], limits["step_with_1_gib_more_s"]
-    gain = output.format_seconds(max(step_s - richer_s, 0.0))
-    console.print(
-        f"\npredicted step {output.format_seconds(step_s)}, all resident "
-        f"{output.format_seconds(limits['ideal_s'])}; above that: "
-        f"{output.stall_words(limits['stall_s'])}\n"
-        f"with 1 GiB more of budget: {output.format_seconds(richer_s)}, {gain} less"
-    )
 
 
 def _print_decisions(

@@ -5,32 +5,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes
-from umem.hardware import Hardware, detect_hardware, load_hardware
-from umem.hardware.capabilities import detect
 from umem.io.problems import summary
-from umem.policy import (
-    ClassRule,
-    Policy,
-    ResolvedPolicy,
-    class_rule,
-    find_problems,
-    load_policy,
-    policy_schema,
-    preset_names,
-    resolve,
-)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from umem.hardware import Hardware, detect_hardware, load_hardware
+    from umem.hardware.capabilities import detect
+    from umem.policy import (
+        ClassRule,
+        Policy,
+        ResolvedPolicy,
+        class_rule,
+        find_problems,
+        load_policy,
+        policy_schema,
+        preset_names,
+        resolve,
+    )
 
 __all__ = ["app"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "rich.table": "Table",
+        "umem.hardware": "detect_hardware load_hardware",
+        "umem.hardware.capabilities": "detect",
+        "umem.policy": "class_rule find_problems load_policy policy_schema preset_names resolve",
+    },
+)
 
 app = output.make_app(
     help="List, show and validate policies, and print their schema.", no_args_is_help=True
@@ -38,6 +52,7 @@ app = output.make_app(
 
 
 @app.command("list")
+@_loads_names
 def list_presets(as_json: options.Json = False) -> None:
     """List the presets."""
     presets = [load_policy(name) for name in preset_names()]
@@ -51,6 +66,7 @@ def list_presets(as_json: options.Json = False) -> None:
 
 
 @app.command()
+@_loads_names
 def show(
     policy: Annotated[str, typer.Argument(metavar="NAME", help="A preset's name, or a file.")],
     hardware: Annotated[
@@ -97,6 +113,7 @@ def show(
 
 
 @app.command()
+@_loads_names
 def validate(
     files: Annotated[
         list[Path], typer.Argument(readable=False, metavar="FILE...", help="Policy files.")
@@ -122,6 +139,7 @@ def validate(
 
 
 @app.command()
+@_loads_names
 def schema() -> None:
     """Print the JSON schema of a policy file, for editors."""
     output.print_json(policy_schema())

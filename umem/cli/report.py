@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from umem import telemetry
 from umem.cli import options, output
 from umem.cli.output import format_milliseconds, plain
-from umem.core.report import HintReport, MeasuredReport, Source
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from umem.core.report import HintReport, MeasuredReport, Source
+    from umem.telemetry import (
+        HINT_COUNTS,
+        MeasuredRun,
+        load_run,
+        measured_row,
+        residency_over_run_figure,
+    )
+
 __all__ = ["app"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "umem.telemetry": "HINT_COUNTS load_run measured_row residency_over_run_figure",
+    },
+)
 
 _MOST_TENSORS = 10
 
@@ -31,10 +48,11 @@ app = output.make_app()
 
 
 @app.command(no_args_is_help=True)
+@_loads_names
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(readable=False, metavar="FILE...", help="Saved profiles, such as run.npz."),
+        typer.Argument(readable=False, metavar="FILE...", help="Saved profiles, such as run.json."),
     ],
     as_json: options.Json = False,
     plot: options.Plot = None,
@@ -42,29 +60,30 @@ def report(
     """Show what migrated in a recorded run: by cause and tensor, and unified memory's share."""
     options.check_plot(plot)
     written: list[Path] = []
-    recordings = []
+    runs = []
     with output.progress() as say:
         for file in files:
             say(f"Reading {file.name}")
-            recordings.append(telemetry.load_recording(file))
+            runs.append(load_run(file))
         if plot is not None:
-            for number, recording in enumerate(recordings):
-                name = output.file_name(recording.workload)[:60]
-                name = f"{number}-{name}" if len(recordings) > 1 else name
-                if recording.residency is not None:
-                    figure = telemetry.residency_over_run_figure(recording)
+            for number, run in enumerate(runs):
+                name = output.file_name(run.typical.workload)[:60]
+                name = f"{number}-{name}" if len(runs) > 1 else name
+                if run.residency is not None:
+                    figure = residency_over_run_figure(run)
                     written += output.save_figures({plot / f"residency-{name}.png": figure}, say)
     if as_json:
-        output.print_json({"results": [telemetry.measured_row(it) for it in recordings]})
+        output.print_json({"results": [measured_row(it) for it in runs]})
         return
     console = output.make_console()
-    for recording in recordings:
-        _print(console, recording, telemetry.report_of(recording))
+    for run in runs:
+        _print(console, run)
         console.print()
     output.print_written(written)
 
 
-def _print(console: Console, recording: telemetry.Recording, report: MeasuredReport) -> None:
+def _print(console: Console, run: MeasuredRun) -> None:
+    report = run.typical
     console.print(
         f"[bold]{plain(report.workload)}[/bold] on {plain(report.hardware)}, "
         f"policy {plain(report.policy)}, measured:\n{_SOURCES[report.source]}"
@@ -72,7 +91,7 @@ def _print(console: Console, recording: telemetry.Recording, report: MeasuredRep
     for note in report.notes:
         console.print(f"note: {plain(note)}", style="yellow")
     table = output.make_table("", numbers=("in a step",), narrow=True)
-    for row in _summary(recording, report):
+    for row in _summary(run, report):
         table.add_row(*row)
     output.print_table(console, table)
     if report.source != "none" or report.traffic:
@@ -80,7 +99,7 @@ def _print(console: Console, recording: telemetry.Recording, report: MeasuredRep
         output.print_traffic(console, report.traffic, "transfers" if report.collected else "calls")
     if report.hints is not None:
         _print_hints(console, report.hints)
-    if report.collected and (tensors := telemetry.tensor_traffic(recording)):
+    if report.collected and (tensors := run.tensors):
         console.print("Tensors that moved most, over all steps", style="bold")
         table = output.make_table("tensor", "class", numbers=("moved", "transfers"), narrow=True)
         for it in tensors[:_MOST_TENSORS]:
@@ -91,7 +110,7 @@ def _print(console: Console, recording: telemetry.Recording, report: MeasuredRep
             console.print(f"and {len(tensors) - _MOST_TENSORS:,} tensors more")
 
 
-def _summary(recording: telemetry.Recording, report: MeasuredReport) -> Iterator[tuple[str, str]]:
+def _summary(run: MeasuredRun, report: MeasuredReport) -> Iterator[tuple[str, str]]:
     steps = report.step_count
     what = f"median step of {steps:,}" if steps > 1 else "step" if steps else "whole recording"
     yield f"{what}, ms", format_milliseconds(report.step_s)
@@ -118,14 +137,14 @@ def _summary(recording: telemetry.Recording, report: MeasuredReport) -> Iterator
     if report.has_copies:
         yield "copies and memory sets", f"{report.memory_ops_count:,}"
         yield "bytes copied and set", format_bytes(report.memory_ops_bytes)
-    if recording.residency is not None:
-        yield "on the device at most", format_bytes(recording.residency.total_peak_bytes())
-        for of, size_bytes in recording.residency.peak_bytes().items():
+    if run.residency is not None:
+        yield "on the device at most", format_bytes(run.residency.total_peak_bytes())
+        for of, size_bytes in run.residency.peak_bytes().items():
             yield f"{of.value} on the device at most", format_bytes(size_bytes)
 
 
 def _print_hints(console: Console, hints: HintReport) -> None:
-    counts = telemetry.HINT_COUNTS
+    counts = HINT_COUNTS
     console.print("Hints", style="bold")
     table = output.make_table("hint", "class", numbers=(*counts, "moved", "ms late"), narrow=True)
     for use in hints.uses:

@@ -21,7 +21,6 @@ import typer
 
 import umem
 from umem.cli import INTERRUPTED_STATUS, output
-from umem.cli.run_end import end_lines
 from umem.core.errors import UmemError
 from umem.core.log import is_first_rank, show_log
 
@@ -110,6 +109,9 @@ def launch(
     Raises ``UmemError`` before the program has started: there is no such script or module, and
     nothing has been swapped; or `umem.enable` refused. Otherwise ``SystemExit`` with its status.
     """
+    # Before the program, which may change what can be imported, and after `--help`.
+    from umem.cli.run_end import end_lines
+
     if kind == "module":
         folder = _module_folder(program)
     elif kind == "code" or program == "-":

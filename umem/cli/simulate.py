@@ -8,31 +8,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
-from umem.core.report import MigrationReport
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes
-from umem.hardware import Hardware
 from umem.pages.plan import PLANNERS
-from umem.policy import ResolvedPolicy
-from umem.predict.prediction import predict, report_row
-from umem.predict.prediction_cache import predict_once
-from umem.predict.stream_prediction import (
-    StreamPrediction,
-    predict_stream,
-    stream_row,
-)
-from umem.trace import Trace
-from umem.trace.published import published_share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from umem.core.report import MigrationReport
+    from umem.hardware import Hardware
+    from umem.policy import ResolvedPolicy
+    from umem.predict.prediction import predict, report_row
+    from umem.predict.prediction_cache import predict_once
+    from umem.predict.stream_prediction import (
+        StreamPrediction,
+        predict_stream,
+        stream_row,
+    )
+    from umem.trace import Trace
+    from umem.trace.published import published_share
 
 __all__ = ["app", "print_streamed"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "umem.predict.prediction": "predict report_row",
+        "umem.predict.prediction_cache": "predict_once",
+        "umem.predict.stream_prediction": "predict_stream stream_row",
+        "umem.trace.published": "published_share",
+    },
+)
 
 _MODES = ("both", "lora", "sft")
 
@@ -41,6 +53,7 @@ app = output.make_app()
 
 @app.command(no_args_is_help=True)
 @options.takes_workload()
+@_loads_names
 def simulate(
     given: options.WorkloadOptions,
     mode: Annotated[
@@ -159,6 +172,7 @@ def _simulate_streamed(
     console.print(options.rates_line(plain(hardware.name), hardware.rates), style="dim")
 
 
+@_loads_names
 def print_streamed(console: Console, prediction: StreamPrediction) -> None:
     """Print one prediction: its times, what is copied, and its memory."""
     plan, step, training = prediction.plan, prediction.step, prediction.training

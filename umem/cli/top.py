@@ -5,24 +5,38 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from umem.cli import output
 from umem.cli.options import Json
 from umem.cli.output import format_seconds, plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes
 from umem.runtime.live_socket import BusyError, ask, live_processes
 
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
 __all__ = ["app", "view"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "rich.console": "Group",
+        "rich.live": "Live",
+        "rich.progress_bar": "ProgressBar",
+        "rich.table": "Table",
+        "rich.text": "Text",
+    },
+)
 
 Figures = Mapping[str, Any]
 
@@ -36,6 +50,7 @@ app = output.make_app()
 
 
 @app.command()
+@_loads_names
 def top(
     pid: Annotated[
         int | None, typer.Argument(metavar="[PID]", help="The process; the only one if left out.")
@@ -94,6 +109,7 @@ def _follow(console: Console, number: int, figures: Figures, interval_s: float) 
     console.print(f"process {number} has ended")
 
 
+@_loads_names
 def view(figures: Figures, before: Figures | None, seconds: float) -> Group:
     """The figures of a process, and rates since an earlier look."""
     program = plain(" ".join(figures["program"]))

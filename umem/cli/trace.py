@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes
-from umem.hardware import Hardware, with_durations
-from umem.trace import PhaseKind, Trace, require_durations, save_trace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from umem.hardware import Hardware, with_durations
+    from umem.trace import PhaseKind, Trace, require_durations, save_trace
 
 __all__ = ["app"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "rich.table": "Table",
+        "umem.hardware": "with_durations",
+        "umem.trace": "PhaseKind require_durations save_trace",
+    },
+)
 
 app = output.make_app()
 
 
 @app.command(no_args_is_help=True)
 @options.takes_workload(without="trace")
+@_loads_names
 def trace(
     given: options.WorkloadOptions,
     shown: Annotated[
@@ -76,6 +89,8 @@ def trace(
 
 def _summarise(trace: Trace, hardware: Hardware) -> dict[str, Any]:
     # live_bytes[p, c] are the bytes of class c in phase p: allocated so far, less those freed.
+    import numpy as np
+
     change = np.zeros((trace.phase_count + 1, len(TensorClass)), np.int64)
     np.add.at(change, (trace.first_phase, trace.tensor_class), trace.tensor_bytes)
     np.subtract.at(change, (trace.last_phase + 1, trace.tensor_class), trace.tensor_bytes)

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import shlex
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product, takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from umem.cli import INTERRUPTED_STATUS, options, output
+from umem.cli import options, output
 from umem.cli.output import plain
 from umem.core.errors import PlanError, UmemError
+from umem.core.lazy_names import loads_names
 from umem.io.files import write_file
-from umem.policy import load_policy
-from umem.predict.tuning import PLAIN, Point, TunedWorkload, candidates, front, tune
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from umem.policy import load_policy
+    from umem.predict.tuning import PLAIN, Point, TunedWorkload, candidates, front, tune
 
 __all__ = ["app"]
+
+_loads_names = loads_names(
+    globals(),
+    {
+        "umem.policy": "load_policy",
+        "umem.predict.tuning": "PLAIN TunedWorkload candidates front tune",
+    },
+)
 
 _SHARES = "100%,80%,60%,40%"
 
@@ -35,6 +45,7 @@ app = output.make_app()
 
 @app.command("tune", no_args_is_help=True)
 @options.takes_workload()
+@_loads_names
 def tune_training(
     given: options.WorkloadOptions,
     batch: Annotated[
@@ -99,8 +110,7 @@ def tune_training(
     """List the Pareto-optimal ways to run a training, by prediction.
 
     Tries policies, budgets, checkpointing, batches, and where the optimizer's step runs. Shows what
-    is best in tokens per second, device memory and host memory. Ctrl-C ends the search and shows
-    what it has found; a second one ends the command.
+    is best in tokens per second, device memory and host memory.
     """
     machine = options.find_machine(hardware)
     budgets = tuple(dict.fromkeys(options.budget_bytes(it, machine) for it in _names(budget)))
@@ -119,8 +129,8 @@ def tune_training(
     points: list[Point] = []
     errors: list[PlanError] = []
     ends_s = time.monotonic() + limit
-    with output.progress() as say, _interrupts() as is_interrupted:
-        until = takewhile(lambda _: time.monotonic() < ends_s and not is_interrupted(), tried)
+    with output.progress() as say, output.interruptible():
+        until = takewhile(lambda _: time.monotonic() < ends_s, tried)
         for found in tune(until, machine, say):
             if isinstance(found, PlanError):
                 errors.append(found)
@@ -130,7 +140,6 @@ def tune_training(
     if errors and count == len(tried) and not points:
         raise UmemError(f"none of {count} candidates fits; the last one: {errors[-1]}")
 
-    stopped = "interrupted" if is_interrupted() else "limit" if count < len(tried) else None
     rows = [
         _row(number, point, [*_words(given), "--hardware", hardware], target)
         for number, point in enumerate(front(points, tolerance), 1)
@@ -143,7 +152,7 @@ def tune_training(
         "predicted": count,
         "fit": len(points),
         "tolerance": tolerance,
-        "stopped": stopped,
+        "stopped": "limit" if count < len(tried) else None,
         "points": rows,
     }
     if target is not None:
@@ -154,8 +163,6 @@ def tune_training(
         output.print_json(data)
     else:
         _print(output.make_console(), data, target)
-    if is_interrupted():
-        raise typer.Exit(INTERRUPTED_STATUS)
 
 
 # The question.
@@ -221,24 +228,6 @@ def _words(given: options.WorkloadOptions) -> list[str]:
     return [*([] if script is None else [script]), *(word for it in options_given for word in it)]
 
 
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Note the first Ctrl-C, for the search to end behind the candidate that it is at.
-
-    The second one ends the process at once, as Python's exception does harm inside torch and numba.
-    """
-    interrupted = threading.Event()
-
-    def stop(*_: object) -> None:
-        if interrupted.is_set():
-            output.end_at_once()
-        interrupted.set()
-        typer.echo("umem: stopping after this candidate; Ctrl-C again ends at once", err=True)
-
-    with output.on_interrupt(stop):
-        yield interrupted.is_set
-
-
 # The answer.
 
 
@@ -274,14 +263,10 @@ def _row(number: int, point: Point, common: Sequence[str], target: Path | None) 
 
 def _print(console: Console, data: dict[str, Any], target: Path | None) -> None:
     """Print the points as a table."""
-    ends = {
-        "interrupted": "; interrupted before the others",
-        "limit": "; the time limit left out the others: --limit",
-        None: "",
-    }
+    end = "; the time limit left out the others: --limit" if data["stopped"] else ""
     console.print(
         f"On {plain(data['hardware'])}: {data['predicted']} of {data['candidates']} candidates "
-        f"predicted, {data['fit']} fit{ends[data['stopped']]}"
+        f"predicted, {data['fit']} fit{end}"
     )
     rows = data["points"]
     if not rows:

@@ -9,15 +9,18 @@ from functools import cache
 __all__ = ["build_command", "install_command"]
 
 
-def install_command(extra: str, options: str = "") -> str:
+def install_command(extra: str, *, builds: bool = False) -> str:
     """Write the command that installs umem again, from the same place, with an extra.
 
     Where the folder or wheel that umem came from is not known, or is gone, the command is one for a
-    checkout, and says so.
+    checkout, and says so. With `builds` it is, too, where umem came from a wheel, which holds what
+    is there already. pip builds a folder again each time.
     """
     editable, place = _origin()
+    if builds and not os.path.isdir(place):
+        place = ""
     build = "UMEM_CUDA=12 " if extra == "cuda12" else ""
-    command = f"{build}pip install {options}{editable}'{place or '.'}[{extra}]'"
+    command = f"{build}pip install {editable}'{place or '.'}[{extra}]'"
     return command if place else f"{command} in a checkout of umem"
 
 

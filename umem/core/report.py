@@ -21,6 +21,7 @@ __all__ = [
     "HintUse",
     "MeasuredReport",
     "MigrationReport",
+    "OpName",
     "Source",
     "StepReport",
     "Timeline",
@@ -55,6 +56,10 @@ Source = Literal["driver", "driver_only", "cupti", "hints", "none"]
 """Origin of the figures of a measurement: the driver's event queue, with copies and memory sets
 counted by CUPTI or by nobody; CUPTI; the hint engine's own counts; or nobody (steps were timed
 only)."""
+
+OpName = Literal["prefetch", "evict", "advise"]
+"""Operations of the hint engine, in the order of reports and of the native numbers. Advice moves
+nothing, and so is no `HintOp`."""
 
 _ROUNDING = 1e-12
 """Relative error of a sum of many times."""
@@ -207,8 +212,7 @@ class MigrationReport(StepReport):
 class HintUse:
     """Hints of one operation on one class in one step, as the hint engine counts them."""
 
-    op: str
-    """``prefetch``, ``evict`` or ``advise``."""
+    op: OpName
     tensor_class: TensorClass
     asked: int
     """Requests that were made in the step."""
@@ -230,7 +234,9 @@ class HintUse:
     calls: int
     """Driver calls, of which one may serve several requests."""
     driver_s: float
-    """Time in driver calls."""
+    """Time in driver calls. Concurrent calls in one direction share its link and the time, so that
+    ``moved_bytes / driver_s`` is the link's rate for any number of workers. The time of a call that
+    serves several requests is divided by bytes."""
     late_s: float
     """Lateness of late requests, added up."""
 

@@ -143,8 +143,9 @@ def _system(environment: Environment) -> Iterator[Check]:
 def _umem(environment: Environment) -> Iterator[Check]:
     yield _ok("umem", f"{environment.umem_version} at {environment.umem_path}")
     native, rebuild = environment.native, environment.rebuild_umem
-    if native is None:
-        yield _fail("native library", "cannot be loaded", environment.native_error, rebuild)
+    if native is None:  # a library that it needs is missing, or another build is needed
+        install = environment.install_umem
+        yield _fail("native library", "cannot be loaded", environment.native_error, install)
         return
     if not native.has_cuda:
         why = "built without CUDA and RMM, so it cannot serve a GPU"
@@ -319,11 +320,8 @@ def _device(device: Capabilities) -> Iterator[Check]:
             "use sft, lora or inference, which need none; for the policy managed, bare-metal Linux "
             "or a passed-through GPU of compute capability 6.0 or newer",
         )
-    elif not device.discard:
-        why = "no discard: dead contents are moved too"
-        yield _warn(name, "concurrent access", why, "update the driver to 580 or newer (CUDA 13)")
     else:
-        yield _ok(name, "concurrent access, discard")
+        yield _ok(name, "concurrent access")
     reached = "reached by migration (HMM)" if device.pageable_memory_access else "not reached"
     if device.ats:
         reached = "reached through the CPU's page tables (ATS)"

@@ -153,8 +153,8 @@ class Environment:
 
     @property
     def rebuild_umem(self) -> str:
-        """The command that builds the native library again, and replaces it."""
-        return install_command(f"cuda{self.cuda_major}", "--force-reinstall --no-cache-dir ")
+        """The command that builds the native library again, for the CUDA of this torch."""
+        return install_command(f"cuda{self.cuda_major}", builds=True)
 
     @property
     def install_cupy(self) -> str:

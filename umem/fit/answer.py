@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,9 +29,15 @@ from umem.predict.stream_prediction import (
 )
 from umem.streaming.plan.loss_memory import LOSS_REMEDY, logits_text
 from umem.streaming.plan.recomputation import plan_with_recomputation, with_recomputed
-from umem.streaming.plan.state_plan import StreamProblem, least_slack_bytes, plan_stream
+from umem.streaming.plan.state_plan import (
+    NoShorterStepError,
+    StreamProblem,
+    home_bytes,
+    least_slack_bytes,
+    plan_stream,
+)
+from umem.streaming.plan.step_memory import MemoryByMoment
 from umem.streaming.plan.step_timing import (
-    UNITS_WITH_GRADIENTS,
     StreamUnit,
     largest_slot_bytes,
 )
@@ -218,27 +225,36 @@ def fit_training(
     def has_room(batch: int) -> bool:
         return not _why_too_large(made_step(batch), room, policy.recomputes)
 
-    def homes_bytes(made: StreamPrediction) -> int:
-        movable_bytes = sum(sum(unit.part_bytes) for unit in (made.step.weights or {}).values())
-        weight_bytes = made.step.weight_bytes
-        return _homes_bytes(
-            made.host_bytes, weight_bytes, movable_bytes, budget_bytes, _FIRST_SHARE_OF_TRAINING
-        )
+    def homes_bytes(step: StreamedStep, planned_bytes: int) -> int:
+        movable_bytes = sum(sum(unit.part_bytes) for unit in (step.weights or {}).values())
+        share = _FIRST_SHARE_OF_TRAINING
+        return _homes_bytes(planned_bytes, step.weight_bytes, movable_bytes, budget_bytes, share)
 
     def prediction(step: StreamedStep, plan: TrainingPlan) -> StreamPrediction:
         name = workload.shape.name
         return StreamPrediction(name, hardware.name, policy.name, budget_bytes, False, step, plan)
 
+    def has_plan(step: StreamedStep, weights_bytes: int) -> bool:
+        """Whether there is a plan with so much room for weights, and room for its homes."""
+
+        def fits(planned_bytes: int) -> bool:
+            return not room.why_not(0, homes_bytes(step, planned_bytes))
+
+        placed = _placed(step, hardware, room_bytes, weights_bytes)
+        try:
+            least_bytes, most_bytes = home_bytes(placed.problem)
+            if fits(most_bytes + placed.homes_bytes):
+                return True
+            # In between, it takes the plan itself.
+            return fits(least_bytes + placed.homes_bytes) and fits(
+                prediction(step, _planned(placed)).host_bytes
+            )
+        except PlanError:
+            return False
+
     def is_planned(batch: int) -> bool:
-        for step in _tries(made_step(batch), policy.recomputes):
-            for weights_bytes in (step.weight_bytes, 0):
-                try:
-                    plan = _planned(step, hardware, room_bytes, weights_bytes)
-                except PlanError:
-                    continue
-                if not room.why_not(0, homes_bytes(prediction(step, plan))):
-                    return True
-        return False
+        tries = _tries(made_step(batch), policy.recomputes)
+        return any(has_plan(it, size) for it in tries for size in (it.weight_bytes, 0))
 
     step = made_step(workload.batch, slices_loss=False)
     classes = {name: Place(size, 0) for name, size in class_bytes(workload, hardware).items()}
@@ -259,7 +275,7 @@ def fit_training(
             workload.step_tokens,
             made.plan.predicted.step_s,
             made.training.device_bytes,
-            homes_bytes(made),
+            homes_bytes(tried, made.host_bytes),
         )
         choices = unit_choices(made, hardware)
     sliced = made_step(workload.batch, slices_loss=True)
@@ -339,11 +355,15 @@ def _plan(
     A training also tries whether it gains where weights leave although they have room. That takes
     seconds. In the trainings of docs/fit.md it gains 4 % at most.
     """
+    found: dict[tuple[StreamUnit, ...], TrainingPlan] = {}
+    """What is a trial first is often the plan."""
 
-    @cache  # what is a trial first is often the plan
-    def planned(units: tuple[StreamUnit, ...]) -> TrainingPlan:
+    def planned(units: tuple[StreamUnit, ...], longest_s: float) -> TrainingPlan:
         try:
-            return _planned(replace(step, units=units), hardware, room_bytes, step.weight_bytes)
+            made = replace(step, units=units)
+            return _planned(_placed(made, hardware, room_bytes, step.weight_bytes), longest_s)
+        except NoShorterStepError:
+            raise
         except PlanError:
             return plan_training(
                 units,
@@ -357,33 +377,53 @@ def _plan(
                 is_trial=units != step.units,
             )
 
-    def plan(units: Sequence[StreamUnit], **_: bool) -> TrainingPlan:
-        return planned(tuple(units))
+    def plan(
+        units: Sequence[StreamUnit], *, longest_s: float = math.inf, **_: bool
+    ) -> TrainingPlan:
+        key = tuple(units)
+        if key not in found:
+            found[key] = planned(key, longest_s)
+        return found[key]
 
     freed_bytes = step.freed_bytes if recomputes else {}
     more_bytes = step.checkpointed_bytes if recomputes else {}
     return plan_with_recomputation(step.units, freed_bytes, hardware, plan, more_bytes)
 
 
-def _planned(
-    step: StreamedStep, hardware: Hardware, room_bytes: int, weights_bytes: int
-) -> TrainingPlan:
-    """Plan with so much room for weights; PlanError if all else has too little."""
+class _Placed(NamedTuple):
+    """Units with weights at home, and the problem that is left."""
+
+    problem: StreamProblem
+    weights: WeightPlan
+
+    @property
+    def homes_bytes(self) -> int:
+        """Weights at home."""
+        return self.weights.streamed_bytes + self.weights.in_place_bytes
+
+
+def _placed(step: StreamedStep, hardware: Hardware, room_bytes: int, weights_bytes: int) -> _Placed:
+    """Place weights within so much room."""
     weights = step.weights or {}
     placed = plan_weights(list(weights.values()), weights_bytes, WEIGHT_SLOTS)
-    units = with_weights(step.units, weights, placed)
-    stream = plan_stream(
-        StreamProblem(
-            units,
-            budget_bytes=room_bytes - placed.device_bytes,
-            hardware=hardware,
-            step_peak_bytes=step.step_peak_bytes,
-            holds_gradients=True,
-            weight_slots=placed.slots,
-            batches=step.batches,
-        )
+    problem = StreamProblem(
+        with_weights(step.units, weights, placed),
+        budget_bytes=room_bytes - placed.device_bytes,
+        hardware=hardware,
+        step_peak_bytes=step.step_peak_bytes,
+        holds_gradients=True,
+        weight_slots=placed.slots,
+        batches=step.batches,
     )
-    return TrainingPlan(units, stream, placed, {}, placed.device_bytes + stream.peak_bytes)
+    return _Placed(problem, placed)
+
+
+def _planned(placed: _Placed, longest_s: float = math.inf) -> TrainingPlan:
+    """Plan all but weights; PlanError if it has too little room, or cannot be shorter than that."""
+    problem, weights = placed
+    stream = plan_stream(problem, longest_s)
+    device_bytes = weights.device_bytes + stream.peak_bytes
+    return TrainingPlan(tuple(problem.units), stream, weights, {}, device_bytes)
 
 
 def _places(classes: Mapping[str, Place], made: StreamPrediction) -> dict[str, Place]:
@@ -429,32 +469,34 @@ def _tries(step: StreamedStep, recomputes: bool) -> Iterator[StreamedStep]:
 def _why_units_too_large(step: StreamedStep, room: _Room) -> str:
     """The same of a step in which no more units run twice.
 
-    All that can leave is on the host. Activations have left two units later, and are back a unit
-    early. Gradients have left :data:`UNITS_WITH_GRADIENTS` units later.
+    All that can leave is on the host. Activations are back a unit early.
     """
     units = step.units
     weights = tuple((step.weights or {}).values())
     slots = 2 * max((max(unit.pieces) for unit in units), default=0)
-    out = [0]
-    for unit in units:
-        out.append(out[-1] + unit.saved_bytes)
-    later = [0]
-    for unit in reversed(units):
-        later.append(later[-1] + unit.gradient_bytes)
-    later = later[::-1] + [0] * (1 + UNITS_WITH_GRADIENTS)
-    moments = [step.step_peak_bytes - later[UNITS_WITH_GRADIENTS]]
-    for number, unit in enumerate(units):
-        earlier = out[max(0, number - 1)]
-        moments.append(unit.forward_peak_bytes - earlier - later[number])
-        left = later[number + 1 + UNITS_WITH_GRADIENTS]
-        moments.append(unit.backward_peak_bytes - earlier - left)
-    least_bytes = max(moments) + _staged_weights(weights) + slots
+    memory = MemoryByMoment(
+        units,
+        step.step_peak_bytes,
+        step.step_peak_bytes,
+        len(units),
+        step.batches,
+        holds_gradients=True,
+        adds_at_home=True,
+    )
+    moved_bytes = memory.most_bytes(len(memory.can_leave), 1)
+    least_bytes = moved_bytes + _staged_weights(weights) + slots
     if why_not := room.why_not(least_bytes, 0):
         return why_not
     # When the backward pass begins, all of it is on the one or the other.
     movable_bytes = sum(unit.state_bytes + unit.saved_bytes for unit in units)
     movable_bytes += sum(sum(unit.part_bytes) for unit in weights)
-    turn_bytes = units[-1].forward_peak_bytes - out[-1] - later[len(units) - 1]
+    turn_bytes = units[-1].forward_peak_bytes - sum(unit.saved_bytes for unit in units)
+    if step.batches > 1:  # the gradients of the batches before are there, too
+        gradient_bytes = sum(unit.gradient_bytes for unit in units)
+        movable_bytes += gradient_bytes
+        turn_bytes -= gradient_bytes
+    else:
+        turn_bytes -= units[-1].gradient_bytes
     host_bytes = movable_bytes - (room.device_bytes - turn_bytes)
     return room.why_not(0, host_bytes)
 

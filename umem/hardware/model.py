@@ -366,18 +366,18 @@ def explain_hardware(hardware: Hardware) -> list[HardwareRow]:
     ]
 
 
-def with_durations(trace: Trace, hardware: Hardware, *, force: bool = False) -> Trace:
+def with_durations(trace: Trace, hardware: Hardware) -> Trace:
     """Give the phases of a trace the durations of a machine's roofline.
 
     A phase takes the longest of three times: its arithmetic at the sustained throughput of its
     precision, for attention at attention's where that is lower; its traffic at the bandwidth of
-    device memory, for unvectorised kernels at theirs; and a launch. Durations that the trace has
-    are kept, unless `force` replaces them; then the result is the trace itself.
+    device memory, for unvectorised kernels at theirs; and a launch. A trace that has durations is
+    returned as it is.
 
     Raises ``HardwareError`` if a phase computes in a precision that the machine has no throughput
     for.
     """
-    if trace.duration_s is not None and not force:
+    if trace.duration_s is not None:
         return trace
     flops_per_s = np.array([hardware.flops_per_s.get(name, np.nan) for name in PRECISIONS])
     computes = trace.flops > 0

@@ -142,14 +142,6 @@ def _is_figure(path: KeyPath) -> bool:
     return len(path) == (2 if path[:1] == ("flops_per_s",) else 1)
 
 
-FORMER_NAMES = {
-    "a100-40": "a100-40-pcie",
-    "h100-80": "h100-sxm",
-    "h200-141": "h200",
-    "h200-pcie": "h200",
-}
-"""Names of before, which still load; nothing lists them."""
-
 _AMD = re.compile(r"(amd|radeon|rocm|strix|mi[23]\d\d|gfx\d).*", re.IGNORECASE)
 
 
@@ -159,7 +151,7 @@ def _own(name: str) -> Mapping[str, Any] | None:
             f"{name[:_MAX_NAME]}: umem needs CUDA, which AMD's GPUs do not run: choose the profile "
             "of an NVIDIA GPU (`umem hardware list`)"
         )
-    return card_profile(FORMER_NAMES.get(name, name))
+    return card_profile(name)
 
 
 _KIND = FileKind(

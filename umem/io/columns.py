@@ -238,22 +238,22 @@ def read_columns(
         remedy = f"give a file of {known}, or make it again if it is of an older umem"
         check.refuse("", f"not an .npz archive, so this is not {noun}: {remedy}")
     try:
-        archive = zipfile.ZipFile(io.BytesIO(content))
+        archive = np.load(io.BytesIO(content))  # unpickles nothing unless asked to
     except Exception as problem:
         raise error(f"{path}: damaged, or ends too early: copy the file again") from problem
-    members = _members(archive, check)
-    text = _column(archive, members.pop(_HEADER, None), _HEADER, np.uint8, check).tobytes()
+    _check_sizes(archive.zip.infolist(), check)
+    text = _column(archive, _HEADER, np.uint8, check).tobytes()
     found = Checker(f"{check.place}: {_HEADER}", error).validate(_Format, text)
     _check_format(found.format, noun, (known,), check)
     header = check.validate(header_type, text)
-    for name in members:
-        if name not in dtypes:
+    for name in archive:
+        if name not in dtypes and name != _HEADER:
             hint = did_you_mean(name, dtypes) or "."
             check.refuse(shown(name), f"unknown column{hint} Valid columns: {', '.join(dtypes)}")
     return header, {
-        name: _column(archive, members.get(name), name, dtype, check)
+        name: _column(archive, name, dtype, check)
         for name, dtype in dtypes.items()
-        if name in members or name not in optional
+        if name in archive or name not in optional
     }
 
 
@@ -269,12 +269,10 @@ def _content(path: str | os.PathLike[str], check: Checker) -> bytes:
         raise check.error(f"{check.place}: {unreadable(problem)}") from problem
 
 
-def _members(archive: zipfile.ZipFile, check: Checker) -> dict[str, zipfile.ZipInfo]:
-    """Members by name, after their declared sizes are checked."""
-    infos = archive.infolist()
-    members = {info.filename.removesuffix(_SUFFIX): info for info in infos}
-    size_bytes = sum(info.file_size for info in infos)
-    if len(members) != len(infos) or any(info.compress_type not in _METHODS for info in infos):
+def _check_sizes(members: Sequence[zipfile.ZipInfo], check: Checker) -> None:
+    size_bytes = sum(member.file_size for member in members)
+    names = {member.filename.removesuffix(_SUFFIX) for member in members}
+    if len(names) != len(members) or any(it.compress_type not in _METHODS for it in members):
         check.refuse("", "members twice, or not compressed by deflate: give a file that umem wrote")
     if size_bytes > MAX_COLUMN_BYTES:
         check.refuse(
@@ -282,35 +280,22 @@ def _members(archive: zipfile.ZipFile, check: Checker) -> dict[str, zipfile.ZipI
             f"{format_bytes(size_bytes)} when decompressed: umem reads at most "
             f"{format_bytes(MAX_COLUMN_BYTES)}",
         )
-    return members
 
 
 def _column(
-    archive: zipfile.ZipFile,
-    info: zipfile.ZipInfo | None,
-    name: str,
-    dtype: npt.DTypeLike,
-    check: Checker,
+    archive: Mapping[str, object], name: str, dtype: npt.DTypeLike, check: Checker
 ) -> npt.NDArray[Any]:
-    """Column of a member, whose declared shape is checked against its size first."""
-    if info is None:
+    if name not in archive:
         check.refuse(name, "missing: give a file that umem wrote")
     try:
-        with archive.open(info) as member:
-            content = member.read(info.file_size)
-        stream = io.BytesIO(content)
-        np.lib.format.read_magic(stream)
-        shape, _, found = np.lib.format.read_array_header_1_0(stream)
+        column = archive[name]
     except Exception as problem:  # damage makes zipfile and NumPy raise many kinds
         raise check.error(f"{check.place}: {name}: damaged: copy the file again") from problem
-    rest = stream.read()
-    if found != dtype:
-        check.refuse(name, f"of {found}; it takes {np.dtype(dtype)}")
-    if len(shape) != 1 or shape[0] * found.itemsize != len(rest):
-        check.refuse(name, f"of shape {shape} in {len(rest)} bytes: copy the file again")
-    column = np.frombuffer(rest, found)  # aligned, as bytes are
-    if found == np.bool_ and (column.view(np.uint8) > 1).any():
+    check.require_column(name, column, dtype)
+    assert isinstance(column, np.ndarray)
+    if dtype == np.bool_ and (column.view(np.uint8) > 1).any():
         check.refuse(name, "bytes other than 0 and 1; give a file that umem wrote")
+    column.setflags(write=False)
     return column
 
 

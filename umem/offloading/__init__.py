@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from umem.offloading.layers import OffloadContext, OffloadedBlocks, offload, offload_blocks
+from umem.offloading.layers import OffloadContext, offload
 from umem.offloading.movers import CudaMover, HostBuffer, HostMover, Mover
 from umem.offloading.store import ActivationStatistics, ActivationStore
 
@@ -14,7 +14,5 @@ __all__ = [
     "HostMover",
     "Mover",
     "OffloadContext",
-    "OffloadedBlocks",
     "offload",
-    "offload_blocks",
 ]

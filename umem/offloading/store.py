@@ -35,6 +35,7 @@ from umem.torch_compat import (
     saved_tensor_hooks_enabled,
     storage_address,
     storage_key,
+    storage_use_count,
     version_counter,
 )
 
@@ -42,6 +43,7 @@ __all__ = [
     "MIN_BYTES",
     "ActivationStatistics",
     "ActivationStore",
+    "BeforeSave",
     "warn_once",
 ]
 
@@ -49,6 +51,9 @@ _LOG = logging.getLogger("umem")
 
 MIN_BYTES = 1 << 20
 """Smaller storages stay: 1 MiB takes 20 us to copy, about as long as starting the copy takes."""
+
+BeforeSave = Callable[[], Callable[[], None] | None]
+"""Called before a tensor is saved; returns what is called before it is used."""
 
 _Unfinished = tuple[torch.UntypedStorage, Any, Any]
 """Device memory whose graph ended during a copy, the copy's event, and the memory's stream."""
@@ -111,6 +116,12 @@ class _Stored:
         """Whether a living group has not released the storage."""
         return any(group() is not None for group in self.wanted_by)
 
+    def is_kept(self) -> bool:
+        """Whether something else holds the device's copy."""
+        if self.storage is None:
+            return self.released is not None and self.released() is not None
+        return storage_use_count(storage_key(self.storage)) > 1
+
     def started(self, event: Any, sent_with: Sequence[Any] | None = None) -> None:
         """Note a new copy: to the host if `sent_with` is given, else to the device."""
         self.event, self.sent_with = event, sent_with
@@ -160,6 +171,8 @@ class _Group:
     ) -> None:
         self.stream = stream
         self.reference = weakref.ref(self)
+        self.follower: _Group | None = None
+        """The group of what this one's hooks see from now on, since it was split."""
         self._chosen = chosen
         self._admit = admit
         self._count = 0
@@ -182,10 +195,30 @@ class _Group:
                 return handle
         return keep(tensor)
 
+    def pack_in_turn(self, before_save: BeforeSave, tensor: torch.Tensor) -> _Handle | Kept:
+        """The same, where the group may be split before."""
+        before_use = before_save()
+        packed = (self.follower or self).pack(tensor)
+        if isinstance(packed, _Handle):
+            packed.before_use = before_use
+        return packed
+
     @property
     def count(self) -> int:
         """How many tensors were saved so far."""
         return self._count
+
+    def sizes(
+        self, ordinals: Container[int] | None, seen: set[object]
+    ) -> dict[int, tuple[int, bool]]:
+        """Bytes by ordinal and whether only this holds them, without storages seen before."""
+        found: dict[int, tuple[int, bool]] = {}
+        for ordinal, reference in self._stored.items():
+            stored = reference() if ordinals is None or ordinal in ordinals else None
+            if stored is not None and stored not in seen:
+                seen.add(stored)
+                found[ordinal] = stored.size_bytes, not stored.is_kept()
+        return found
 
     def stored(self, ordinals: Iterable[int] | None) -> list[_Stored]:
         """The storages that autograd still holds, each once, in the order of saving."""
@@ -206,11 +239,12 @@ def warn_once(what: str, error: str) -> None:
 class _Handle:
     """Stands for a saved tensor: its storage, and its shape within the storage."""
 
-    __slots__ = ("_dtype", "_layout", "_probe", "_version", "group", "stored")
+    __slots__ = ("_dtype", "_layout", "_probe", "_version", "before_use", "group", "stored")
 
     def __init__(self, tensor: torch.Tensor, stored: _Stored, group: _Group) -> None:
         self.stored = stored
         self.group = group
+        self.before_use: Callable[[], None] | None = None
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
         self._version = version_counter(tensor)
@@ -364,7 +398,12 @@ class ActivationStore:
         """Whether :meth:`open_group` would install hooks now, in this thread."""
         return self._hooks.may_push() and self._mover.is_ready()
 
-    def open_group(self, key: Hashable, chosen: Container[int] | None = None) -> bool:
+    def open_group(
+        self,
+        key: Hashable,
+        chosen: Container[int] | None = None,
+        before_save: BeforeSave | None = None,
+    ) -> bool:
         """Treat what autograd saves in this thread from now on as one group.
 
         Parameters
@@ -374,6 +413,9 @@ class ActivationStore:
         chosen
             Ordinals of the tensors that may leave, counted from 0 over all that are saved; None for
             all. One that is not chosen holds its storage: choose all of a storage, or none.
+        before_save
+            Called before each tensor is saved. What it returns is called in the backward pass
+            before one that may leave is used. Neither may raise.
 
         Returns
         -------
@@ -386,9 +428,23 @@ class ActivationStore:
             self._hooks.push(None)
             return False
         group = _Group(chosen, self._mover.stream(), self._admit)
-        self._hooks.push((group.pack, self._unpack))
+        pack = group.pack if before_save is None else partial(group.pack_in_turn, before_save)
+        self._hooks.push((pack, self._unpack))
         self._groups[key] = group
         return True
+
+    def split_group(self, key: Hashable, new_key: Hashable) -> None:
+        """Have what an open group would get from now on be another group, which may move apart.
+
+        Parameters
+        ----------
+        key
+            The group that was opened.
+        new_key
+            The name of what it gets from now on.
+        """
+        group = self._groups[key]
+        group.follower = self._groups[new_key] = _Group(None, group.stream, self._admit)
 
     def close_group(self) -> None:
         """End the last `open_group` of this thread.
@@ -450,6 +506,8 @@ class ActivationStore:
         if not isinstance(packed, _Handle):
             return unpack_kept(packed)
         packed.check()
+        if packed.before_use is not None:
+            packed.before_use()
         stored = packed.stored
         with self._lock:
             stream = self._mover.stream()
@@ -471,6 +529,18 @@ class ActivationStore:
         """How many tensors a group has so far, which is the ordinal of its next one."""
         group = self._groups.get(key)
         return 0 if group is None else group.count
+
+    def saved_sizes(
+        self, key: Hashable, ordinals: Container[int] | None, seen: set[object]
+    ) -> dict[int, tuple[int, bool]]:
+        """Bytes of a group that may leave, by ordinal, and whether nothing else holds the memory.
+
+        Each storage counts where it was saved first: what was seen is added to `seen`. Other
+        parameters as for `send`.
+        """
+        with self._lock:
+            group = self._find(key)
+            return {} if group is None else group.sizes(ordinals, seen)
 
     def saved_bytes(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
         """Bytes that may leave and that no other group holds too. Parameters as for `send`."""

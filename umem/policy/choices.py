@@ -7,7 +7,6 @@ what the card shows. A policy that wants pages says ``kind: managed``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from umem.core.classes import TensorClass
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from umem.hardware import Hardware
 
 __all__ = ["Choice", "choose_rule"]
-
-_Made = tuple[MemoryKind, Mechanism, str]
 
 
 class Choice(NamedTuple):
@@ -34,78 +31,55 @@ def choose_rule(tensor_class: TensorClass, rule: ClassRule, hardware: Hardware) 
 
     The rule's ``min_bytes`` and ``fraction`` stay.
     """
-    kind, mechanism, reason = _CHOICES[tensor_class](hardware)
+    kind: MemoryKind = "device"
+    mechanism: Mechanism
+    device, mapped = _rate(hardware.memory_bytes_per_s), _rate(hardware.mapped_bytes_per_s)
+    streamed, migrated = _streamed(hardware), _per_gib(_migrated(hardware))
+    match tensor_class:
+        case TensorClass.WEIGHTS | TensorClass.FROZEN_WEIGHTS:
+            mechanism = "stream"
+            reason = (
+                f"Kernels use device memory at {device}; what the budget has no room for is copied "
+                "from page-locked memory ahead of each use, at "
+                f"{_rate(hardware.copy_to_device_bytes_per_s)}."
+            )
+        case TensorClass.GRADIENTS:
+            mechanism = "copy"
+            reason = (
+                "What the budget has no room for is copied to page-locked memory in the backward "
+                f"pass, and is used there at {mapped}."
+            )
+        case TensorClass.OPTIMIZER_STATE:
+            kind = "pinned"
+            # Read and written over the link by the update itself, which waits for both.
+            in_place = 2 / hardware.mapped_bytes_per_s
+            if streamed <= in_place:
+                mechanism = "stream"
+                reason = (
+                    f"A streamed GiB adds {_per_gib(streamed)} to a step; updated in place on the "
+                    f"host it would add {_per_gib(in_place)}, as migrating pages {migrated}."
+                )
+            else:
+                mechanism = "map"
+                reason = (
+                    f"A GiB that is updated in place on the host adds {_per_gib(in_place)} to a "
+                    f"step; streamed it would add {_per_gib(streamed)}, as migrating pages "
+                    f"{migrated}."
+                )
+        case TensorClass.ACTIVATIONS:
+            mechanism = "copy"
+            reason = (
+                "A GiB that is copied to page-locked memory and back adds "
+                f"{_per_gib(streamed)} to the computation beside it; as pages it would add "
+                f"{migrated}."
+            )
+        case TensorClass.OTHER:
+            mechanism = "keep"
+            reason = f"Kernels use device memory at {device}, host memory in place at {mapped}."
     chosen = ClassRule(
         kind=kind, mechanism=mechanism, min_bytes=rule.min_bytes, fraction=rule.fraction
     )
     return Choice(chosen, reason)
-
-
-def _weights(hardware: Hardware) -> _Made:
-    return (
-        "device",
-        "stream",
-        f"Kernels use device memory at {_rate(hardware.memory_bytes_per_s)}; what the budget has "
-        "no room for is copied from page-locked memory ahead of each use, at "
-        f"{_rate(hardware.copy_to_device_bytes_per_s)}.",
-    )
-
-
-def _gradients(hardware: Hardware) -> _Made:
-    return (
-        "device",
-        "copy",
-        "What the budget has no room for is copied to page-locked memory in the backward pass, and "
-        f"is used there at {_rate(hardware.mapped_bytes_per_s)}.",
-    )
-
-
-def _optimizer_state(hardware: Hardware) -> _Made:
-    streamed, migrated = _streamed(hardware), _per_gib(_migrated(hardware))
-    # Read and written over the link by the update itself, which waits for both.
-    in_place = 2 / hardware.mapped_bytes_per_s
-    if streamed <= in_place:
-        return (
-            "pinned",
-            "stream",
-            f"A streamed GiB adds {_per_gib(streamed)} to a step; updated in place on the host it "
-            f"would add {_per_gib(in_place)}, as migrating pages {migrated}.",
-        )
-    return (
-        "pinned",
-        "map",
-        f"A GiB that is updated in place on the host adds {_per_gib(in_place)} to a step; streamed "
-        f"it would add {_per_gib(streamed)}, as migrating pages {migrated}.",
-    )
-
-
-def _activations(hardware: Hardware) -> _Made:
-    return (
-        "device",
-        "copy",
-        "A GiB that is copied to page-locked memory and back adds "
-        f"{_per_gib(_streamed(hardware))} to the computation beside it; as pages it would add "
-        f"{_per_gib(_migrated(hardware))}.",
-    )
-
-
-def _other(hardware: Hardware) -> _Made:
-    return (
-        "device",
-        "keep",
-        f"Kernels use device memory at {_rate(hardware.memory_bytes_per_s)}, host memory in place "
-        f"at {_rate(hardware.mapped_bytes_per_s)}.",
-    )
-
-
-_CHOICES: Mapping[TensorClass, Callable[[Hardware], _Made]] = {
-    TensorClass.WEIGHTS: _weights,
-    TensorClass.FROZEN_WEIGHTS: _weights,
-    TensorClass.GRADIENTS: _gradients,
-    TensorClass.OPTIMIZER_STATE: _optimizer_state,
-    TensorClass.ACTIVATIONS: _activations,
-    TensorClass.OTHER: _other,
-}
 
 
 # What a byte adds to a step, in seconds.

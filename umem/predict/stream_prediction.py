@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ from umem.streaming.plan.step_timing import (
     divide_state,
     largest_slot_bytes,
 )
+from umem.streaming.plan.stretches import Save, block_of, find_cuts
 from umem.streaming.plan.training_plan import TrainingPlan, plan_training
 from umem.streaming.plan.weight_plan import WeightUnit
 from umem.trace import (
@@ -319,8 +321,10 @@ def streamed_step(
             "'forward': units cannot be told apart"
         )
     names = _UnitNames(trace)
-    unit, order = _units_of_phases(trace, kind, names)
+    block, blocks = _units_of_phases(trace, kind, names)
     starts, ends = _batches(kind)
+    unit, order, is_cut = _with_stretches(trace, policy, block, kind, starts, ends, list(blocks))
+    block = np.array([order[name] for name in blocks], np.int64)[block]
     duration_s = require_durations(trace)
     count, batches = len(order), len(starts)
 
@@ -341,7 +345,7 @@ def streamed_step(
         np.bincount(unit[where], duration_s[where], count) / batches for where in in_pass
     )
     update_s, unowned_s = _updates(trace, kind == _STEP, tensor_unit, duration_s, count)
-    can_leave = _leaving_weights(trace, policy, tensor_unit, unit, kind, in_backward)
+    can_leave = _leaving_weights(trace, policy, tensor_unit, block, kind, in_backward)
     weights = _weight_units(trace, can_leave, tensor_unit, kind, order)
     live = live_bytes(trace, np.where(streamed | can_leave, 0, trace.tensor_bytes))
     held, freed = _gradient_lifetimes(np.where(state_bytes > 0, gradient_bytes, 0), in_backward)
@@ -375,7 +379,7 @@ def streamed_step(
         freed_bytes={
             name: int(freed_bytes[number])
             for name, number in order.items()
-            if _LAYER.match(name) and number not in unit[is_recomputed]
+            if _LAYER.match(name) and number not in unit[is_recomputed] and name not in is_cut
         },
         checkpointed_bytes={name: int(checkpointed[number]) for name, number in order.items()},
     )
@@ -432,6 +436,69 @@ def _units_of_phases(
         if each == _BACKWARD:
             last[_FORWARD] = 0
     return unit, order
+
+
+def _with_stretches(
+    trace: Trace,
+    policy: ResolvedPolicy,
+    unit: _Numbers,
+    kind: _Numbers,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    names: Sequence[str],
+) -> tuple[_Numbers, dict[str, int], frozenset[str]]:
+    """Units of phases where one saves most: the pass is cut, as in a running training.
+
+    Also the units that are cut, and the stretches that begin in them. A backward pass is in the
+    stretch whose activations it has used last.
+    """
+    saved_in = np.full(trace.tensor_count, -1, np.int64)
+    for start, end in zip(starts, ends, strict=True):
+        saved, last_forward = _saved(trace, policy, kind, start, end)
+        saved_in[saved] = last_forward
+    saved = np.flatnonzero(saved_in >= 0)
+    size_bytes = _sums(saved_in[saved], trace.tensor_bytes[saved], trace.phase_count)
+    is_forward = kind == _FORWARD
+
+    def places(start: int, end: int) -> list[tuple[int, str, int]]:
+        """Forward phases of a batch, with their blocks and their numbers in these."""
+        phases = start + np.flatnonzero(is_forward[start:end])
+        counts: Counter[str] = Counter()
+        found = []
+        for phase in phases.tolist():
+            name = names[unit[phase]]
+            found.append((phase, name, counts[name]))
+            counts[name] += 1
+        return found
+
+    cuts = find_cuts(
+        (
+            Save(name, name, number, int(size_bytes[phase]))
+            for phase, name, number in places(0, ends[0])
+        ),
+        outside=names[0],
+    )
+    if not cuts:
+        return unit, {name: number for number, name in enumerate(names)}, frozenset()
+    order: dict[str, int] = {}
+    found = np.zeros(trace.phase_count, np.int64)
+    for start, end in zip(starts, ends, strict=True):
+        current, entered = names[0], set[str]()
+        for phase, name, number in places(start, end):
+            current = current if name in entered else name
+            entered.add(name)
+            current = cuts.get(name, {}).get(number, current)
+            found[phase] = order.setdefault(current, len(order))
+    user, used = phase_of_access(trace), trace.access_tensor
+    is_saved = (kind[user] == _BACKWARD) & (saved_in[used] >= 0)
+    reached = np.full(trace.phase_count, len(order), np.int64)
+    np.minimum.at(reached, user[is_saved], found[saved_in[used[is_saved]]])
+    last = len(order) - 1
+    for number in np.flatnonzero(kind == _BACKWARD).tolist():
+        is_first = number > 0 and kind[number - 1] == _FORWARD
+        last = len(order) - 1 if is_first else last
+        last = found[number] = reached[number] if reached[number] < len(order) else last
+    return found, order, frozenset(name for name in order if block_of(name) in cuts)
 
 
 def _batches(kind: _Numbers) -> tuple[list[int], list[int]]:
@@ -564,24 +631,33 @@ def _saved_bytes(
     that the same unit makes, int64[N]: it need not keep them where it runs forward again.
     """
     most, own = np.zeros((2, count), np.int64)
-    if policy.rules[TensorClass.ACTIVATIONS.number].mechanism != "copy":
-        return most, own
-    moves = _of_class(trace, policy, TensorClass.ACTIVATIONS) & ~trace.persistent
-    _, last_use = first_and_last_use(trace)
-    phase = phase_of_access(trace)
     for start, end in zip(starts, ends, strict=True):
-        turn = start + int(np.argmax(kind[start:end] == _BACKWARD))
-        is_saved = moves & (trace.first_phase >= start) & (trace.first_phase < turn)
-        is_saved &= last_use >= turn
-        is_forward = (phase < turn) & (kind[phase] == _FORWARD)
-        last_forward = np.full(trace.tensor_count, -1, np.int64)
-        np.maximum.at(last_forward, trace.access_tensor[is_forward], phase[is_forward])
-        saved = np.flatnonzero(is_saved & (last_forward >= start))
-        user = unit[last_forward[saved]]
+        saved, last_forward = _saved(trace, policy, kind, start, end)
+        user = unit[last_forward]
         most = np.maximum(most, _sums(user, trace.tensor_bytes[saved], count))
         is_own = unit[trace.first_phase[saved]] == user
         own = np.maximum(own, _sums(user[is_own], trace.tensor_bytes[saved[is_own]], count))
     return most, own
+
+
+def _saved(
+    trace: Trace, policy: ResolvedPolicy, kind: _Numbers, start: int, end: int
+) -> tuple[_Numbers, _Numbers]:
+    """Activations of a batch that may leave, and the last phase to use each before they do."""
+    if policy.rules[TensorClass.ACTIVATIONS.number].mechanism != "copy":
+        nothing = np.zeros(0, np.int64)
+        return nothing, nothing
+    moves = _of_class(trace, policy, TensorClass.ACTIVATIONS) & ~trace.persistent
+    _, last_use = first_and_last_use(trace)
+    phase = phase_of_access(trace)
+    turn = start + int(np.argmax(kind[start:end] == _BACKWARD))
+    is_saved = moves & (trace.first_phase >= start) & (trace.first_phase < turn)
+    is_saved &= last_use >= turn
+    is_forward = (phase < turn) & (kind[phase] == _FORWARD)
+    last_forward = np.full(trace.tensor_count, -1, np.int64)
+    np.maximum.at(last_forward, trace.access_tensor[is_forward], phase[is_forward])
+    saved = np.flatnonzero(is_saved & (last_forward >= start))
+    return saved, last_forward[saved]
 
 
 def _checkpointed_bytes(

@@ -231,7 +231,11 @@ class HintEngine:
     ) -> int: ...
     @staticmethod
     def batch(
-        ops: list[int], addresses: list[int], sizes: list[int], classes: list[int], device: int
+        ops: Sequence[int],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        classes: Sequence[int],
+        device: int,
     ) -> HintBatch: ...
     def fire(self, batch: HintBatch, stream: int, after: Sequence[int] = ()) -> int:
         """The last ticket of consecutive ones; 0 when nothing was taken."""

@@ -7,9 +7,9 @@ an event with a time before each copy costs the training more than a count.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from umem.core.classes import TensorClass
@@ -24,11 +24,7 @@ _MOST_OPEN = 4096
 """Timed copies that nobody has asked for yet; those beyond are counted without their time."""
 
 
-@dataclass(slots=True)
-class _Sum:
-    bytes: int = 0
-    seconds: float = 0.0
-    count: int = 0
+_Key = tuple[Direction, TensorClass]
 
 
 class CopyCounts:
@@ -36,8 +32,10 @@ class CopyCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[tuple[Direction, TensorClass], _Sum] = {}
-        self._open: list[tuple[Direction, TensorClass, Callable[[], float]]] = []
+        self._bytes: Counter[_Key] = Counter()
+        self._count: Counter[_Key] = Counter()
+        self._seconds: dict[_Key, float] = {}
+        self._open: list[tuple[_Key, Callable[[], float]]] = []
         self._readers = 0
 
     @contextmanager
@@ -72,40 +70,33 @@ class CopyCounts:
 
     def end(
         self,
-        key: tuple[Direction, TensorClass],
+        key: _Key,
         size_bytes: int,
         stream: torch.cuda.Stream | None,
         begun: torch.cuda.Event | None,
     ) -> None:
         """A copy has been started."""
         with self._lock:
-            known = self._sum(key)
-            known.bytes += size_bytes
-            known.count += 1
+            self._bytes[key] += size_bytes
+            self._count[key] += 1
             if begun is not None and stream is not None:
-                self._open.append((*key, _seconds(begun, _event_on(stream))))
+                self._open.append((key, _seconds(begun, _event_on(stream))))
 
-    def copied_bytes(self) -> dict[tuple[Direction, TensorClass], int]:
+    def copied_bytes(self) -> dict[_Key, int]:
         """Bytes so far by direction and class. Waits for no copy."""
         with self._lock:
-            return {key: it.bytes for key, it in self._sums.items()}
+            return dict(self._bytes)
 
     def traffic(self) -> tuple[Traffic, ...]:
         """The sums so far, by direction and class. Waits for copies whose time is taken."""
         with self._lock:
             taken, self._open = self._open, []
-            for direction, tensor_class, seconds in taken:
-                self._sum((direction, tensor_class)).seconds += seconds()
+            for key, seconds in taken:
+                self._seconds[key] = self._seconds.get(key, 0.0) + seconds()
             return tuple(
-                Traffic(direction, "copy", tensor_class, it.bytes, it.seconds, it.count)
-                for (direction, tensor_class), it in self._sums.items()
+                Traffic(key[0], "copy", key[1], size, self._seconds.get(key, 0.0), self._count[key])
+                for key, size in self._bytes.items()
             )
-
-    def _sum(self, key: tuple[Direction, TensorClass]) -> _Sum:
-        known = self._sums.get(key)
-        if known is None:
-            known = self._sums[key] = _Sum()
-        return known
 
 
 class _Counted(AbstractContextManager[None]):
@@ -116,7 +107,7 @@ class _Counted(AbstractContextManager[None]):
     def __init__(
         self,
         counts: CopyCounts,
-        key: tuple[Direction, TensorClass],
+        key: _Key,
         size_bytes: int,
         stream: torch.cuda.Stream | None,
     ) -> None:

@@ -12,11 +12,9 @@ from umem.core.interrupts import exhaust
 from umem.cuda import bindings
 from umem.runtime.state import is_enabled, runtime
 
-__all__ = ["CurrentStream", "is_own_stream", "own_stream", "run_on"]
+__all__ = ["CurrentStream", "own_stream", "run_on"]
 
 _T = TypeVar("_T")
-
-_handles: set[int] = set()
 
 
 class CurrentStream:
@@ -54,15 +52,9 @@ def own_stream(device: torch.device, purpose: str, *, priority: int = 0) -> torc
     create = functools.partial(bindings.create_stream, priority)
     handle = run_on(torch.cuda.current_stream(device), create)
     stream = torch.cuda.ExternalStream(handle, device)
-    _handles.add(stream.cuda_stream)
     if is_enabled():
         runtime().allocator.add_own_stream(stream.device_index, stream.cuda_stream)
     return stream
-
-
-def is_own_stream(stream: torch.cuda.Stream) -> bool:
-    """Whether :func:`own_stream` has made it."""
-    return stream.cuda_stream in _handles
 
 
 def run_on(stream: torch.cuda.Stream, work: Callable[[], _T]) -> _T:

@@ -16,30 +16,24 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from umem.core.classes import TensorClass
 from umem.core.errors import NativeLibraryError, UnsupportedError
+from umem.core.report import HintUse, OpName
 from umem.core.schedule import HintOp
 from umem.policy import Refusable
 from umem.runtime.native_library import native
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from umem.runtime import _native
 
 __all__ = [
     "HintBatch",
-    "HintCounts",
     "HintEngine",
     "HintFailure",
     "HintOutcome",
     "HintSettings",
     "HintStatistics",
-    "OpName",
 ]
 
-OpName = Literal["prefetch", "evict", "advise"]
 _OP_NAMES: tuple[OpName, ...] = get_args(OpName)
-"""In the order of the native numbers. Advice moves nothing, and so is no `HintOp`."""
 _CLASSES = tuple(TensorClass)
 
 
@@ -63,30 +57,7 @@ class HintOutcome(StrEnum):
 
 
 _OUTCOMES = tuple(HintOutcome)
-
-
-@dataclass(frozen=True)
-class HintCounts:
-    """Sums over the requests of one operation on one tensor class."""
-
-    requests: Mapping[HintOutcome, int]
-    asked_bytes: int
-    moved_bytes: int
-    wasted_bytes: int
-    """Superseded, forgotten, dropped or failed."""
-    calls: int
-    """Chunks issued; one may serve several requests."""
-    driver_s: float
-    """In driver calls. Concurrent calls in one direction share its link and the time, so that
-    ``moved_bytes / driver_s`` is the link's rate for any number of workers. The time of a call that
-    serves several requests is divided by bytes."""
-    late: int
-    """Requests that were done after the phase that needs them began."""
-    late_s: float
-    early: int
-    """Requests that were done before that phase began."""
-    missed: int
-    """Requests that were needed but never wholly done."""
+_WASTED = _OUTCOMES[2:]
 
 
 @dataclass(frozen=True)
@@ -103,7 +74,7 @@ class HintFailure:
 class HintStatistics:
     """A snapshot of an engine's counters."""
 
-    counts: Mapping[tuple[OpName, TensorClass], HintCounts]
+    counts: Mapping[tuple[OpName, TensorClass], HintUse]
     """Only pairs that were requested."""
     failures: tuple[HintFailure, ...]
     refused: int
@@ -276,10 +247,10 @@ class HintEngine:
 
     def batch(
         self,
-        ops: Sequence[HintOp] | NDArray[np.integer[Any]],
-        addresses: Sequence[int] | NDArray[np.integer[Any]],
-        sizes: Sequence[int] | NDArray[np.integer[Any]],
-        classes: Sequence[TensorClass] | NDArray[np.integer[Any]],
+        ops: Sequence[HintOp],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        classes: Sequence[TensorClass],
         device: int = 0,
     ) -> HintBatch:
         """Check n requests once, to submit them together with :meth:`submit_batch` repeatedly.
@@ -288,9 +259,8 @@ class HintEngine:
         :meth:`HintBatch.set_address` gives it one. Sizes are bytes. Lengths that differ, and
         entries that :meth:`submit` would refuse, raise ValueError.
         """
-        numbers = [of.number if isinstance(of, TensorClass) else int(of) for of in classes]
-        kinds, places, lengths = ([int(it) for it in column] for column in (ops, addresses, sizes))
-        return HintBatch(self._native.batch(kinds, places, lengths, numbers, device))
+        numbers = [it.number for it in classes]
+        return HintBatch(self._native.batch(ops, addresses, sizes, numbers, device))
 
     def submit_batch(self, batch: HintBatch, stream: int, after: Sequence[int] = ()) -> int:
         """Submit all requests of a batch, ordered behind the work now queued on a stream.
@@ -356,12 +326,11 @@ class HintEngine:
     def statistics(self) -> HintStatistics:
         """Take a snapshot of all counters."""
         found = self._native.statistics()
-        for counts in found["counts"].values():
-            counts["requests"] = {HintOutcome(it): n for it, n in counts["requests"].items()}
-        found["counts"] = {
-            (_OP_NAMES[op], _CLASSES[number]): HintCounts(**counts)
+        uses = [
+            _use(_OP_NAMES[op], _CLASSES[number], **counts)
             for (op, number), counts in found["counts"].items()
-        }
+        ]
+        found["counts"] = {(use.op, use.tensor_class): use for use in uses}
         found["failures"] = tuple(HintFailure(*failure) for failure in found["failures"])
         return HintStatistics(**found)
 
@@ -380,6 +349,20 @@ class HintEngine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _use(
+    op: OpName, tensor_class: TensorClass, requests: Mapping[str, int], **figures: Any
+) -> HintUse:
+    """Counts of one operation on one class, of which the native ones have requests by outcome."""
+    return HintUse(
+        op,
+        tensor_class,
+        asked=sum(requests.values()),
+        done=requests.get(HintOutcome.DONE, 0),
+        wasted=sum(requests.get(outcome, 0) for outcome in _WASTED),
+        **figures,
+    )
 
 
 def _native_settings(settings: HintSettings | None) -> _native.HintSettings:

@@ -215,7 +215,7 @@ class StreamedTraining(Listener):
         self._lanes, self._weights, self._streams_state = lanes, weights, streams_state
         self.tuner = tuner
         """Decides what stays on the device, for all optimizers of the model."""
-        self._blocks = blocks = find_blocks(model, None)
+        self._blocks = blocks = find_blocks(model)
         self._names = names = UnitNames(blocks)
         units = StreamedUnits(names.of, lanes, memory, names.part_bytes, ring)
         clipped = ClippedGradients(lanes)
@@ -372,6 +372,7 @@ class StreamedTraining(Listener):
         if self._is_distributed:
             # DDP may give gradients to parameters that this process has not called.
             self.step.join()
+        self.gradients.forward_ends()
         self.step.units.fetch_ahead()
 
     # ------------------------------------------------------------------ before the optimizer's step

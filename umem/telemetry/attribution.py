@@ -15,7 +15,7 @@ from umem.telemetry.records import (
     Integers,
     MigrationRecords,
     RecordKind,
-    Shares,
+    concatenate,
     make_records,
 )
 
@@ -72,38 +72,49 @@ def blocks_hit(snapshot: Snapshot, address: Integers, size_bytes: Integers) -> n
     return np.where(holds, holding, np.where(reaches, next_one, UNKNOWN))
 
 
-def attribute(
-    records: MigrationRecords, snapshots: Sequence[Snapshot]
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32], Shares]:
-    """Find class and name of the tensor that each record touched first, and the shares of others.
+def attribute(records: MigrationRecords, snapshots: Sequence[Snapshot]) -> MigrationRecords:
+    """Find class and name of the tensor that each record touched; snapshots are by time.
 
     A record is looked up in the last snapshot before it. If it hits nothing there, or a block of
     the same class that has no name yet, the next snapshot decides. Blocks that were allocated and
     freed between two snapshots stay unknown, as do copies and memory sets, whose records have no
     address.
 
-    A transfer across the ends of large blocks is looked up part by part. Small blocks share their
-    pages, which move for any of them: the first one that a transfer hits gets all its bytes.
-
-    Snapshots are by time, on the clock of the N records.
-
-    Returns
-    -------
-    tensor_class : int8[N]
-    name : int32[N]
-    shares : Shares
+    A transfer across the ends of large blocks becomes one record for each tensor, with its bytes
+    and time in proportion; that of the tensor that it touched first counts as the transfer. Small
+    blocks share their pages, which move for any of them: the first one that a transfer hits gets
+    all its bytes.
     """
-    tensor_class, name = _first_hits(records, snapshots)
-    parts, record = _split_at_large_blocks(records, snapshots)
-    shares = Shares(record, parts.bytes, *_first_hits(parts, snapshots))
-    is_other = (shares.tensor_class != tensor_class[record]) | (shares.tensor != name[record])
-    return tensor_class, name, _merge_neighbours(shares.select(is_other))
+    whole = _first_hits(records, snapshots)
+    parts, of = _split_at_large_blocks(records, snapshots)
+    parts = _first_hits(parts, snapshots)
+    keys = np.stack([of, parts.tensor_class, parts.tensor], axis=1).astype(np.int64)
+    keys, which = np.unique(keys, axis=0, return_inverse=True)
+    size = np.zeros(len(keys), np.int64)
+    np.add.at(size, which.ravel(), parts.bytes)
+    of, tensor_class, tensor = keys.T
+    is_own = (tensor_class == whole.tensor_class[of]) & (tensor == whole.tensor[of])
+    order = np.lexsort((~is_own, of))
+    of, size = of[order], size[order]
+    is_part = np.diff(of, prepend=-1) == 0
+    total_ns = whole.end_ns - whole.start_ns
+    time_ns = (total_ns[of] * (size / whole.bytes[of])).astype(np.int64)
+    # The first part has what rounding leaves.
+    np.subtract.at(total_ns, of[is_part], time_ns[is_part])
+    time_ns[~is_part] = total_ns[of[~is_part]]
+    cut = replace(
+        whole.select(of),
+        end_ns=whole.start_ns[of] + time_ns,
+        bytes=size,
+        tensor_class=tensor_class[order].astype(np.int8),
+        tensor=tensor[order].astype(np.int32),
+        is_part=is_part,
+    )
+    return concatenate((whole.select(~np.isin(np.arange(len(records)), of)), cut))
 
 
-def _first_hits(
-    records: MigrationRecords, snapshots: Sequence[Snapshot]
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32]]:
-    """Class and name of the tensor that each record touched first."""
+def _first_hits(records: MigrationRecords, snapshots: Sequence[Snapshot]) -> MigrationRecords:
+    """The records with class and name of the tensor that each touched first."""
     tensor_class = np.full(len(records), UNKNOWN, np.int8)
     name = np.full(len(records), UNKNOWN, np.int32)
     between = _rows_between(
@@ -120,7 +131,7 @@ def _first_hits(
             named = (snapshot.name[hit] != UNKNOWN) | (tensor_class[rows] != found)
             tensor_class[rows] = found
             name[rows[named]] = snapshot.name[hit[named]]
-    return tensor_class, name
+    return replace(records, tensor_class=tensor_class, tensor=name)
 
 
 def _rows_between(
@@ -171,14 +182,3 @@ def _split_at_large_blocks(
 def _large_edges(snapshot: Snapshot) -> Integers:
     is_large = snapshot.end - snapshot.start >= LARGE_BYTES
     return np.concatenate([snapshot.start[is_large], snapshot.end[is_large]])
-
-
-def _merge_neighbours(shares: Shares) -> Shares:
-    """Add up neighbouring shares of the same record and tensor."""
-    if not len(shares):
-        return shares
-    columns = (shares.record, shares.tensor_class, shares.tensor)
-    is_new = np.ones(len(shares), np.bool_)
-    is_new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-    first = np.flatnonzero(is_new)
-    return replace(shares.select(first), bytes=np.add.reduceat(shares.bytes, first))

@@ -31,7 +31,6 @@ _ALIGNMENT = 8
 """Of the records in a buffer."""
 _KIND_BYTES = 4
 """A record begins with its kind."""
-_ACCESS_TYPES = 5
 
 
 @dataclass(frozen=True)
@@ -189,14 +188,13 @@ def _read_counters(rows: npt.NDArray[Any], form: ActivityFormat) -> _Fields:
         "bytes": np.where(is_fault, 0, value),
         "faults": np.where(on_host, 1, np.where(on_device, value, 0)),
         "cause": np.where(is_fault | (flags >= len(CAUSE_OF_NUMBER)), 0, flags),
-        "access": np.where(is_fault & (flags < _ACCESS_TYPES), flags, 0),
     }
     return columns, kind >= 0
 
 
 def _read_copies(rows: npt.NDArray[Any], _: ActivityFormat) -> _Fields:
     columns, known = _read_memory_sets(rows, _)
-    return {**columns, "kind": RecordKind.MEMCPY, "copy_kind": rows["copy_kind"]}, known
+    return {**columns, "kind": RecordKind.MEMCPY}, known
 
 
 def _read_memory_sets(rows: npt.NDArray[Any], _: ActivityFormat) -> _Fields:

@@ -155,8 +155,6 @@ GPU_FAULT_REPLAY = _layout(
     type=("u1", 0), client=("u1", 1), device=("<u2", 2), batch=("<u4", 4), time=("<i8", 8)
 )
 
-_ACCESS_KINDS = 5
-
 
 class DriverEvents:
     """Collects events until they are read as records."""
@@ -218,7 +216,6 @@ class DriverEvents:
             end_ns=np.maximum(faults["time"], self._replayed_ns(batches)),
             address=faults["address"],
             faults=counts,
-            access=_known_access(faults["access"]),
         )
 
     def _replayed_ns(self, batches: npt.NDArray[np.uint64]) -> Integers:
@@ -242,7 +239,6 @@ class DriverEvents:
             end_ns=faults["time"],
             address=faults["address"],
             faults=1,
-            access=_known_access(faults["access"]),
         )
 
 
@@ -250,10 +246,6 @@ def _batch_numbers(entries: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
     """A unique number for each batch: every device and kind of client counts from 0."""
     device, client = entries["device"].astype(np.uint64), entries["client"].astype(np.uint64)
     return (device << np.uint64(40)) | (client << np.uint64(32)) | entries["batch"]
-
-
-def _known_access(access: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    return np.where(access < _ACCESS_KINDS, access, 0).astype(np.uint8)
 
 
 def _on_host_clock(moves: npt.NDArray[np.void]) -> tuple[Integers, Integers]:

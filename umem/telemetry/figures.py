@@ -22,7 +22,8 @@ from umem.core.install import install_command
 from umem.core.report import MigrationReport
 from umem.core.units import time_unit
 from umem.io.files import write_file
-from umem.telemetry.records import Integers, Recording
+from umem.telemetry.records import Integers
+from umem.telemetry.reports import MeasuredRun
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -231,26 +232,26 @@ _MOST_MARKS = 60
 _LONGEST_TITLE = 120
 
 
-def residency_over_run_figure(recording: Recording) -> Figure:
+def residency_over_run_figure(run: MeasuredRun) -> Figure:
     """Draw the bytes on the device over the recording, stacked by class.
 
     Raises UmemError if the recording has no residency.
     """
-    residency = recording.residency
+    residency, report = run.residency, run.steps[0]
     if residency is None:
-        raise UmemError(f"the recording of {recording.workload} has no residency to draw")
-    factor, unit = time_unit(recording.duration_ns * 1e-9)
-    end = max(recording.duration_ns, int(residency.time_ns[-1])) * 1e-9 * factor
+        raise UmemError(f"the recording of {report.workload} has no residency to draw")
+    factor, unit = time_unit(run.duration_s)
+    end = max(run.duration_s, residency.time_ns[-1] * 1e-9) * factor
     times = np.asarray(residency.time_ns * 1e-9 * factor, np.float64)
-    how = "by the hint engine's own count" if recording.source == "hints" else "measured"
-    words = f"{how}: {recording.workload}, policy {recording.policy}, on {recording.hardware}"
+    how = "by the hint engine's own count" if report.source == "hints" else "measured"
+    words = f"{how}: {report.workload}, policy {report.policy}, on {report.hardware}"
     # Names come from files, and matplotlib reads a dollar sign as mathematics.
     shown = "".join(mark if mark.isprintable() else "?" for mark in words[:_LONGEST_TITLE])
 
     def mark(axes: Axes, *_: object) -> None:
-        if recording.step_count <= _MOST_MARKS:
-            for start in recording.step_start_ns:
-                axes.axvline(start * 1e-9 * factor, color=GREY, linewidth=0.5)
+        if len(run.step_start_s) <= _MOST_MARKS:
+            for start_s in run.step_start_s:
+                axes.axvline(start_s * factor, color=GREY, linewidth=0.5)
         axes.set_xlabel(f"time of the recording, {unit}")
         axes.set_title(shown.replace("$", r"\$"))
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
     from umem.runtime.inspection import LiveTensor
 
 __all__ = [
-    "HintLog",
     "LiveCollector",
     "ResidencySampler",
+    "StepLog",
     "current_residency",
     "current_statistics",
     "device_name",
@@ -234,29 +235,36 @@ def _ahead_ns(clock: Callable[[], int], reference: Callable[[], int]) -> int:
 # ------------------------------------------------------------------ hint statistics, residency
 
 
-class HintLog:
-    """Keeps a hint engine's statistics at the marks of a run; None while there is no engine."""
+class StepLog:
+    """Keeps the hint engine's statistics and counts of umem's own copies at marks of a run."""
 
     def __init__(self, ask: Callable[[], HintStatistics | None]) -> None:
-        self._ask = ask
-        self._marks: list[HintStatistics | None] = []
+        self._ask = ask  # None while there is no engine
+        self._hints: list[HintStatistics | None] = []
+        self._copies: list[tuple[Traffic, ...]] = []
 
     def mark(self) -> None:
-        """Keep the present statistics: at the start of the run, and at the end of each step."""
-        self._marks.append(self._ask())
+        """Keep what there is now: at the start of the run, and at the end of each step."""
+        self._hints.append(self._ask())
+        self._copies.append(copy_counts.traffic())
 
-    def reports(self) -> tuple[HintReport | None, ...]:
+    def hints(self) -> tuple[HintReport | None, ...]:
         """What was done between each mark and the next; empty where there was no engine."""
-        if not any(self._marks):
+        if not any(self._hints):
             return ()
-        pairs = zip(self._marks, self._marks[1:], strict=False)
         return tuple(
-            None if after is None else hints_between(before, after) for before, after in pairs
+            None if after is None else hints_between(before, after)
+            for before, after in pairwise(self._hints)
         )
+
+    def copies(self) -> tuple[tuple[Traffic, ...], ...]:
+        """What was copied between each mark and the next; empty where nothing was."""
+        reports = tuple(_copied_between(*marks) for marks in pairwise(self._copies))
+        return reports if any(reports) else ()
 
     def notes(self) -> list[str]:
         """Calls of the engine that the driver refused between the first mark and the last."""
-        marks = [mark.failures for mark in self._marks if mark is not None]
+        marks = [mark.failures for mark in self._hints if mark is not None]
         if not marks:
             return []
         first = marks[0] if len(marks) > 1 else ()
@@ -266,25 +274,6 @@ class HintLog:
             for it in marks[-1]
             if (count := it.count - before.get((it.call, it.error), 0)) > 0
         ]
-
-
-class CopyLog:
-    """Keeps the counts of umem's own copies at the marks of a run."""
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[Traffic, ...]] = []
-
-    def mark(self) -> None:
-        """Keep the present counts: at the start of the run, and at the end of each step."""
-        self._marks.append(copy_counts.traffic())
-
-    def reports(self) -> tuple[tuple[Traffic, ...], ...]:
-        """What was copied between each mark and the next; empty where nothing was."""
-        reports = tuple(
-            _copied_between(before, after)
-            for before, after in zip(self._marks, self._marks[1:], strict=False)
-        )
-        return reports if any(reports) else ()
 
 
 def _copied_between(before: tuple[Traffic, ...], after: tuple[Traffic, ...]) -> tuple[Traffic, ...]:

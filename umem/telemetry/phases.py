@@ -1,4 +1,4 @@
-"""Steps and phases while they run: marked for reports, and passed to watchers."""
+"""Phases of the executor while they run, passed to watchers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import numpy as np
-
-from umem.telemetry.records import NamedRange
-
-__all__ = ["Marks", "phase_begins", "watched_phases"]
+__all__ = ["phase_begins", "watched_phases"]
 
 _LOG = logging.getLogger("umem")
 
@@ -64,41 +59,3 @@ def _remove_watcher(watch: Callable[[], None]) -> None:
     global _watchers
     with _lock:
         _watchers = tuple(it for it in _watchers if it is not watch)
-
-
-class Marks:
-    """Steps, which follow each other, and named phases, on any clock."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, int]] = []
-        self.phases: list[NamedRange] = []
-        self._step_begin_ns = 0
-
-    def begin_step(self, now_ns: int) -> None:
-        """Begin the next step."""
-        self._step_begin_ns = now_ns
-
-    def end_step(self, now_ns: int) -> None:
-        """End the step."""
-        self.steps.append((self._step_begin_ns, now_ns))
-
-    @contextmanager
-    def phase(self, name: str, now_ns: Callable[[], int]) -> Iterator[None]:
-        """Mark a phase that lasts as long as the ``with`` block."""
-        begin_ns = now_ns()
-        try:
-            yield
-        finally:
-            self.phases.append(NamedRange(name, begin_ns, now_ns()))
-
-    def columns_since(self, begin_ns: int) -> dict[str, Any]:
-        """The fields of a recording that began at `begin_ns`."""
-        starts, ends = zip(*self.steps, strict=True) if self.steps else ((), ())
-        return {
-            "step_start_ns": np.array(starts, np.int64) - begin_ns,
-            "step_end_ns": np.array(ends, np.int64) - begin_ns,
-            "phases": tuple(
-                NamedRange(it.name, it.start_ns - begin_ns, it.end_ns - begin_ns)
-                for it in self.phases
-            ),
-        }

@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -21,12 +21,11 @@ from umem.core.report import MeasuredReport
 from umem.core.units import format_bytes
 from umem.runtime.copies import copy_counts
 from umem.telemetry.attribution import Snapshot, attribute, snapshot_of
-from umem.telemetry.file import save_recording
+from umem.telemetry.file import save_run
 from umem.telemetry.live import (
-    CopyLog,
-    HintLog,
     LiveCollector,
     ResidencySampler,
+    StepLog,
     current_residency,
     current_statistics,
     device_name,
@@ -35,9 +34,9 @@ from umem.telemetry.live import (
     name_numbers,
     policy_name,
 )
-from umem.telemetry.phases import Marks, watched_phases
+from umem.telemetry.phases import watched_phases
 from umem.telemetry.records import MigrationRecords, Recording, RecordKind, make_records
-from umem.telemetry.reports import report_of, step_reports
+from umem.telemetry.reports import run_of
 from umem.torch_compat import torch_profiler_runs
 
 if TYPE_CHECKING:
@@ -73,8 +72,8 @@ class Profile:
 
     Reports, `recording` and `save` raise :class:`umem.UmemError` until the recording has ended.
 
-    Live blocks are listed at the marks of steps, at the end of named phases and when an optimizer's
-    step begins: blocks that are allocated and freed in between are not attributed.
+    Live blocks are listed at the marks of steps, by :meth:`snapshot` and when an optimizer's step
+    begins: blocks that are allocated and freed in between are not attributed.
 
     After the recording has begun, no failure of what it observes ends the training: hint
     statistics, residency or live blocks that fail once are logged, noted in the report, and no
@@ -89,7 +88,6 @@ class Profile:
         model: nn.Module | None = None,
         name: str = "run",
         required: bool = True,
-        synchronize: bool = True,
         hints: Callable[[], HintStatistics | None] = current_statistics,
         residency: Callable[[], Mapping[TensorClass, int] | None] = current_residency,
         blocks: Callable[[], Sequence[LiveTensor] | None] = live_blocks,
@@ -100,7 +98,6 @@ class Profile:
         self._model = model
         self._name = name
         self._required = required
-        self._waits = synchronize
         self._now: Callable[[], int] = collector.now_ns
         self._notes: list[str] = []
         self._failed: set[str] = set()
@@ -109,10 +106,10 @@ class Profile:
         self._list_blocks = blocks
         self._find_snapshot = self._guarded("live blocks", self._snapshot)
         self._snapshots: list[Snapshot] = []
-        self._marks = Marks()
+        self._step_ns: list[tuple[int, int]] = []
+        self._step_begin_ns = 0
         self._ask_hints = hints
-        self._hints = HintLog(self._guarded("hint statistics", hints))
-        self._copies = CopyLog()
+        self._log = StepLog(self._guarded("hint statistics", hints))
         self._residency = ResidencySampler(residency)
         self._sample_residency = self._guarded("residency", self._take_residency)
         self._ideal_s = ideal_s
@@ -146,9 +143,8 @@ class Profile:
             self._hardware = device_name()
             self._begin_ns = self._now()
             self._take_snapshot()
-            self._hints.mark()
-            self._copies.mark()
-            self._marks.begin_step(self._now())
+            self._log.mark()
+            self._step_begin_ns = self._now()
             self._running = self._has_begun = True
         except BaseException:
             # __exit__ is not called, and CUPTI would stay in use.
@@ -197,47 +193,35 @@ class Profile:
         if not self._running:
             return
         self._wait()
-        self._marks.end_step(self._now())
-        self._hints.mark()
-        self._copies.mark()
-        self._note_torch_profiler(len(self._marks.steps) - 1)
-        if self._steps is not None and len(self._marks.steps) >= self._steps:
+        self._step_ns.append((self._step_begin_ns, self._now()))
+        self._log.mark()
+        self._note_torch_profiler(len(self._step_ns) - 1)
+        if self._steps is not None and len(self._step_ns) >= self._steps:
             self._finish()
             return
         self._take_snapshot()
-        self._marks.begin_step(self._now())
+        self._step_begin_ns = self._now()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Name a part of a step, by the host's time: it does not wait for the device.
-
-        The blocks that are live at its end are listed: around the forward pass, this attributes
-        activations.
-        """
-        if not self._running:
-            yield
-            return
-        self._sample_residency()
-        with self._marks.phase(name, self._now):
-            yield
+    def snapshot(self) -> None:
+        """List the blocks that are live now: after the forward pass, activations among them."""
         if self._running:
             self._take_snapshot()
 
     def report(self) -> MeasuredReport:
         """The typical step: the marked one whose time is the median."""
-        return report_of(self.recording)
+        return run_of(self.recording).typical
 
     def step_reports(self) -> tuple[MeasuredReport, ...]:
         """One report for each marked step; one of the whole recording where none is marked."""
-        return step_reports(self.recording)
+        return run_of(self.recording).steps
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save what was recorded, for ``umem report``, in a file such as ``run.npz``.
+        """Save the reports, for ``umem report``, in a file such as ``run.json``.
 
-        Names of tensors and phases are in the file, values are not. An :class:`umem.UmemError` says
-        why the file cannot be written.
+        Names of tensors are in the file, values are not. An :class:`umem.UmemError` says why the
+        file cannot be written.
         """
-        save_recording(self.recording, path)
+        save_run(run_of(self.recording), path)
 
     # ------------------------------------------------------------------ begin and end
 
@@ -260,7 +244,7 @@ class Profile:
         """End, and return the device's error if it has failed."""
         self._running = False
         self._installed.close()
-        self._note_torch_profiler(len(self._marks.steps))
+        self._note_torch_profiler(len(self._step_ns))
         failure = None
         try:
             self._wait()
@@ -275,35 +259,32 @@ class Profile:
             # In any case: CUPTI would stay in use.
             records, dropped = self._stop_collector()
         self._take_snapshot()
-        if not self._marks.steps:
-            self._hints.mark()
-            self._copies.mark()
-        hints = self._hints.reports()
+        if not self._step_ns:
+            self._log.mark()
+        hints = self._log.hints()
         source: Source = "hints" if hints else "none"
         if self._collector is not None:
             source = self._collector.source
         records, outside = _within(records, self._begin_ns, end_ns)
         if outside and source == "cupti":
             self._notes.append(outside)
-        tensor_class, tensor, shares = attribute(records, self._snapshots)
+        step_ns = np.array(self._step_ns, np.int64).reshape(-1, 2) - self._begin_ns
         self._recording = Recording(
             workload=self._name,
             hardware=self._hardware,
             policy=policy_name(),
             source=source,
             duration_ns=end_ns - self._begin_ns,
-            records=records.since(self._begin_ns),
-            tensor_class=tensor_class,
-            tensor=tensor,
+            records=attribute(records, self._snapshots).since(self._begin_ns),
             tensor_names=tuple(self._names),
-            **self._marks.columns_since(self._begin_ns),
+            step_start_ns=step_ns[:, 0],
+            step_end_ns=step_ns[:, 1],
             dropped=dropped,
             notes=tuple(self._all_notes(source, dropped)),
             ideal_s=ideal_step_s() if self._ideal_s is None else self._ideal_s,
             hints=hints,
-            copies=self._copies.reports(),
+            copies=self._log.copies(),
             residency=self._residency.series(self._begin_ns),
-            shares=shares,
         )
         return failure
 
@@ -326,8 +307,8 @@ class Profile:
                 "what moved is the hint engine's own count: it lacks pages that faulted, and "
                 "includes pages that were there already"
             )
-        notes += self._hints.notes()
-        if not self._marks.steps:
+        notes += self._log.notes()
+        if not self._step_ns:
             notes.append("no step was marked: the figures are of the whole recording")
         if self._collector is not None and not self._snapshots and not self._failed:
             notes.append("umem is not enabled: all traffic is of class other")
@@ -394,7 +375,7 @@ class Profile:
     def _wait(self) -> None:
         import torch
 
-        if self._waits and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
 
@@ -424,7 +405,6 @@ def profile(
     model: nn.Module | None = None,
     name: str | None = None,
     required: bool = True,
-    synchronize: bool = True,
     hints: Callable[[], HintStatistics | None] | None = None,
 ) -> Profile:
     """Record what migrates while a ``with`` block runs.
@@ -442,9 +422,6 @@ def profile(
         not available, CUPTI is missing or used by another profiler, and there is no hint engine.
         If not required, steps are timed and the report says what is missing. With a hint engine,
         its own counts are used instead, and the report says so too.
-    synchronize
-        Wait for the device at the marks of steps, so that a step's work counts with that step.
-        Without it a step ends when the host is done with it.
     hints
         Returns the statistics of the hint engine at the marks of steps, such as
         :meth:`HintEngine.statistics`. By default those of umem's executor, if it runs.
@@ -468,7 +445,7 @@ def profile(
     ...         train(batch)
     ...         profile.step()
     >>> profile.report().um_time_share  # doctest: +SKIP
-    >>> profile.save("run.npz")  # doctest: +SKIP
+    >>> profile.save("run.json")  # doctest: +SKIP
     """
     if model is not None:
         from torch import nn  # loaded already; not at the top, for reports need no torch
@@ -483,6 +460,5 @@ def profile(
         model=model,
         name=name or Path(sys.argv[0]).stem or "run",
         required=required,
-        synchronize=synchronize,
         hints=hints or current_statistics,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +21,13 @@ __all__ = [
     "RECORD_COLUMNS",
     "TRANSFERS",
     "UNKNOWN",
-    "Columns",
     "Integers",
     "MigrationRecords",
-    "NamedRange",
     "RecordKind",
     "Recording",
     "Residency",
-    "Shares",
-    "TensorParts",
     "concatenate",
     "make_records",
-    "no_shares",
 ]
 
 Integers = npt.NDArray[np.int64]
@@ -49,7 +44,7 @@ UNKNOWN = -1
 
 
 class RecordKind(IntEnum):
-    """What a record describes. Saved profiles hold these numbers."""
+    """What a record describes."""
 
     TO_DEVICE = 0
     TO_HOST = 1
@@ -81,16 +76,7 @@ the same numbers."""
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
-    """Base of tables: all fields are columns of the same length."""
-
-    def select(self, rows: npt.NDArray[Any]) -> Self:
-        """The rows that an index or a mask picks, in its order."""
-        return type(self)(*(getattr(self, column.name)[rows] for column in fields(self)))
-
-
-@dataclass(frozen=True, eq=False)
-class MigrationRecords(Columns):
+class MigrationRecords:
     """Unified-memory transfers, page faults, copies and memory sets: columns of N records."""
 
     kind: npt.NDArray[np.uint8]
@@ -105,15 +91,20 @@ class MigrationRecords(Columns):
     faults: Integers
     cause: npt.NDArray[np.uint8]
     """Of transfers: index into :data:`CAUSE_OF_NUMBER`."""
-    access: npt.NDArray[np.uint8]
-    """Of faults: 0 unknown, 1 read, 2 write, 3 atomic, 4 prefetch
-    (``CUpti_ActivityUnifiedMemoryAccessType``)."""
-    copy_kind: npt.NDArray[np.uint8]
-    """Of copies: 1 host to device, 2 device to host, 8 within a device, and so on
-    (``CUpti_ActivityMemcpyKind``)."""
+
+    tensor_class: npt.NDArray[np.int8]
+    """:attr:`umem.TensorClass.number` of what was touched, or :data:`UNKNOWN`."""
+    tensor: npt.NDArray[np.int32]
+    """Index of a tensor's name, or :data:`UNKNOWN`."""
+    is_part: npt.NDArray[np.bool_]
+    """A further part of a transfer, of another tensor than the part that counts as a transfer."""
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    def select(self, rows: npt.NDArray[Any]) -> MigrationRecords:
+        """The rows that an index or a mask picks, in its order."""
+        return MigrationRecords(*(column[rows] for column in vars(self).values()))
 
     def is_transfer(self) -> npt.NDArray[np.bool_]:
         """Which records are unified-memory transfers."""
@@ -124,18 +115,26 @@ class MigrationRecords(Columns):
         return replace(self, start_ns=self.start_ns - begin_ns, end_ns=self.end_ns - begin_ns)
 
 
-RECORD_COLUMNS: dict[str, type[np.integer[Any]]] = {
-    it.name: np.uint8 if it.name in ("kind", "cause", "access", "copy_kind") else np.int64
-    for it in fields(MigrationRecords)
+RECORD_COLUMNS: dict[str, tuple[Any, int]] = {
+    "kind": (np.uint8, 0),
+    "start_ns": (np.int64, 0),
+    "end_ns": (np.int64, 0),
+    "address": (np.int64, 0),
+    "bytes": (np.int64, 0),
+    "faults": (np.int64, 0),
+    "cause": (np.uint8, 0),
+    "tensor_class": (np.int8, UNKNOWN),
+    "tensor": (np.int32, UNKNOWN),
+    "is_part": (np.bool_, 0),
 }
-"""Types of the columns."""
+"""Types and defaults of the columns."""
 
 
 def make_records(count: int, **columns: Any) -> MigrationRecords:
-    """Make records from columns, or one value for all records of a column; the rest is 0."""
+    """Make records from columns, or one value for all records of a column; or their defaults."""
     made: list[Any] = [
-        np.broadcast_to(columns.get(name, 0), count).astype(dtype)
-        for name, dtype in RECORD_COLUMNS.items()
+        np.broadcast_to(columns.get(name, default), count).astype(dtype)
+        for name, (dtype, default) in RECORD_COLUMNS.items()
     ]
     return MigrationRecords(*made)
 
@@ -147,47 +146,6 @@ def concatenate(chunks: Iterable[MigrationRecords]) -> MigrationRecords:
         *(np.concatenate([getattr(part, name) for part in parts]) for name in RECORD_COLUMNS)
     )
     return merged.select(np.argsort(merged.start_ns, kind="stable"))
-
-
-@dataclass(frozen=True, eq=False)
-class Shares(Columns):
-    """Parts of transfers that belong to another tensor than their record's: columns of M shares.
-
-    A record covers up to 2 MiB of addresses, and large blocks begin and end anywhere in them.
-    """
-
-    record: Integers
-    """Index of the transfer, ascending."""
-    bytes: Integers
-    """Of the transfer's bytes, at least 1. The rest belongs to the record's own tensor."""
-    tensor_class: npt.NDArray[np.int8]
-    """:attr:`umem.TensorClass.number`, or :data:`UNKNOWN`."""
-    tensor: npt.NDArray[np.int32]
-    """Index of a tensor's name, or :data:`UNKNOWN`."""
-
-    def __len__(self) -> int:
-        return len(self.record)
-
-
-def no_shares() -> Shares:
-    """Shares of a recording in which each record belongs to one tensor."""
-    return Shares(
-        np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int8), np.zeros(0, np.int32)
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class TensorParts(Columns):
-    """Records split by tensor: columns of each record's own part, then of its :class:`Shares`."""
-
-    record: Integers
-    is_own: npt.NDArray[np.bool_]
-    """Whether the part belongs to the record's own tensor."""
-    bytes: Integers
-    time_ns: Integers
-    """Of the record's time, in proportion to bytes."""
-    tensor_class: npt.NDArray[np.int8]
-    tensor: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,15 +172,6 @@ class Residency:
         return int(self.resident_bytes.sum(axis=1).max(initial=0))
 
 
-@dataclass(frozen=True)
-class NamedRange:
-    """A part of the run that its script has named."""
-
-    name: str
-    start_ns: int
-    end_ns: int
-
-
 @dataclass(frozen=True, eq=False)
 class Recording:
     """A recorded run. N records, S steps. All times are nanoseconds since its start."""
@@ -235,16 +184,10 @@ class Recording:
     duration_ns: int
     records: MigrationRecords
     """By start."""
-    tensor_class: npt.NDArray[np.int8]
-    """int8[N]: :attr:`umem.TensorClass.number` of what a record touched, or :data:`UNKNOWN`."""
-    tensor: npt.NDArray[np.int32]
-    """int32[N]: index into `tensor_names`, or :data:`UNKNOWN`."""
     tensor_names: tuple[str, ...]
     step_start_ns: Integers
     step_end_ns: Integers
     """int64[S]: of the marked steps, which follow each other."""
-    phases: tuple[NamedRange, ...]
-    """Phases that the script has marked."""
     dropped: int
     """Records that were lost."""
     notes: tuple[str, ...]
@@ -258,8 +201,6 @@ class Recording:
     """What umem itself copied in each step, or in the whole recording where no step is marked."""
     residency: Residency | None = None
     """None if no executor kept accounts."""
-    shares: Shares = field(default_factory=no_shares)
-    """Parts of transfers that belong to other tensors than `tensor_class` and `tensor` say."""
 
     @property
     def is_collected(self) -> bool:
@@ -270,20 +211,3 @@ class Recording:
     def step_count(self) -> int:
         """Number of marked steps."""
         return len(self.step_start_ns)
-
-    def parts(self) -> TensorParts:
-        """The records split by tensor; bytes and times add up to those of the records."""
-        records, shares = self.records, self.shares
-        own_bytes, own_ns = records.bytes.copy(), records.end_ns - records.start_ns
-        share_of_time = shares.bytes / records.bytes[shares.record]
-        share_ns = (own_ns[shares.record] * share_of_time).astype(np.int64)
-        np.subtract.at(own_bytes, shares.record, shares.bytes)
-        np.subtract.at(own_ns, shares.record, share_ns)
-        return TensorParts(
-            np.concatenate([np.arange(len(records)), shares.record]),
-            np.arange(len(records) + len(shares)) < len(records),
-            np.concatenate([own_bytes, shares.bytes]),
-            np.concatenate([own_ns, share_ns]),
-            np.concatenate([self.tensor_class, shares.tensor_class]),
-            np.concatenate([self.tensor, shares.tensor]),
-        )

@@ -4,40 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from umem.core.classes import TensorClass
-from umem.core.report import Direction, HintReport, HintUse, MeasuredReport, Traffic
+from umem.core.report import Direction, HintReport, HintUse, MeasuredReport, OpName, Traffic
 from umem.telemetry.records import (
     CAUSE_OF_NUMBER,
     DIRECTION_OF_KIND,
     TRANSFERS,
     UNKNOWN,
     Integers,
+    MigrationRecords,
     Recording,
     RecordKind,
-    TensorParts,
+    Residency,
 )
 
 if TYPE_CHECKING:
-    from umem.runtime.hints import HintCounts, HintStatistics
+    from umem.runtime.hints import HintStatistics
 
 __all__ = [
     "HINT_COUNTS",
     "HINT_FIGURES",
-    "HINT_OPS",
     "HINT_TOTALS",
+    "MeasuredRun",
     "TensorTraffic",
     "hint_row",
     "hint_traffic",
     "hints_between",
     "measured_row",
-    "report_of",
-    "step_reports",
-    "tensor_traffic",
+    "run_of",
 ]
 
 _CLASSES = tuple(TensorClass)
@@ -54,51 +53,70 @@ class TensorTraffic:
     count: int
 
 
-def step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
-    """One exact report for each marked step, or one for the whole recording if none is marked.
+@dataclass(frozen=True, eq=False)
+class MeasuredRun:
+    """What is reported of a recorded run."""
 
-    A record belongs to the step in which it starts. What starts outside of all steps is in no
-    report.
-    """
-    parts = recording.parts()
+    steps: tuple[MeasuredReport, ...]
+    """One exact report for each marked step, or one of the whole recording if none is marked. A
+    record belongs to the step in which it starts. What starts outside of all steps is in none."""
+    step_start_s: tuple[float, ...]
+    """Of marked steps, since the start of the recording."""
+    duration_s: float
+    dropped: int
+    """Records that were lost."""
+    tensors: tuple[TensorTraffic, ...]
+    """Named tensors that moved in these steps, the most bytes first."""
+    residency: Residency | None
+    """None if no executor kept accounts."""
+
+    @property
+    def typical(self) -> MeasuredReport:
+        """The typical step: the one whose time is the median.
+
+        Of an even number of steps it is the lower of the two in the middle, and of several equal
+        times the first. It is a step that occurred, so its sums and shares are consistent. A
+        recording without steps is reported as a whole.
+        """
+        found = sorted(self.steps, key=lambda it: it.step_s)[(len(self.steps) - 1) // 2]
+        return replace(found, step_count=len(self.step_start_s))
+
+
+def run_of(recording: Recording) -> MeasuredRun:
+    """Report a recorded run."""
+    return MeasuredRun(
+        _step_reports(recording),
+        tuple((recording.step_start_ns * _NS).tolist()),
+        recording.duration_ns * _NS,
+        recording.dropped,
+        _tensor_traffic(recording),
+        recording.residency,
+    )
+
+
+def _step_reports(recording: Recording) -> tuple[MeasuredReport, ...]:
     if not recording.step_count:
-        everything = np.ones(len(recording.records), np.bool_)
-        return (_report(recording, parts, everything, recording.duration_ns, 0, 0),)
+        return (_report(recording, recording.records, recording.duration_ns, 0, 0),)
     step = _step_of_records(recording)
     times_ns = recording.step_end_ns - recording.step_start_ns
     return tuple(
-        _report(recording, parts, step == number, int(time_ns), 1, number)
+        _report(recording, recording.records.select(step == number), int(time_ns), 1, number)
         for number, time_ns in enumerate(times_ns)
     )
 
 
-def report_of(recording: Recording) -> MeasuredReport:
-    """The typical step: the one whose time is the median.
-
-    Of an even number of steps it is the lower of the two in the middle, and of several equal times
-    the first. It is a step that occurred, so its sums and shares are consistent. A recording
-    without steps is reported as a whole.
-    """
-    reports = step_reports(recording)
-    typical = sorted(reports, key=lambda it: it.step_s)[(len(reports) - 1) // 2]
-    return replace(typical, step_count=recording.step_count)
-
-
-def tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
-    """Named tensors that moved, by bytes, the most first.
-
-    Over all marked steps, or the whole recording where none is marked.
-    """
-    counted = recording.records.is_transfer()
+def _tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
+    """Named tensors that moved, over all marked steps, or all the recording where none is."""
+    moved = recording.records
+    counted = moved.is_transfer() & (moved.tensor != UNKNOWN)
     if recording.step_count:
         counted &= _step_of_records(recording) != UNKNOWN
-    parts = recording.parts()
-    parts = parts.select(counted[parts.record] & (parts.tensor != UNKNOWN))
+    moved = moved.select(counted)
     names = len(recording.tensor_names)
-    size_bytes = _sums(parts.bytes, parts.tensor, names)
-    count = np.bincount(parts.tensor, minlength=names)
+    size_bytes = _sums(moved.bytes, moved.tensor, names)
+    count = np.bincount(moved.tensor, minlength=names)
     found = np.full(names, TensorClass.OTHER.number)
-    found[parts.tensor] = parts.tensor_class
+    found[moved.tensor] = moved.tensor_class
     return tuple(
         TensorTraffic(
             recording.tensor_names[name],
@@ -111,14 +129,14 @@ def tensor_traffic(recording: Recording) -> tuple[TensorTraffic, ...]:
     )
 
 
-def measured_row(recording: Recording) -> dict[str, Any]:
-    """Put a recording's report into plain values, for JSON.
+def measured_row(run: MeasuredRun) -> dict[str, Any]:
+    """Put a run's reports into plain values, for JSON.
 
     It has the keys of :func:`umem.predict.prediction.report_row`, with None for figures that a run
     does not have, and further keys that only a run has. ``per_step`` has one entry for each marked
     step.
     """
-    report = report_of(recording)
+    report = run.typical
     predicted = ("lower_bound_s", "regret", "settled", "faster_s", "fault_pages", "stall_s")
     unknown = dict.fromkeys((*predicted, "copied_bytes_share"))
     return {
@@ -127,10 +145,10 @@ def measured_row(recording: Recording) -> dict[str, Any]:
         **_figures(report),
         "bytes": None if report.source == "none" else report.bytes_by_cause(),
         "ideal_s": report.ideal_s,
-        "source": recording.source,
-        "steps": recording.step_count,
-        "dropped": recording.dropped,
-        "per_step": [_figures(step) for step in step_reports(recording) if recording.step_count],
+        "source": report.source,
+        "steps": report.step_count,
+        "dropped": run.dropped,
+        "per_step": [_figures(step) for step in run.steps if report.step_count],
         "tensors": [
             {
                 "name": entry.name,
@@ -138,9 +156,9 @@ def measured_row(recording: Recording) -> dict[str, Any]:
                 "bytes": entry.bytes,
                 "transfers": entry.count,
             }
-            for entry in tensor_traffic(recording)
+            for entry in run.tensors
         ],
-        "residency": _residency_row(recording),
+        "residency": _residency_row(run.residency),
         "notes": list(report.notes),
     }
 
@@ -166,8 +184,7 @@ def _figures(report: MeasuredReport) -> dict[str, Any]:
     }
 
 
-def _residency_row(recording: Recording) -> dict[str, Any] | None:
-    residency = recording.residency
+def _residency_row(residency: Residency | None) -> dict[str, Any] | None:
     if residency is None:
         return None
     return {
@@ -187,18 +204,16 @@ def _step_of_records(recording: Recording) -> Integers:
 
 def _report(
     recording: Recording,
-    parts: TensorParts,
-    which: npt.NDArray[np.bool_],
+    records: MigrationRecords,
     time_ns: int,
     step_count: int,
     number: int,
 ) -> MeasuredReport:
     hints = recording.hints[number] if recording.hints else None
-    records = recording.records.select(which)
-    moved = parts.select((which & recording.records.is_transfer())[parts.record])
+    moved = records.select(records.is_transfer())
     others = np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
     on_device = records.kind == RecordKind.GPU_FAULT
-    traffic = _traffic(recording, moved)
+    traffic = _traffic(moved)
     if recording.source == "hints" and hints is not None:
         traffic = hint_traffic(hints)
     if recording.copies:
@@ -226,18 +241,16 @@ def _report(
     )
 
 
-def _traffic(recording: Recording, parts: TensorParts) -> tuple[Traffic, ...]:
-    """Sums over the parts of transfers; a transfer counts once, with its record's own part."""
-    records = recording.records
-    classes = np.where(parts.tensor_class == UNKNOWN, TensorClass.OTHER.number, parts.tensor_class)
+def _traffic(transfers: MigrationRecords) -> tuple[Traffic, ...]:
+    """Sums over transfers; one in several parts counts once."""
+    classes = transfers.tensor_class
+    classes = np.where(classes == UNKNOWN, TensorClass.OTHER.number, classes)
     shape = (len(TRANSFERS), len(CAUSE_OF_NUMBER), len(_CLASSES))
-    cell = np.ravel_multi_index(
-        (records.kind[parts.record], records.cause[parts.record], classes), shape
-    )
+    cell = np.ravel_multi_index((transfers.kind, transfers.cause, classes), shape)
     size = int(np.prod(shape))
-    moved = _sums(parts.bytes, cell, size).reshape(shape)
-    spent_ns = _sums(parts.time_ns, cell, size).reshape(shape)
-    count = np.bincount(cell[parts.is_own], minlength=size).reshape(shape)
+    moved = _sums(transfers.bytes, cell, size).reshape(shape)
+    spent_ns = _sums(transfers.end_ns - transfers.start_ns, cell, size).reshape(shape)
+    count = np.bincount(cell[~transfers.is_part], minlength=size).reshape(shape)
     return tuple(
         Traffic(
             DIRECTION_OF_KIND[RecordKind(kind)],
@@ -261,9 +274,6 @@ def _sums(values: Integers, cell: npt.NDArray[Any], size: int) -> Integers:
 
 # --------------------------------------------------------------------------------------- hints
 
-HINT_OPS = ("prefetch", "evict", "advise")
-"""Operations of the hint engine, in the order of reports."""
-
 HINT_FIGURES = tuple(it.name for it in fields(HintUse) if it.name not in ("op", "tensor_class"))
 """Figures by operation and class."""
 
@@ -273,8 +283,7 @@ HINT_COUNTS = ("asked", "done", "late", "early", "missed", "wasted")
 HINT_TOTALS = tuple(it.name for it in fields(HintReport) if it.name != "uses")
 """Figures of a whole engine."""
 
-_MOVES: dict[str, Direction] = {"prefetch": "to_device", "evict": "to_host"}
-_WASTED = ("superseded", "forgotten", "dropped", "failed")
+_MOVES: dict[OpName, Direction] = {"prefetch": "to_device", "evict": "to_host"}
 
 
 def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintReport:
@@ -282,10 +291,7 @@ def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintR
 
     Statistics of another engine, which `after`'s engine has replaced, count as None.
     """
-    new = {(op, of): _use(op, of, counts) for (op, of), counts in after.counts.items()}
-    old: dict[tuple[str, TensorClass], HintUse] = {}
-    if before is not None:
-        old = {(op, of): _use(op, of, counts) for (op, of), counts in before.counts.items()}
+    new, old = after.counts, {} if before is None else before.counts
     if any(key not in new or new[key].asked < use.asked for key, use in old.items()):
         old, before = {}, None
     uses = [_less(use, old[key]) if key in old else use for key, use in new.items()]
@@ -293,7 +299,7 @@ def hints_between(before: HintStatistics | None, after: HintStatistics) -> HintR
         uses=tuple(
             sorted(
                 (use for use in uses if any(getattr(use, name) for name in HINT_FIGURES)),
-                key=lambda it: (HINT_OPS.index(it.op), it.tensor_class.number),
+                key=lambda it: (get_args(OpName).index(it.op), it.tensor_class.number),
             )
         ),
         **{
@@ -330,18 +336,6 @@ def hint_row(report: HintReport) -> dict[str, Any]:
         **{name: getattr(report, name) for name in HINT_TOTALS},
         "by_operation": by_operation,
     }
-
-
-def _use(op: str, tensor_class: TensorClass, counts: HintCounts) -> HintUse:
-    requests = {outcome.value: count for outcome, count in counts.requests.items()}
-    return HintUse(
-        op=op,
-        tensor_class=tensor_class,
-        asked=sum(requests.values()),
-        done=requests.get("done", 0),
-        wasted=sum(requests.get(outcome, 0) for outcome in _WASTED),
-        **{name: getattr(counts, name) for name in HINT_FIGURES if hasattr(counts, name)},
-    )
 
 
 def _less(use: HintUse, before: HintUse) -> HintUse:

@@ -68,6 +68,8 @@ class Training:
         self.clips = clips
         self.scaler = torch.amp.GradScaler("cuda", 2.0**10, enabled=scales)
         self.rows = ROWS
+        self.more_batches = 0
+        """That are accumulated in a step."""
         torch.manual_seed(1)
         layers = [Layer() for _ in range(LAYERS)]
         self.model: Any = nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN)).cuda()
@@ -90,6 +92,9 @@ class Training:
             loss = loss * float("inf")
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()
+        for _ in range(self.more_batches):
+            again = torch.randn(self.rows, HIDDEN, device="cuda")
+            self.model(again).square().mean().backward()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.scaler.step(self.optimizer)
@@ -273,13 +278,18 @@ def gradients_clipped(training: Training) -> None:
 
 
 def gradients_copied(training: Training) -> None:
-    """Gradients of all units leave for the host, and two more batches are added there."""
+    """Gradients of all units leave for the host, and come back for two more batches."""
     gradients_clipped(training)
     if len(training.losses) > 4:
         for _ in range(2):
             loss = training.model(torch.randn(ROWS, HIDDEN, device="cuda")).square().mean()
             loss.backward()
         norm_logged(training)
+
+
+def accumulated(training: Training) -> None:
+    """Three batches a step, and four of which a plan of three knows nothing."""
+    training.more_batches = 3 if len(training.losses) % 5 == 4 else 2
 
 
 def in_backward(training: Training) -> None:
@@ -425,6 +435,7 @@ MODES: dict[str, Callable[[Training], None]] = {
         *(averaged_by_a_graph, evaluated_by_a_graph, captured_with_a_fork),
         *(copied_behind_any_event, graphed, graphed_late, graphed_block, weights_in_arrays),
         *(state_in_arrays, gradients_in_arrays, storages_kept, addresses_held, joined),
+        accumulated,
     )
 }
 
@@ -509,6 +520,7 @@ def main() -> None:
             facts["streaming"] |= {
                 "state": status.state,
                 "plans": status.plans,
+                "temporary_slots": 0 if status.plan is None else len(status.plan.temporary),
                 "copied_blocks": status.copied_blocks,
                 "spilled_bytes": status.spilled_bytes,
                 "predicted_s": status.predicted_s,

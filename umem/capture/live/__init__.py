@@ -7,13 +7,14 @@ from umem.capture.live.collector import CallShapes, StepSignature, call_shapes
 from umem.capture.live.phase_tracker import PhaseTracker, StepListener
 from umem.capture.live.recording import StepRecording, record
 from umem.capture.live.saved_tensors import SavedTensor, SavedTensorHooks
-from umem.capture.live.timing import WallClock
+from umem.capture.live.timing import Clock
 from umem.capture.live.trace_builder import TrackedPhase
 
 __all__ = [
     "NO_BLOCK",
     "Block",
     "CallShapes",
+    "Clock",
     "PhaseTracker",
     "SavedTensor",
     "SavedTensorHooks",
@@ -21,7 +22,6 @@ __all__ = [
     "StepRecording",
     "StepSignature",
     "TrackedPhase",
-    "WallClock",
     "call_shapes",
     "find_blocks",
     "record",

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import TraceError
-from umem.io.problems import did_you_mean
 from umem.runtime.model_parts import (
     buffers_of,
     find_chains,
@@ -82,28 +81,20 @@ def find_parameters(model: nn.Module, blocks: Iterable[Block], optimizer: Optimi
     return Parameters(names, buffers, owner, held)
 
 
-def find_blocks(model: nn.Module, chosen: Iterable[str | nn.Module] | None) -> tuple[Block, ...]:
+def find_blocks(model: nn.Module) -> tuple[Block, ...]:
     """Cut a model into blocks that do not overlap, in the order of the model.
 
-    They are the chosen modules, and the outermost modules with parameters that contain none of
-    them: embeddings, the last norm, the head. A chosen :class:`~torch.nn.ModuleList` stands for the
-    modules in it.
-
-    By default the members of the main chain are chosen, which are the layers of a transformer: of
-    all lists and :class:`~torch.nn.Sequential` of two or more modules, the one with the largest
-    product of length and bytes of parameters. Also the members of every other chain that is
-    disjoint from it.
-
-    Raises ``TraceError`` for a name or module that the model does not have, or one inside another.
+    They are the members of the main chain, which are the layers of a transformer: of all lists and
+    :class:`~torch.nn.Sequential` of two or more modules, the one with the largest product of length
+    and bytes of parameters. Also the members of every other chain that is disjoint from it, and the
+    outermost modules with parameters that contain none of these: embeddings, the last norm, the
+    head.
     """
-    names = {module: name for name, module in model.named_modules()}
-    parts = _default_parts(model) if chosen is None else _chosen_parts(model, names, chosen)
-    parts.discard(model)
-    found = set(_cut(model, parts))
-    return tuple(Block(name, module) for module, name in names.items() if module in found)
+    found = set(_cut(model, _parts(model) - {model}))
+    return tuple(Block(name, module) for name, module in model.named_modules() if module in found)
 
 
-def _default_parts(model: nn.Module) -> set[nn.Module]:
+def _parts(model: nn.Module) -> set[nn.Module]:
     main = main_chain(model)
     if main is None:  # the children of the outermost module that has more than one
         children = members(model)
@@ -116,37 +107,6 @@ def _default_parts(model: nn.Module) -> set[nn.Module]:
         if not any(chain in set(other.modules()) or other in inside for other in picked):
             picked.append(chain)
     return {member for chain in picked for member in members(chain)}
-
-
-def _chosen_parts(
-    model: nn.Module, names: dict[nn.Module, str], chosen: Iterable[str | nn.Module]
-) -> set[nn.Module]:
-    if isinstance(chosen, str | nn.Module):
-        raise TraceError(f"blocks is a {type(chosen).__name__}: give a list of names or modules")
-    modules = {name: module for module, name in names.items()}
-    parts: set[nn.Module] = set()
-    for choice in chosen:
-        module = modules.get(choice) if isinstance(choice, str) else choice
-        if module is None:
-            hint = did_you_mean(str(choice), modules) or "."
-            raise TraceError(
-                f"blocks: {type(model).__name__} has no module {choice!r}{hint} "
-                "model.named_modules() lists them"
-            )
-        if module not in names:
-            raise TraceError(
-                f"blocks: a {type(module).__name__} is no module of {type(model).__name__}: give "
-                "modules of the model that is recorded, or their names"
-            )
-        # A list is never called itself.
-        parts.update(module.children() if isinstance(module, nn.ModuleList) else [module])
-    for part in filter(parts.__contains__, names):
-        for inner in part.modules():
-            if inner is not part and inner in parts:
-                raise TraceError(
-                    f"blocks: {names[inner]!r} lies inside {names[part]!r}: choose one of them"
-                )
-    return parts
 
 
 def _cut(module: nn.Module, parts: set[nn.Module], *, is_root: bool = True) -> Iterator[nn.Module]:

@@ -340,6 +340,11 @@ class PhaseTracker(Listener):
             if step.memory is not None:
                 step.memory.close()
 
+    def begin_phase_anew(self) -> None:
+        """End the present phase, and begin another one of the same label."""
+        if self._step is not None:
+            self._begin_phase(self._step, self._step.label)
+
     def _begin_phase(self, step: _Step, label: str) -> None:
         step.label = label
         self._listener.phase_begins(label)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, cast
@@ -56,7 +56,6 @@ class StepRecording(Listener):
         *,
         steps: int,
         warmup: int,
-        blocks: Iterable[str | nn.Module] | None,
         name: str | None,
         clock: Clock | None,
         optimizer_parts: bool,
@@ -65,7 +64,7 @@ class StepRecording(Listener):
     ) -> None:
         self._optimizer: Optimizer | None = optimizer
         self._parameters: Parameters | None = None
-        self._blocks = find_blocks(model, blocks)
+        self._blocks = find_blocks(model)
         self._block_count = len(self._blocks)
         self._steps = steps
         self._warmup = warmup
@@ -283,7 +282,6 @@ def record(
     *,
     steps: int = 9,
     warmup: int = 2,
-    blocks: Iterable[str | nn.Module] | None = None,
     name: str | None = None,
     clock: Clock | None = None,
     optimizer_parts: bool = True,
@@ -306,9 +304,6 @@ def record(
         Number of timed steps; durations are their medians.
     warmup
         Number of steps before: 1 or more, as the first one makes the optimizer's state.
-    blocks
-        Modules whose passes are phases, or their names. By default the layers of the model's
-        longest chain of modules.
     name
         Of the trace; by default the model's class.
     clock
@@ -330,8 +325,7 @@ def record(
     Raises
     ------
     TraceError
-        If a number is too small, `blocks` are not the model's, or the optimizer trains none of its
-        parameters.
+        If a number is too small, or the optimizer trains none of the model's parameters.
 
     Examples
     --------
@@ -366,7 +360,6 @@ def record(
         optimizer,
         steps=steps,
         warmup=warmup,
-        blocks=blocks,
         name=name,
         clock=clock,
         optimizer_parts=optimizer_parts,

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from umem.runtime.cuda_events import new_event
 from umem.runtime.cuda_streams import CurrentStream
 
-__all__ = ["Clock", "CudaClock", "WallClock", "clock_for"]
+__all__ = ["Clock", "CudaClock", "clock_for"]
 
 
-class Clock(Protocol):
-    """Marks moments without waiting for them, to be read once they are past.
+class Clock:
+    """The host's clock, for models on the CPU, whose operators are done when they return.
 
-    A mark may be of any type: callers only hand it back.
+    It marks moments without waiting for them, to be read once they are past. A mark may be of any
+    type: callers only hand it back.
     """
 
     def is_usable(self) -> bool:
         """Whether marks that are taken now can be read later."""
+        return True
 
     def mark(self) -> Any:
         """The moment at which the device has finished the work it was given so far."""
+        return time.perf_counter_ns()
 
     def is_past(self, mark: Any) -> bool:
         """Whether a mark can be read without waiting."""
+        return True
 
     def seconds(self, first: Any, second: Any) -> float:
         """Time from one mark to another, after waiting for both."""
+        return float(second - first) * 1e-9
 
     def reserve(self, count: int) -> None:
         """Prepare for this number of marks held at the same time."""
@@ -39,7 +44,7 @@ class Clock(Protocol):
         """Take back marks that nobody will read again."""
 
 
-class CudaClock:
+class CudaClock(Clock):
     """CUDA events on the current stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -74,32 +79,6 @@ class CudaClock:
         self._free.extend(marks)
 
 
-class WallClock:
-    """The host's clock, for models on the CPU, whose operators are done when they return."""
-
-    def is_usable(self) -> bool:
-        """Always true."""
-        return True
-
-    def mark(self) -> int:
-        """The present time in nanoseconds."""
-        return time.perf_counter_ns()
-
-    def is_past(self, mark: int) -> bool:
-        """Always true."""
-        return True
-
-    def seconds(self, first: int, second: int) -> float:
-        """Time between two marks."""
-        return (second - first) * 1e-9
-
-    def reserve(self, count: int) -> None:
-        """Do nothing."""
-
-    def release(self, marks: Iterable[int]) -> None:
-        """Do nothing."""
-
-
 def clock_for(device: torch.device) -> Clock:
     """CUDA events for a GPU, the host's clock for any other device."""
-    return CudaClock(device) if device.type == "cuda" else WallClock()
+    return CudaClock(device) if device.type == "cuda" else Clock()

@@ -32,16 +32,16 @@ def paging(problem: PlanningProblem) -> Schedule:
     """Demand paging of a budget that the driver does not know.
 
     The driver evicts when the device is full. A budget below that has to be kept by hints: the
-    tensors used longest ago leave when a phase's own tensors do not fit. Nothing is prefetched.
+    tensors used longest ago leave when a phase's own tensors do not fit. No page is prefetched.
     """
     every = _windowed(problem, 0, "fault", strict=True)
-    leaves = np.isin(every.hint_op, (HintOp.EVICT, HintOp.COPY_OUT))
+    asked = every.hint_op != HintOp.PREFETCH
     return Schedule(
         planner="fault",
         residency=every.residency,
-        hint_phase=every.hint_phase[leaves],
-        hint_op=every.hint_op[leaves],
-        hint_tensor=every.hint_tensor[leaves],
+        hint_phase=every.hint_phase[asked],
+        hint_op=every.hint_op[asked],
+        hint_tensor=every.hint_tensor[asked],
         waits=False,
     )
 

@@ -95,7 +95,7 @@ def search_plan(
     trace = with_gradient_lifetimes(with_whole_optimizer_step(trace))
     best: PlanCandidate | None = None
     first_error: PlanError | None = None
-    rules = _runnable_rules(policy, planner)
+    rules = _runnable_rules(policy)
     for mapped in _mapped_choices(trace, hardware, policy, planner):
         fixed = _fixed_modes(trace, saved, rules, mapped)
         try:
@@ -160,22 +160,22 @@ def _overflow(
     return mapped
 
 
-def _runnable_rules(policy: ResolvedPolicy, planner: str) -> ResolvedPolicy:
+def _runnable_rules(policy: ResolvedPolicy) -> ResolvedPolicy:
     """The rules, less mechanisms that hints and hooks cannot carry out in a running program.
 
-    Only activations are copied away. The program may look at all other tensors at any time, so they
+    Activations that move are copied. The program may look at all other tensors at any time, so they
     move as pages or are mapped.
     """
 
     def runnable(tensor_class: TensorClass, rule: ClassRule) -> ClassRule:
         if rule.kind != "managed" or rule.placement == "host":
             return rule
-        if rule.mechanism == "copy" and tensor_class is not TensorClass.ACTIVATIONS:
+        if tensor_class is TensorClass.ACTIVATIONS:
+            copies = rule.mechanism in ("auto", "map", "migrate", "duplicate")
+            return rule.model_copy(update={"mechanism": "copy"}) if copies else rule
+        if rule.mechanism in ("auto", "map", "copy"):
             return rule.model_copy(update={"mechanism": "migrate"})
-        if rule.mechanism not in ("auto", "map"):
-            return rule
-        copies = tensor_class is TensorClass.ACTIVATIONS and planner == "planned"
-        return rule.model_copy(update={"mechanism": "copy" if copies else "migrate"})
+        return rule
 
     rules = tuple(map(runnable, TensorClass, policy.rules))
     return replace(policy, rules=rules)

@@ -86,7 +86,7 @@ class Manager(Listener):
         self._store.keep([*model.parameters(), *buffers_of(model)])
         self._guard = HookErrors(self._fail)
         root = Block(type(model).__name__, model)
-        blocks = find_blocks(model, None)
+        blocks = find_blocks(model)
         self._runner = Runner(machine, self._store, root)
         self._phase_tracker = PhaseTracker(root, blocks, self._guard, self._runner)
         labels = {block.name: block.forward for block in blocks}

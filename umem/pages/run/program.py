@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from umem.core.classes import TensorClass
@@ -47,8 +47,6 @@ class Program:
     plan: StepPlan
     work: tuple[PhaseWork, ...]
     addresses: TensorAddresses
-    present: dict[int, int]
-    """Addresses of this step's paged activations, by number in the trace."""
     mapped: tuple[MappedBlock, ...]
     away_at_start: tuple[MappedBlock, ...]
     """Blocks that live from step to step and are off the device when a step begins."""
@@ -81,16 +79,14 @@ class Program:
 def bind_program(plan: StepPlan, addresses: TensorAddresses, machine: Machine) -> Program:
     """Give a plan the addresses of its tensors; the machine's engine takes the batches."""
     trace, mapped = plan.candidate.trace, plan.candidate.mapped
-    present: dict[int, int] = {}
 
     def hints(row: tuple[HintRow, ...]) -> Hints | None:
-        return _hints(row, trace, addresses, present, machine)
+        return _hints(row, trace, addresses, machine)
 
     return Program(
         plan,
         tuple(PhaseWork(it, hints(it.leaving), hints(it.coming)) for it in plan.phases),
         addresses,
-        present,
         _blocks(trace, addresses, (it for it in addresses.fixed if mapped[it])),
         _blocks(trace, addresses, plan.away_at_start),
     )
@@ -114,17 +110,14 @@ def _hints(
     row: tuple[HintRow, ...],
     trace: Trace,
     addresses: TensorAddresses,
-    present: Mapping[int, int],
     machine: Machine,
 ) -> Hints | None:
     if not row:
         return None
     lookups: list[tuple[int, Callable[[], int]]] = []
     for number, (_, tensor) in enumerate(row):
-        if tensor in addresses.gradients:
-            lookups.append((number, addresses.gradients[tensor]))
-        elif not addresses.fixed.get(tensor):  # also tensors freed since they were recorded
-            lookups.append((number, _present_address(present, tensor)))
+        if not addresses.fixed.get(tensor):  # 0 for tensors freed since they were recorded
+            lookups.append((number, addresses.gradients.get(tensor, int)))
     batch = machine.engine.batch(
         [op for op, _ in row],
         [addresses.fixed.get(tensor, 0) for _, tensor in row],
@@ -133,7 +126,3 @@ def _hints(
         machine.index,
     )
     return Hints(batch, tuple(lookups), tuple(tensor for _, tensor in row))
-
-
-def _present_address(present: Mapping[int, int], tensor: int) -> Callable[[], int]:
-    return lambda: present.get(tensor, 0)

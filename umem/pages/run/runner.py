@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from umem.capture.live import Block, SavedTensorHooks, StepListener
+from umem.capture.live import Block, StepListener
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.offloading import ActivationStore
@@ -18,7 +16,6 @@ from umem.pages.run.machine import Machine
 from umem.pages.run.mapped_blocks import MappedBlock
 from umem.pages.run.program import Hints, PhaseWork, Program
 from umem.pages.run.step_plan import MODEL, GroupKey, PhasePlan
-from umem.pages.run.tensor_addresses import storage_address, whole_blocks
 from umem.runtime.hints import HintOutcome
 from umem.telemetry import phase_begins
 
@@ -57,16 +54,10 @@ class _Call:
     """None if the program moves nothing of this call."""
     group_depth: int
     """Groups of the store that were open before the call."""
-    paged_depth: int
-    """Calls whose saved tensors' addresses were noted before."""
     is_copied: bool = False
     """The activation store sees what the call saves."""
     is_sent: bool = False
     """What it has copied leaves when the call ends."""
-    is_paged: bool = False
-    """The addresses of what the call saves are noted."""
-    has_hooks: bool = False
-    """The call has installed the hooks for that."""
 
 
 class Runner(StepListener):
@@ -86,8 +77,6 @@ class Runner(StepListener):
         self._position = 0
         self._phase = -1
         self._calls: Counter[str] = Counter()
-        self._saved = SavedTensorHooks(self._on_save, _ignore)
-        self._paged: list[tuple[dict[int, int], list[int]]] = []
         self._open: list[_Call] = []
         self._patience_s = MAX_WAIT_S
         self._has_timed_out = False
@@ -146,9 +135,6 @@ class Runner(StepListener):
             self._is_on_track = False  # what a graph replays must not wait for hints
         self._position, self._phase = 0, -1
         self._calls.clear()
-        if self._program is not None:
-            self._away = self._away.difference(self._program.present)  # dead by now
-            self._program.present.clear()
 
     def phase_begins(self, label: str) -> None:
         """Do the program's work for this phase, if the step still matches the recorded one."""
@@ -250,7 +236,7 @@ class Runner(StepListener):
         """Watch what autograd saves in a call, if the program moves some of it."""
         if block is self._root and not is_recomputed:
             self._leave_all()
-        call = _Call(None, self._store.open_groups, len(self._paged))
+        call = _Call(None, self._store.open_groups)
         outer = self._open[0] if self._open else None
         self._open.append(call)
         program = self._program
@@ -264,15 +250,9 @@ class Runner(StepListener):
         plan = program.plan
         # What a block saves must not be counted as saved by the model itself.
         call.is_copied = call.key in plan.copied or (outer is not None and outer.is_copied)
-        call.is_paged = call.key in plan.paged or (outer is not None and outer.is_paged)
         if call.is_copied:
             call.is_sent = call.key in plan.copied and call.key[0] != MODEL
             self._store.open_group(call.key, plan.copied.get(call.key, frozenset()))
-        if call.is_paged:
-            call.has_hooks = outer is None or not outer.has_hooks
-            if call.has_hooks:
-                self._saved.push()
-            self._paged.append((dict(plan.paged.get(call.key, {})), [0]))
 
     def block_ends(self, _block: Block) -> None:
         """After a block's forward pass, let its saved tensors leave."""
@@ -294,22 +274,6 @@ class Runner(StepListener):
         """End what a call has begun. What an interrupt has cut short, another call completes."""
         if call.is_copied:
             self._store.close_groups(call.group_depth)
-        if call.is_paged:
-            del self._paged[call.paged_depth :]
-            if call.has_hooks:
-                self._saved.pop()
-
-    def _on_save(self, tensor: torch.Tensor) -> None:
-        if not self._paged or self._program is None:
-            return
-        numbers, count = self._paged[-1]
-        number = numbers.get(count[0])
-        count[0] += 1
-        # Batches of other shapes have other sizes: a hint must not exceed a smaller block.
-        if number is not None and _fills(
-            tensor, self._program.plan.candidate.trace.tensor_bytes[number]
-        ):
-            self._program.present[number] = storage_address(tensor)
 
 
 def _tickets_before(program: Program, after: Sequence[Eviction | None]) -> list[int]:
@@ -329,14 +293,3 @@ def _ticket(hints: Hints | None, number: int) -> int:
     """
     tickets = range(0) if hints is None else hints.batch.tickets
     return tickets[min(number, len(tickets) - 1)] if tickets else 0
-
-
-def _fills(tensor: torch.Tensor, size_bytes: int) -> bool:
-    """Whether a tensor's block is at least as large as the one a hint was made for."""
-    if tensor.layout is not torch.strided:
-        return False
-    return whole_blocks(tensor.untyped_storage().nbytes()) >= whole_blocks(size_bytes)
-
-
-def _ignore(_tensor: torch.Tensor) -> None:
-    pass

@@ -65,8 +65,6 @@ class StepPlan:
     phases: tuple[PhasePlan, ...]
     copied: Mapping[GroupKey, frozenset[int]]
     """Activations that are copied to the host: ordinals by group."""
-    paged: Mapping[GroupKey, Mapping[int, int]]
-    """Activations that move as pages: numbers in the trace by ordinal, by group."""
     away_at_start: frozenset[int]
     """As in :class:`AdmissionPlan`."""
 
@@ -92,7 +90,6 @@ def plan_step(
     leaving: list[list[HintRow]] = [[] for _ in range(trace.phase_count)]
     coming: list[list[HintRow]] = [[] for _ in range(trace.phase_count)]
     copied: dict[GroupKey, set[int]] = defaultdict(set)
-    paged: dict[GroupKey, dict[int, int]] = defaultdict(dict)
     sends: list[dict[GroupKey, set[int]]] = [defaultdict(set) for _ in range(trace.phase_count)]
     fetched: list[list[int]] = [[] for _ in range(trace.phase_count)]
     hints = zip(schedule.hint_phase, schedule.hint_op, schedule.hint_tensor, strict=True)
@@ -106,8 +103,6 @@ def plan_step(
             fetched[phase].append(tensor)
         elif op in _PAGE_OPS:  # the allocator owns the memory of dead activations: no discard
             (leaving if op == HintOp.EVICT else coming)[phase].append((op, tensor))
-            for entry in groups[tensor]:
-                paged[entry.block, entry.call][entry.ordinal] = tensor
 
     chosen = {key: frozenset(ordinals) for key, ordinals in copied.items()}
     sent = [_parts(found) for found in sends]
@@ -141,9 +136,7 @@ def plan_step(
         )
         for phase in range(trace.phase_count)
     )
-    return StepPlan(
-        candidate, tuple(followed), phases, chosen, dict(paged), admission.away_at_start
-    )
+    return StepPlan(candidate, tuple(followed), phases, chosen, admission.away_at_start)
 
 
 def _parts(groups: Mapping[GroupKey, set[int]]) -> list[GroupPart]:

@@ -5,6 +5,10 @@ names because the memory is needed there, the device's memory is let go: from th
 stream waits until the copy is over. Backward, when the pass reaches a block, what the blocks ahead
 of it saved starts to come back.
 
+Where a block saves more than all others, what leaves together is a stretch of the pass instead.
+It begins with the first call of a block, or where a measured pass was cut by bytes, and its
+backward pass begins where the first tensor of it is used.
+
 The copies have streams of their own instead of the optimizer step's lanes. A lane works in order:
 behind a step, the copies of all state stand in it already, and an activation would leave only after
 the last of them.
@@ -24,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from umem.capture.live import Block
+from umem.capture.live import NO_BLOCK, Block
 from umem.offloading import ActivationStatistics, ActivationStore
 from umem.runtime.model_parts import buffers_of, tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
@@ -42,19 +46,25 @@ from umem.streaming.activations.repeatable import (
     is_plain,
     watch,
 )
+from umem.streaming.plan.stretches import Cuts, Save, block_of, find_cuts
 from umem.torch_compat import compiled_call
 
 __all__ = ["CopiedActivations", "is_compiled"]
 
 _NOTHING: Mapping[str, str | None] = MappingProxyType({})
 
+_NO_CUTS: Mapping[int, str] = MappingProxyType({})
+
+_MUCH_LONGER = 1.5
+"""A pass that saves so many times as many tensors as the one by which it is cut is cut anew."""
+
 _Part = tuple[object, range | None]
 """A group of the store, and ordinals in it; None for all."""
 
 
 @dataclass(eq=False)
-class _Call:
-    """A call of a block."""
+class _Stretch:
+    """What leaves together: what is saved in a call of a block, or between two cuts."""
 
     name: str
     is_copied: bool
@@ -64,7 +74,13 @@ class _Call:
     """What was saved in the call, and by the model itself since the call before: such as the inputs
     that a checkpoint saves."""
     saved_bytes: int = 0
-    """Bytes of it that no call before has saved too."""
+    """Bytes of it that no stretch before has saved too."""
+
+
+@dataclass(eq=False)
+class _Call(_Stretch):
+    """A call of a block, which is a stretch of its own unless the pass is cut."""
+
     is_open: bool = False
     """Whether a group of the store is to be closed at its end."""
     has_group: bool = False
@@ -88,30 +104,52 @@ class _Pass:
     """A forward pass, and the backward passes through its graph, which holds it."""
 
     def __init__(self, store: ActivationStore, fetch_ahead: int) -> None:
-        self.calls: list[_Call] = []
-        self.leaving: list[_Call] = []
+        self.calls: list[_Stretch] = []
+        """Those that are over."""
+        self.leaving: list[_Stretch] = []
         """Calls whose activations are being copied to the host."""
+        self.stretch: _Stretch | None = None
+        """The present one of a pass that is cut."""
+        self.before_use: Callable[[], None] | None = None
+        """Called before what the stretch saves is used."""
+        self.entered: set[str] = set()
+        """Blocks that were called."""
+        self.counts: Counter[str] = Counter()
+        """Tensors that were saved, by the block in whose calls."""
         self.model_key = object()
         """The group of what the model saves between its blocks."""
         self.taken = 0
         """How many tensors of this group belong to calls already."""
+        self.at: int | None = None
+        """The stretch in which the backward pass is."""
+        self.groups: dict[object, tuple[str, int]] = {}
+        """By group, the block in whose call it is and what its calls had saved before."""
         self.is_watched = True
         """Whether the backward pass tells when it reaches the last call."""
         self._store = store
         self._fetch_ahead = fetch_ahead
+
+    def begin_stretch(self, stretch: _Stretch, before_use: Callable[[], None]) -> None:
+        """Begin a stretch of a pass that is cut."""
+        self.stretch, self.before_use = stretch, before_use
+
+    def end_stretch(self) -> _Stretch | None:
+        """End it; nothing of the pass refers to the pass any more."""
+        stretch, self.stretch, self.before_use = self.stretch, None, None
+        return stretch
 
     def take_between(self) -> list[_Part]:
         """What the model has saved since the last call of this method."""
         taken, self.taken = self.taken, self._store.saved_count(self.model_key)
         return [(self.model_key, range(taken, self.taken))] if self.taken > taken else []
 
-    def send(self, call: _Call) -> None:
+    def send(self, call: _Stretch) -> None:
         """Start the copies to the host."""
         for key, ordinals in call.parts:
             self._store.send(key, ordinals)
         self.leaving.append(call)
 
-    def release(self, call: _Call) -> int:
+    def release(self, call: _Stretch) -> int:
         """Let go of the device's memory. Returns its bytes."""
         return sum(self._store.release(key, ordinals) for key, ordinals in call.parts)
 
@@ -124,20 +162,24 @@ class _Pass:
         if not any(call.is_copied for call in self.calls[first:]):
             return
         # The nodes hold this object, and it goes with the graph.
-        reached = errors(partial(self._reached, first, last))
+        reached = errors(partial(self._reached, last))
         for node in nodes:
             node.register_prehook(reached)
 
-    def _reached(self, first: int, last: int, _gradients: object) -> None:
+    def fetch(self, last: int) -> None:
+        """Fetch a stretch, and those that come next."""
+        for call in reversed(self.calls[max(0, last - self._fetch_ahead) : last + 1]):
+            if call.is_copied:
+                for key, ordinals in reversed(call.parts):
+                    self._store.fetch(key, ordinals)
+
+    def _reached(self, last: int, _gradients: object) -> None:
         # Only a retained graph has saved tensors of later blocks left. What a reentrant checkpoint
         # saves behind its block counts for the next one.
         for call in self.calls[last + 2 : last + 3]:
             if call.is_copied:
                 self.release(call)
-        for call in reversed(self.calls[first : last + 1]):
-            if call.is_copied:
-                for key, ordinals in reversed(call.parts):
-                    self._store.fetch(key, ordinals)
+        self.fetch(last)
 
 
 class _Running(threading.local):
@@ -177,8 +219,18 @@ class CopiedActivations(Listener):
     ) -> None:
         self.proofs: dict[str, Proof] = {}
         """Of the blocks whose calls may run twice."""
-        self.was_watched = False
-        """Whether calls were watched in this step, and some of them run twice."""
+        self.is_unusual = False
+        """Whether this step is unlike later ones: some calls run twice, or cuts were found."""
+        self.has_cut = False
+        """Whether cuts were found in this step: later ones have other units."""
+        self.stretch: str | None = None
+        """The unit in which a pass that is cut is, forward or backward."""
+        self.on_stretch: Callable[[], None] = _do_nothing
+        """Called where a stretch begins that does not begin with a block."""
+        self._cut_saves = 0
+        """Tensors that were saved in the pass by which it is cut."""
+        self._cuts: Cuts | None = None
+        """None until a pass was measured; empty where blocks do as units."""
         self.saved_bytes: dict[str, int] = {}
         """Bytes that could leave, by block: the most before a backward pass while measuring."""
         self._unread: Counter[str] = Counter()
@@ -244,7 +296,9 @@ class CopiedActivations(Listener):
         self._recomputed = frozenset() if is_measuring else frozenset(recomputed)
         self._left_out = frozenset() if is_measuring else frozenset(left_out)
         leaving = {**recomputed, **copied}
-        self._copied = {name: before for name, before in leaving.items() if name in self._blocks}
+        units = {it for cuts in (self._cuts or {}).values() for it in cuts.values()}
+        units |= self.names | ({NO_BLOCK} if units else set())
+        self._copied = {name: before for name, before in leaving.items() if name in units}
         self._planned = frozenset(copied)
         self._fetch_ahead = fetch_ahead
         self._is_measuring = is_measuring
@@ -263,7 +317,7 @@ class CopiedActivations(Listener):
     def begin_step(self) -> None:
         """Count what is away from now on; nothing is between steps."""
         self._released_bytes, self._returned_bytes = 0, self._store.statistics.bytes_in
-        self.was_watched = False
+        self.is_unusual = self.has_cut = False
 
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
@@ -283,6 +337,7 @@ class CopiedActivations(Listener):
         if self._hearing is not None:
             self._hearing.close()
             self._hearing = None
+        self.stretch = None
         self._forget_pass()
 
     def _forget_pass(self) -> None:
@@ -305,8 +360,78 @@ class CopiedActivations(Listener):
             return
         buffers = (buffer for it in self._with_buffers for buffer in buffers_of(it, recurse=False))
         self._store.keep([*buffers, *tensors_in((args, kwargs))])
-        running.forward = _Pass(self._store, self._fetch_ahead)
-        self._store.open_group(running.forward.model_key)
+        running.forward = forward = _Pass(self._store, self._fetch_ahead)
+        key = forward.model_key
+        self._open_group(forward, NO_BLOCK, key)
+        if self._cuts:
+            self._begin_stretch(forward, NO_BLOCK, NO_BLOCK in self._copied)
+
+    def _open_group(self, forward: _Pass, name: str, key: object) -> bool:
+        """Open a group for what a block's call saves, or the model outside of blocks."""
+        forward.groups[key] = name, forward.counts[name]
+        cuts = None if self._cuts is None else self._cuts.get(name, _NO_CUTS)
+        if not self._cuts or cuts is None:
+            return self._store.open_group(key)
+
+        def before_save() -> Callable[[], None] | None:
+            count = forward.counts[name]
+            forward.counts[name] += 1
+            if count in cuts:
+                self._cut(forward, name, count, key)
+            return forward.before_use
+
+        return self._store.open_group(key, before_save=before_save)
+
+    # ------------------------------------------------------------------ a pass that is cut
+
+    def _cut(self, forward: _Pass, block: str, count: int, key: object) -> None:
+        """Begin a stretch with the next tensor of an open group."""
+        try:
+            assert self._cuts is not None
+            name = self._cuts[block][count]
+            self._begin_stretch(forward, name, name in self._copied)
+            new = object()
+            self._store.split_group(key, new)
+            forward.groups[new] = block, count
+            if block == NO_BLOCK:
+                forward.model_key, forward.taken = new, 0
+            elif forward.stretch is not None:
+                forward.stretch.parts.append((new, None))
+            self.on_stretch()
+        except Exception as error:  # not into the forward pass
+            self._errors.on_error(error)
+
+    def _begin_stretch(self, forward: _Pass, name: str, is_copied: bool) -> None:
+        self._end_stretch(forward)
+        self._release(forward, name)
+        stretch = _Stretch(name, is_copied, self._copied.get(name))
+        before_use = partial(self._reach, forward, len(forward.calls), name)
+        forward.begin_stretch(stretch, before_use)
+        self.stretch = name
+
+    def _end_stretch(self, forward: _Pass) -> None:
+        """Start the copy of what the stretch has saved."""
+        stretch = forward.end_stretch()
+        if stretch is None:
+            return
+        stretch.parts += forward.take_between()
+        if stretch.is_copied:
+            forward.send(stretch)
+        forward.calls.append(stretch)
+
+    def _reach(self, forward: _Pass, number: int, name: str) -> None:
+        """The backward pass uses what a stretch has saved."""
+        if forward.at == number:
+            return
+        forward.at = number
+        try:
+            forward.fetch(number)
+            self.stretch = name
+            self.on_stretch()
+        except Exception as error:  # not into the backward pass
+            self._errors.on_error(error)
+
+    # ------------------------------------------------------------------ blocks
 
     def block_begins(
         self, name: str, now: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -316,25 +441,31 @@ class CopiedActivations(Listener):
         forward = running.forward
         if forward is None or running.call is not None or not now.is_forward:
             return
-        if not forward.is_watched:
+        if not (forward.is_watched or self._cuts):
             # A reentrant checkpoint makes the graph behind its block.
             forward.watch(tensors_in((args, kwargs)), self._errors)
-        self._release(forward, name)
-        before = self._copied.get(name)
         is_recomputed = name in self._recomputed and self._may_run_again(name, args, kwargs)
         is_copied = name in (self._planned if is_recomputed else self._copied)
-        running.call = call = _Call(name, is_copied, before, forward.take_between())
+        running.call = call = _Call(name, is_copied, self._copied.get(name))
+        if not self._cuts:
+            self._release(forward, name)
+            call.parts = forward.take_between()
+        elif name not in forward.entered:
+            forward.entered.add(name)
+            self._begin_stretch(forward, name, is_copied)
         call.leaves_out = name in self._left_out and self._may_run_again(name, args, kwargs)
         self._measure(call)
         module = self._blocks[name].module
         if self._is_measuring and name in self._unproved:
             call.watched = self._watch(name, module, args, kwargs)
         if call.watched is not None:
-            self.was_watched = True
-        elif is_recomputed or call.is_copied or self._is_measuring:
+            self.is_unusual = True
+        elif is_recomputed or call.is_copied or self._is_measuring or self._cuts:
             key, call.is_open = object(), True
+            if forward.stretch is not None:
+                forward.stretch.parts.append((key, None))
             # None where other hooks are innermost, as in a checkpoint.
-            call.has_group = self._store.open_group(key)
+            call.has_group = self._open_group(forward, name, key)
             if call.has_group:
                 call.parts.append((key, None))
         if is_recomputed:
@@ -358,7 +489,10 @@ class CopiedActivations(Listener):
             call.abandon()
         if call.is_open:
             self._store.close_group()
-        forward.take_between()  # a block without a group of its own has saved it
+        if self._cuts is None and call.has_group:
+            forward.counts[call.name] += self._store.saved_count(call.parts[-1][0])
+        if not self._cuts:
+            forward.take_between()  # a block without a group of its own has saved it
         if failed:
             return
         if call.watched is not None and (proof := call.watched.end(output)) is not None:
@@ -366,6 +500,8 @@ class CopiedActivations(Listener):
                 proof = replace(proof, checkpointed_bytes=0)
             self.proofs[call.name] = proof
         call.watched = None
+        if self._cuts:
+            return
         if call.has_group:
             self._measure(call)
         if call.is_copied:
@@ -384,10 +520,13 @@ class CopiedActivations(Listener):
         self._forget_pass()
         if failed:
             return
+        self._end_stretch(forward)
         self._release(forward, None)
         forward.watch(tensors_in(output), self._errors)
         if self._is_measuring:
-            self._end_measuring(forward, output)
+            self._measure_stretches(forward)
+            if not self._finds_cuts(forward):
+                self._end_measuring(forward, output)
 
     def leaves_out(self, checkpoint: ProgramCheckpoint) -> bool:
         """Whether a checkpoint that begins is in a block of `left_out`, or the call of one."""
@@ -437,6 +576,45 @@ class CopiedActivations(Listener):
             for part in call.parts[-1:]:
                 call.saved_bytes += self._store.saved_bytes(*part)
 
+    def _measure_stretches(self, forward: _Pass) -> None:
+        """Count what leaves in a pass that is cut, but for what the program keeps in its hands."""
+        seen = set[object]()
+        for stretch in forward.calls if self._cuts else ():
+            for key, ordinals in stretch.parts:
+                sizes = self._store.saved_sizes(key, ordinals, seen)
+                stretch.saved_bytes += sum(size for size, is_free in sizes.values() if is_free)
+
+    def _finds_cuts(self, forward: _Pass) -> bool:
+        """Look for the stretches of later passes, by what this one has saved.
+
+        Once, and anew where a pass has become much longer.
+        """
+        if self.is_unusual or not (self._cuts is None or self._has_outgrown_cuts(forward)):
+            return False
+        if self._cuts is None:
+            forward.counts[NO_BLOCK] = self._store.saved_count(forward.model_key)
+        saves, seen = list[Save](), set[object]()
+        last = forward.calls[-1].name if forward.calls else NO_BLOCK
+        rest = _Stretch(last, False, None, forward.take_between())
+        for stretch in (*forward.calls, rest):
+            for key, ordinals in stretch.parts:
+                block, before = forward.groups[key]
+                sizes = self._store.saved_sizes(key, ordinals, seen)
+                saves += [
+                    Save(block_of(stretch.name), block, before + ordinal, size_bytes)
+                    for ordinal, (size_bytes, _) in sizes.items()
+                ]
+        if saves:
+            was_cut = bool(self._cuts)
+            self._cuts, self._cut_saves = find_cuts(saves), forward.counts.total()
+            self.is_unusual = self.has_cut = was_cut or bool(self._cuts)
+            for block in self._cuts:  # a part of its call cannot run twice
+                self.proofs.pop(block, None)
+        return self.has_cut
+
+    def _has_outgrown_cuts(self, forward: _Pass) -> bool:
+        return bool(self._cuts) and forward.counts.total() > _MUCH_LONGER * self._cut_saves
+
     def _end_measuring(self, forward: _Pass, output: object) -> None:
         for call in forward.calls:
             self._unread[call.name] += call.saved_bytes
@@ -445,6 +623,10 @@ class CopiedActivations(Listener):
         unread = self._unread
         for node in nodes_of(tensors_in(output)):
             node.register_prehook(lambda _gradients: unread.clear())
+
+
+def _do_nothing() -> None:
+    """Nobody measures."""
 
 
 def is_compiled(module: nn.Module) -> bool:

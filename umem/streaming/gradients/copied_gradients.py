@@ -2,11 +2,14 @@
 
 A gradient is complete when autograd has added it. Then its copy to the host starts, beside the rest
 of the backward pass. A few units later the program's stream waits for the copy, and the gradient's
-tensor, the same object, has the host's memory from then on: the device's is free. Later batches are
-added to it there, in place over the link. Clipping is put off (``clipped_gradients.py``).
+tensor, the same object, has the host's memory from then on: the device's is free. Clipping is put
+off (``clipped_gradients.py``).
 
-Towards the end of the last batch's backward pass, activations have made room again. Then gradients
-come back in the same way, for clipping and the update. What has no room is used on the host.
+For a later batch a gradient comes back in the same way, some units before autograd adds to it, and
+leaves again, if a plan has room for that; otherwise the batch is added to it in place, over the
+link. What the host updates may leave in the last batch only. Some stay behind the last batch or
+come back, where activations have made room, for clipping and the update. What has no room is used
+on the host.
 
 From a copy's start until its end a guard sees each use of the gradient by Python, and the copy is
 waited for first. An addition by autograd itself changes the tensor's version: then the copy is of
@@ -31,7 +34,7 @@ from umem.runtime.guard import Guard, are_plain
 from umem.runtime.held_memory import note_export
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.gradients.clipped_gradients import ClippedGradients, GradientNorm
-from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS
+from umem.streaming.plan.step_timing import GRADIENTS_AHEAD, UNITS_WITH_GRADIENTS
 from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Copy, Lane, Lanes, Moment
 from umem.torch_compat import InferenceMode, version_counter
@@ -61,7 +64,7 @@ class _Move:
     """To the host."""
     asked: Moment
     """When the copies started, on the stream that owns the gradients' memory."""
-    guard: Guard
+    guard: Guard = field(init=False)
     moment: Moment = None
     """When the copies end; None if an interrupt has kept them from being known."""
     units_behind: int = 0
@@ -110,6 +113,9 @@ class CopiedGradients:
         self._copied: frozenset[str] = frozenset()
         self._returning: dict[str, list[str]] = {}
         """Units that come back, by the unit at whose gradients their copies begin."""
+        self._ahead: dict[str | None, list[str]] = {}
+        """The same for a later batch; None for the end of the forward pass."""
+        self._final: frozenset[str] = frozenset()
         self._batches = 1
         self._begun: Counter[str] = Counter()
         """How often each unit's gradients have begun to arrive since the last step."""
@@ -145,6 +151,9 @@ class CopiedGradients:
         copied: Collection[str],
         returning: Mapping[str, str] | None = None,
         batches: int = 1,
+        final: Collection[str] = (),
+        *,
+        adds_at_home: bool = False,
     ) -> None:
         """Choose the units whose gradients are copied, from the next backward pass on.
 
@@ -154,24 +163,35 @@ class CopiedGradients:
             Units whose gradients leave.
         returning
             For those that come back before the step, the unit in whose backward pass the copy back
-            begins.
+            begins. With several batches one that is named for itself stays.
         batches
             Backward passes in a step, in the last of which they come back.
+        final
+            Units that leave in the last one only.
+        adds_at_home
+            Whether autograd adds to gradients where they are: none comes back for that.
         """
         with self._lock:
             self.settle()
             self._remove_hooks()
             self._copied, self._batches = frozenset(copied), batches
-            self._returning = {}
+            self._final = frozenset(final)
+            self._returning, self._ahead = {}, {}
             for name, trigger in (returning or {}).items():
                 self._returning.setdefault(trigger, []).append(name)
             self._use_clipped()  # parameters may have no hooks any more
             every = self._parameters()
-            names = list(every)
+            names = [name for name, some in every.items() if any(map(_has_gradient, some))]
+            for place, name in reversed(list(enumerate(names))):
+                at = place + GRADIENTS_AHEAD
+                if name in self._copied and not adds_at_home:
+                    begin = names[at] if at < len(names) else None
+                    self._ahead.setdefault(begin, []).append(name)
+            told = self._copied | self._returning.keys() | self._ahead.keys()
             for place, name in enumerate(names):
                 # The units that the backward pass comes to behind a copied one tell the time.
                 near = names[place : place + UNITS_WITH_GRADIENTS + 1]
-                if not (self._copied | self._returning.keys()).isdisjoint(near):
+                if not told.isdisjoint(near):
                     self._add_hooks(name, [it for it in every[name] if _has_gradient(it)])
 
     def _add_hooks(self, name: str, parameters: Sequence[torch.Tensor]) -> None:
@@ -185,8 +205,16 @@ class CopiedGradients:
         """Let the current stream wait for copies under way: their gradients have moved now."""
         with self._lock:
             self._send()
+            self._end_until(None)
+
+    def _end_until(self, last: weakref.ref[_Move] | None) -> None:
+        """End the copies under way up to these, or all: something is about to use a gradient."""
+        with self._lock:
             while self._moves:
-                self._end(self._moves.popleft())
+                move = self._moves.popleft()
+                self._end(move)
+                if last is not None and move is last():
+                    return
 
     def join(self) -> None:
         """Settle, and let each gradient have its value where it is."""
@@ -204,6 +232,15 @@ class CopiedGradients:
         with self._lock:
             self.settle()
             self._begun.clear()
+
+    def forward_ends(self) -> None:
+        """Begin to fetch the gradients that the backward pass adds to first."""
+        with self._lock:
+            try:
+                for name in self._ahead.get(None, ()):
+                    self._fetch(name)
+            except Exception as error:
+                self._on_error(error)
 
     def close(self) -> None:
         """Remove the hooks; gradients stay where they are."""
@@ -246,6 +283,8 @@ class CopiedGradients:
         while self._moves and self._moves[0].units_behind >= UNITS_WITH_GRADIENTS:
             self._end(self._moves.popleft())
         self._begun[name] += 1
+        for ahead in self._ahead.get(name, ()):
+            self._fetch(ahead)
         if self._begun[name] == self._batches:
             for returning in self._returning.get(name, ()):
                 self._fetch(returning)
@@ -256,6 +295,12 @@ class CopiedGradients:
         if not arrived.name and not arrived.gradients:
             return  # nothing has arrived since the last call
         self._arriving = _Arriving("")
+        begun = self._begun[arrived.name]
+        is_last = begun == self._batches
+        if arrived.name in self._final and begun < self._batches:
+            return
+        if is_last and begun > 1 and arrived.name in self._returning.get(arrived.name, ()):
+            return
         every = arrived.gradients.values()
         leaving = [it for it in every if self._can_move(it) and not self._memory.is_home(it)]
         homes = []
@@ -266,7 +311,6 @@ class CopiedGradients:
                 return
             homes.append(home)
         # Later batches change them.
-        is_last = self._begun[arrived.name] == self._batches
         norms = self._clipped.norms(leaving) if is_last else [None] * len(leaving)
         self._move(
             Lane.COPY_OUT,
@@ -291,7 +335,7 @@ class CopiedGradients:
                 if copy is None:
                     break
                 found.append(_Gradient(gradient, version_counter(gradient), copy))
-        self._move(Lane.COPY_IN, found)
+        self._move(Lane.GRADIENTS_IN, found)
 
     def _move(self, lane: Lane, gradients: list[_Gradient]) -> None:
         if not gradients:
@@ -302,7 +346,9 @@ class CopiedGradients:
         def copy() -> None:
             self._lanes.copy(lane, parts, TensorClass.GRADIENTS)
 
-        move = _Move(gradients, lane is Lane.COPY_OUT, asked, Guard(self.settle))
+        move = _Move(gradients, lane is Lane.COPY_OUT, asked)
+        # No cycle: what a move keeps would have an alias until the garbage is collected.
+        move.guard = Guard(functools.partial(self._end_until, weakref.ref(move)))
         self._moves.append(move)  # first: it keeps what is copied to, also behind an interrupt
         move.guard.hold(it.tensor for it in gradients)
         move.moment = self._lanes.run(lane, copy, [asked])
@@ -310,7 +356,7 @@ class CopiedGradients:
     def _end(self, move: _Move) -> None:
         """Let the stream wait for a unit's copies, and its gradients have the copies' memory."""
         is_known = move.moment is not None
-        lane = Lane.COPY_OUT if move.is_out else Lane.COPY_IN
+        lane = Lane.COPY_OUT if move.is_out else Lane.GRADIENTS_IN
         moment = move.moment if is_known else self._lanes.run(lane, _nothing)
         self._lanes.wait(moment)
         self._lanes.wait_on_stream_of(move.asked, moment)

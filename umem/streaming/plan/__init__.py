@@ -15,8 +15,10 @@ if TYPE_CHECKING:
         without_checkpoints,
     )
     from umem.streaming.plan.state_plan import (
+        NoShorterStepError,
         StreamPlan,
         StreamProblem,
+        home_bytes,
         least_slack_bytes,
         plan_stream,
         simulate_plan,
@@ -36,6 +38,7 @@ __all__ = [
     "LaneKind",
     "LaneReport",
     "LaneTasks",
+    "NoShorterStepError",
     "StreamPlan",
     "StreamProblem",
     "StreamUnit",
@@ -43,6 +46,7 @@ __all__ = [
     "TrainingPlan",
     "WeightPlan",
     "WeightUnit",
+    "home_bytes",
     "largest_slot_bytes",
     "least_slack_bytes",
     "plan_stream",
@@ -65,7 +69,8 @@ __getattr__ = lazy_names(
         "host_updates": "plan_with_host_updates",
         "lane_simulation": "LaneKind LaneReport LaneTasks simulate_lanes",
         "recomputation": "plan_with_recomputation with_recomputed without_checkpoints",
-        "state_plan": "StreamPlan StreamProblem least_slack_bytes plan_stream simulate_plan",
+        "state_plan": "NoShorterStepError StreamPlan StreamProblem home_bytes least_slack_bytes "
+        "plan_stream simulate_plan",
         "step_timing": "FIRST_SLOTS StreamUnit TemporarySlot largest_slot_bytes simulate_stream",
         "training_plan": "TrainingPlan plan_training with_weights",
         "weight_plan": "WeightPlan WeightUnit plan_weights staged_bytes",

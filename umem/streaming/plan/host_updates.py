@@ -8,6 +8,7 @@ link carries. So it gets some of the units, as many as make the shortest step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,7 @@ def plan_with_host_updates(
     weight_share: float = 1.0,
     most_placed_bytes: int | None = None,
     is_trial: bool = False,
+    longest_s: float = math.inf,
     may_overflow: bool = False,
     **options: Any,
 ) -> TrainingPlan:
@@ -63,6 +65,7 @@ def plan_with_host_updates(
         weight_share=weight_share,
         most_placed_bytes=most_placed_bytes,
         is_trial=is_trial,
+        longest_s=longest_s if is_trial else math.inf,
         may_overflow=may_overflow,
         **options,
     )

@@ -63,21 +63,22 @@ class LaneTasks:
         self.kinds = kinds
         self.work: list[list[float]] = [[] for _ in kinds]
         """Of each task: seconds of computation, bytes to copy, or bytes that the host moves."""
-        self.waits: list[list[list[tuple[Task, int]]]] = [[] for _ in kinds]
-        """Tasks that each task waits for, and by how many steps they are earlier."""
+        self.waits: list[list[list[tuple[int, int, int]]]] = [[] for _ in kinds]
+        """What each task waits for: a lane, how many of its tasks, and how many steps earlier."""
 
     def add(self, lane: int, work: float, *others: Task) -> Task:
         """Put a task at the end of a lane, which waits for others; `work` is seconds or bytes."""
-        self.work[lane].append(float(work))
-        self.waits[lane].append([(other, 0) for other in others])
-        return Task(lane, len(self.work[lane]) - 1)
+        its = self.work[lane]
+        its.append(float(work))
+        self.waits[lane].append([(it[0], it[1] + 1, 0) for it in others] if others else [])
+        return Task(lane, len(its) - 1)
 
     def wait(self, task: Task, other: Task, steps_before: int = 0) -> None:
         """Let a task begin only when another one of the same step, or of an earlier one, is done.
 
         Tasks of steps before the first are done.
         """
-        self.waits[task.lane][task.number].append((other, steps_before))
+        self.waits[task.lane][task.number].append((other.lane, other.number + 1, steps_before))
 
 
 @dataclass(frozen=True)
@@ -130,17 +131,9 @@ def simulate_lanes(tasks: LaneTasks, hardware: Hardware) -> LaneReport:
     PlanError
         If tasks wait for each other.
     """
-    lanes = [lane for lane, work in enumerate(tasks.work) if work]
-    size = [len(work) for work in tasks.work]
-    work = tasks.work
-    # A lane runs in order, so a task is done when so many of its lane are.
-    needs = [
-        [
-            [(other.lane, other.number + 1 - before * size[other.lane]) for other, before in waits]
-            for waits in each
-        ]
-        for each in tasks.waits
-    ]
+    work, waits = tasks.work, tasks.waits
+    lanes = [lane for lane, its in enumerate(work) if its]
+    size = [len(its) for its in work]
     speeds: dict[int, _Speeds] = {}
     clock = len(work) - 1
     steps = 0
@@ -148,48 +141,55 @@ def simulate_lanes(tasks: LaneTasks, hardware: Hardware) -> LaneReport:
     done, place, step = [0] * len(work), [0] * len(work), [0] * len(work)
     left = [some[0] if some else 0.0 for some in work]
     ends: list[list[float]] = [[] for _ in work]
-    waiting, runnable = lanes, 0  # lanes to look at, and a bit for each that can go on
+    runnable = 0  # a bit for each lane that can go on
+    checks = lanes  # lanes that may begin a task
+    blocked: list[list[int]] = [[] for _ in work]
+    """By lane, those that wait for it to do more."""
     history: list[_Totals] = []
     begun: dict[tuple[float, ...], int] = {}
     while True:
-        still_waiting = []
-        for lane in waiting:
-            at = step[lane]
-            for other, count in needs[lane][place[lane]]:
-                if done[other] < at * size[other] + count:
-                    still_waiting.append(lane)
+        for lane in checks:
+            # A lane runs in order, so a task is done when so many of its lane are.
+            for other, count, before in waits[lane][place[lane]]:
+                if done[other] < (step[lane] - before) * size[other] + count:
+                    blocked[other].append(lane)
                     break
             else:
                 runnable |= 1 << lane
-        waiting = still_waiting
 
         speed = speeds.get(runnable)
         if speed is None:
             speed = speeds[runnable] = _speeds(tasks.kinds, runnable, hardware)
-        if not speed.rates:
+        rates, computing = speed
+        if not rates:
             raise PlanError(f"tasks wait for each other: {done} are done, by lane")
-        times = [left[lane] / rate for lane, rate in speed.rates]
+        times = [left[lane] / rate for lane, rate in rates]
         seconds = min(times)
         now_s += seconds
-        if speed.computing:
-            slowed_s += seconds * (1.0 - speed.computing)
+        if computing:
+            slowed_s += seconds * (1.0 - computing)
         else:
             idle_s += seconds
         step_ends = False
-        for (lane, rate), time_s in zip(speed.rates, times, strict=True):
+        checks = []
+        for (lane, rate), time_s in zip(rates, times):  # noqa: B905  # of the same length
             if time_s > seconds:
                 left[lane] -= rate * seconds
                 continue
             ends[lane].append(now_s)
             done[lane] += 1
-            place[lane] += 1
-            if place[lane] == size[lane]:
-                place[lane] = 0
+            at = place[lane] + 1
+            if at == size[lane]:
+                at = 0
                 step[lane] += 1
                 step_ends |= lane == clock
-            left[lane] = work[lane][place[lane]]
-            runnable &= ~(1 << lane)
-            waiting.append(lane)
+            place[lane] = at
+            left[lane] = work[lane][at]
+            runnable ^= 1 << lane
+            checks.append(lane)
+            if blocked[lane]:
+                checks += blocked[lane]
+                blocked[lane] = []
         if not step_ends:
             continue
         steps += 1

@@ -51,6 +51,7 @@ def without_overflow(
         fewest_slots=fewest_slots,
         least_ahead=least_ahead,
         copied_gradients=most_copied_gradients(problem),
+        adds_at_home=True,
     )
     state_bytes, memory = least_state_bytes(least), least.memory
     room_bytes = max(0, problem.budget_bytes - state_bytes)
@@ -88,6 +89,7 @@ def without_overflow(
         most_state_bytes=None if most_bytes is None else max(most_bytes, state_bytes),
         fewest_slots=fewest_slots,
         least_ahead=least_ahead,
+        adds_at_home=True,
     )
     more_bytes = fitting.budget_bytes - problem.budget_bytes
     return fitting, more_bytes + max([between, *passes])

@@ -123,7 +123,8 @@ def plan_with_recomputation(
         The machine.
     plan
         Plans everything else for given units, as
-        :func:`umem.streaming.plan.training_plan.plan_training`.
+        :func:`umem.streaming.plan.training_plan.plan_training`, whose options `is_trial` and
+        `longest_s` it gets.
     checkpointed_bytes
         By name of each unit whose checkpoint may be left out, what is kept more of it then.
 
@@ -190,14 +191,15 @@ def _best_in_trials(
     limit_s = math.inf if without is None else (1.0 - _LEAST_GAIN) * without.step_s
     for share in _SHARES:
         tried = frozenset(order[: math.ceil(share * len(order))])
-        found, _ = _try(plan, with_recomputed(units, freed_bytes, tried), is_trial=True)
+        changed = with_recomputed(units, freed_bytes, tried)
+        found, _ = _try(plan, changed, is_trial=True, longest_s=limit_s)
         if found is not None and found.step_s < limit_s:
             names, limit_s = tried, (1.0 - _EQUAL) * found.step_s
     return names
 
 
 def _try(
-    plan: Callable[..., TrainingPlan], units: Sequence[StreamUnit], **options: bool
+    plan: Callable[..., TrainingPlan], units: Sequence[StreamUnit], **options: bool | float
 ) -> tuple[TrainingPlan | None, PlanError | None]:
     try:
         return plan(units, **options), None

@@ -32,8 +32,10 @@ from umem.streaming.plan.step_timing import (
 )
 
 __all__ = [
+    "NoShorterStepError",
     "StreamPlan",
     "StreamProblem",
+    "home_bytes",
     "least_slack_bytes",
     "least_state_bytes",
     "most_copied_gradients",
@@ -46,6 +48,9 @@ _SLACK_SHARE, _LEAST_SLACK_BYTES = 0.03, 256 << 20
 _SLOTS = (2, 3, 4, 6, 8)
 """Numbers of slots to try. With one, nothing is copied in while anything is copied out; three keep
 both directions and the update busy; more only hold what is fetched ahead."""
+
+_FEW_SLOTS = (2, 4)
+"""The same for deferred steps with temporary slots, which hold what is fetched ahead."""
 
 _SLOT_STEP = 0.9
 """Sizes of a slot to try: each at most this share of the next larger one. Units that are larger
@@ -60,6 +65,9 @@ _FETCH_AHEAD = (1, 4)
 _EARLY_COUNTS = 3
 """Numbers of temporary slots to try, besides the most: those that are made before the step, and
 each time half as many. Where fewer are made, they are freed later."""
+
+_DEFERRED_EARLY_COUNTS = 2
+"""The same for deferred steps, which have all of them before the step."""
 
 _MOST_TASKS = 40_000
 """Tasks to simulate in all, so that plans for thousands of units take less than a second."""
@@ -106,16 +114,23 @@ class StreamPlan:
     """Blocks before its backward pass at which a block's activations are fetched."""
     copied_gradients: frozenset[int]
     """Units whose gradients are copied out in the backward pass."""
+    final_gradients: frozenset[int]
+    """Those of them whose gradients are in the last batch only."""
+    adds_at_home: bool
+    """Whether later batches are added to those at home, which takes least memory and longest."""
     returning_gradients: Mapping[int, int]
     """For those of them that come back for the step, the unit in whose backward pass of the last
-    batch they begin to. Whatever else the program does with the others uses them on the host."""
+    batch they begin to, or from which on they stay. Whatever else the program does with the others
+    uses them on the host."""
     temporary: tuple[TemporarySlot, ...]
-    """Further slots of this size, for the pieces after those that have the others first."""
+    """Further slots, for the pieces after those that have the others first."""
     peak_bytes: int
     """Device memory at the fullest moment, of everything but weights."""
     predicted: StreamTiming
     hosts: frozenset[int] = frozenset()
     """Units that the host updates."""
+    temporary_slot_bytes: int = 0
+    """Size of each temporary slot: that of the largest piece that has one."""
 
     @property
     def copied(self) -> frozenset[int]:
@@ -127,7 +142,7 @@ class StreamPlan:
 
         Unit 0 ends the backward pass, and what comes between it and the step has as many.
         """
-        return self.slot_bytes * sum(
+        return self.temporary_slot_bytes * sum(
             it.freed_before > forward
             and (backward is None or (it.made_in is not None and it.made_in >= backward))
             for it in self.temporary
@@ -171,8 +186,10 @@ class StreamProblem:
     copied_gradients: int = 0
     """Number of units whose gradients are copied out, the last ones. Found by :func:`plan_stream`.
     """
+    adds_at_home: bool = False
+    """Whether later batches are added to those at home. Found too; so is the next one."""
     stages_operands: bool = False
-    """Whether slots have room for gradients and weights at home. Found too."""
+    """Whether slots have room for gradients and weights at home."""
     hosts: frozenset[int] = frozenset()
     """Numbers of the units that the host updates, at home. Chosen by
     :mod:`umem.streaming.plan.host_updates`."""
@@ -209,7 +226,51 @@ class StreamProblem:
             self.batches,
             self.holds_gradients,
             self.hosts,
+            adds_at_home=self.adds_at_home,
         )
+
+    @cached_property
+    def left_gradients(self) -> ByteCounts:
+        """Gradients of each unit that are copied out, int64[N]."""
+        return np.array(self.memory.gradient_bytes, np.int64)
+
+    @cached_property
+    def trained_weights(self) -> ByteCounts:
+        """Weights at home that each unit's update changes, int64[N]."""
+        return np.array([unit.trained_weight_bytes for unit in self.units], np.int64)
+
+    @cached_property
+    def fetched_bytes(self) -> int:
+        """Weights that come to the device in a step, at least."""
+        staged = [unit for unit in self.units if unit.weight_bytes]
+        sizes, slots = [unit.weight_bytes for unit in staged], self.weight_slots
+        # Of weights that no update changes, further buffers may keep all for the forward pass.
+        is_trained = any(unit.trained_weight_bytes for unit in staged)
+        in_forward = sum(sizes[slots:]) if is_trained else 0
+        return self.batches * (in_forward + sum(sizes[: max(0, len(sizes) - slots)]))
+
+    @cached_property
+    def passes_s(self) -> float:
+        """Computation of all passes of a step."""
+        return sum(unit.forward_s + unit.backward_s for unit in self.units) * self.batches
+
+    @cached_property
+    def compute_s(self) -> float:
+        """Computation of a step, with everything on the device."""
+        updates = (unit.update_s for i, unit in enumerate(self.units) if i not in self.hosts)
+        return self.passes_s + self.other_s + sum(updates)
+
+    @cached_property
+    def rates(self) -> tuple[float, float, float, float]:
+        """Bytes per second to the device, to the host, and of both; and by how much a byte slows.
+
+        What crosses the link in a computation's own time slows it, not what does in the added.
+        """
+        hardware = self.hardware
+        in_rate, out_rate = hardware.copy_to_device_bytes_per_s, hardware.copy_to_host_bytes_per_s
+        both_rate = min(hardware.copy_link_bytes_per_s, in_rate + out_rate)
+        slowdown = hardware.copy_slowdown_s_per_byte
+        return in_rate, out_rate, both_rate, slowdown / (1.0 + slowdown * both_rate)
 
     @cached_property
     def most_resident_bytes(self) -> int:
@@ -224,7 +285,7 @@ class StreamProblem:
     @property
     def makes_temporary(self) -> bool:
         """Whether temporary slots are of use."""
-        hides_copies = self.is_deferred or self.in_backward
+        hides_copies = (self.is_deferred and self.batches == 1) or self.in_backward
         return self.may_have_temporary and not hides_copies and self.most_state_bytes is None
 
     @cached_property
@@ -233,8 +294,21 @@ class StreamProblem:
         count = len(self.units)
         return self.hosts.union(range(count - self.copied_gradients, count))
 
+    @property
+    def with_final_gradients(self) -> frozenset[int]:
+        """Numbers of those whose gradients are in the last one of several batches only.
 
-def plan_stream(problem: StreamProblem) -> StreamPlan:
+        They are the host's, and have room until then.
+        """
+        kept = range(len(self.units) - self.copied_gradients)
+        return self.hosts.intersection(kept) if self.batches > 1 else frozenset()
+
+
+class NoShorterStepError(PlanError):
+    """No plan has a step below the limit that was given."""
+
+
+def plan_stream(problem: StreamProblem, longest_s: float = math.inf) -> StreamPlan:
     """Choose resident units, slots and copied activations with the shortest predicted step.
 
     Resident are early units of the forward pass, whose updates are due first, and units that are
@@ -243,41 +317,89 @@ def plan_stream(problem: StreamProblem) -> StreamPlan:
     early units, which are needed last: as few as fit, or more where the room is worth more to
     state. Where even all of them leave too little room, gradients of the last units are copied out
     too: they are the first that the backward pass makes. They are as few as make it fit, and those
-    of one more unit where that gains time. They come back for the step as soon as there is room. If
-    fewer resident units, or copied ones, give the same time, fewer are.
+    of one more unit where that gains time. They come back for later batches if there is room for
+    those of a few units, and for the step as soon as there is. If fewer resident units, or copied
+    ones, give the same time, fewer are.
+
+    Parameters
+    ----------
+    problem
+        What to plan for.
+    longest_s
+        A step that takes as long is of no use.
 
     Raises
     ------
     PlanError
         If the budget, or `most_state_bytes`, is too small for two slots with all activations and
         gradients copied out. The message says how many bytes are needed.
+    NoShorterStepError
+        If no step can be below `longest_s`. It is a PlanError.
     """
-    budget_bytes = problem.budget_bytes
+    ways = [_Way(each) for each in _problems(problem)]
+    if all(way.least_s >= longest_s for way in ways):
+        raise NoShorterStepError(f"no step is shorter than {longest_s} s")
+    best, *further = ways
+    plan = _fastest(best)
+    for way in further:
+        limit_s = (1.0 - _LEAST_GAIN) * plan.predicted.step_s
+        if way.least_s < limit_s:
+            other = _fastest(way)
+            plan = other if other.predicted.step_s < limit_s else plan
+    return plan
+
+
+def home_bytes(problem: StreamProblem) -> tuple[int, int]:
+    """The least and the most page-locked memory that a plan takes, without weights; simulates none.
+
+    Raises
+    ------
+    PlanError
+        As :func:`plan_stream`.
+    """
+    found = []
+    for way in map(_Way, _problems(problem)):
+        its, memory = way.problem, way.problem.memory
+        room_bytes = its.budget_bytes - least_state_bytes(its)
+        fewest = memory.fewest_copied(room_bytes, its.least_ahead)
+        all_bytes = int(its.size.sum())
+        for _, choice in way.bounded:
+            least, most = (
+                all_bytes - int(its.size[choice.order[:count]].sum())
+                for count in (choice.count, choice.least)
+            )
+            gradients_bytes = sum(memory.gradient_bytes)
+            found.append(gradients_bytes + least + int(memory.left_bytes[fewest]))
+            found.append(gradients_bytes + most + int(memory.left_bytes[choice.copied]))
+    return min(found), max(found)
+
+
+def _problems(problem: StreamProblem) -> Iterator[StreamProblem]:
+    """The problem with the fewest gradients copied out and, if there are any, with one unit's more.
+
+    The fewest leave room for the fewest slots only. Those of one more unit make room for others.
+    """
+    most = most_copied_gradients(problem)
+    if most and problem.batches > 1 and not problem.adds_at_home:
+        least_bytes = sum(_least_bytes(replace(problem, copied_gradients=most)))
+        problem = replace(problem, adds_at_home=least_bytes > problem.budget_bytes)
 
     def with_copied(count: int, *, stages_operands: bool) -> StreamProblem:
         return replace(problem, copied_gradients=count, stages_operands=stages_operands)
 
-    most = most_copied_gradients(problem)
     fewest = bisect_left(
         range(most),
         True,
         key=lambda count: (
-            sum(_least_bytes(with_copied(count, stages_operands=False))) <= budget_bytes
+            sum(_least_bytes(with_copied(count, stages_operands=False))) <= problem.budget_bytes
         ),
     )
-    best_problem = with_copied(fewest, stages_operands=True)
-    if not _has_room(best_problem):  # slots for them would push more of them out
-        best_problem = with_copied(fewest, stages_operands=False)
-    best = _fastest(best_problem)
-    if not 0 < fewest < most:
-        return best
-    # The fewest leave room for the fewest slots only. Those of one more unit make room for others.
+    first = with_copied(fewest, stages_operands=True)
+    # Slots for operands would push more of them out.
+    yield first if _has_room(first) else with_copied(fewest, stages_operands=False)
     further = with_copied(fewest + 1, stages_operands=True)
-    if not _has_room(further):
-        return best
-    plan = _fastest(further)
-    gains = plan.predicted.step_s < (1.0 - _LEAST_GAIN) * best.predicted.step_s
-    return plan if gains else best
+    if 0 < fewest < most and _has_room(further):
+        yield further
 
 
 def most_copied_gradients(problem: StreamProblem) -> int:
@@ -303,6 +425,8 @@ def simulate_plan(
         copied=plan.left_before,
         fetch_ahead=plan.fetch_ahead,
         copied_gradients=plan.copied_gradients,
+        final_gradients=plan.final_gradients,
+        adds_at_home=plan.adds_at_home,
         returning_gradients=plan.returning_gradients,
         stages_operands=plan.stages_operands,
         temporary=plan.temporary,
@@ -311,24 +435,40 @@ def simulate_plan(
     )
 
 
-def _fastest(problem: StreamProblem) -> StreamPlan:
-    """The plan with the shortest predicted step. PlanError if the budget is too small for any."""
-    bounded = [(choice.lower_bound_s(), choice) for choice in _choices(problem)]
-    if not bounded:
-        raise _too_small(problem)
-    bounded.sort(key=itemgetter(0))
+class _Way:
+    """A problem and all choices, with the time that no step of each is below, in this order."""
+
+    def __init__(self, problem: StreamProblem) -> None:
+        self.problem = problem
+        self.bounded = [(choice.lower_bound_s(), choice) for choice in _choices(problem)]
+        if not self.bounded:
+            raise _too_small(problem)
+        self.bounded.sort(key=itemgetter(0))
+
+    @property
+    def least_s(self) -> float:
+        """A time that no step is below."""
+        return min(max(bound_s, choice.copies_s()) for bound_s, choice in self.bounded)
+
+
+def _fastest(way: _Way) -> StreamPlan:
+    """The plan with the shortest predicted step."""
+    problem, bounded = way.problem, way.bounded
     _, fastest = bounded[0]
     best = fastest.plan()
     # Per step: updates, copies in two directions, passes; three steps until they repeat.
     units = problem.units
     pieces = sum(len(unit.pieces) for unit in units)
     per_plan = 3 * (3 * pieces + 2 * problem.batches * len(units))
-    per_plan *= 1 + (1 + _EARLY_COUNTS) * problem.makes_temporary
+    per_plan *= 1 + (1 + len(_halvings(problem))) * problem.makes_temporary
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
-        if bound_s >= best.predicted.step_s * (1.0 - _EQUAL):
+        longest_s = best.predicted.step_s * (1.0 - _EQUAL)
+        if bound_s >= longest_s:
             break
+        if choice.copies_s() >= longest_s:
+            continue
         plan = choice.plan()
-        if plan.predicted.step_s < best.predicted.step_s * (1.0 - _EQUAL):
+        if plan.predicted.step_s < longest_s:
             best, fastest = plan, choice
     if fastest.slots:
         best, fastest = _with_fewest(best, fastest, "count", fastest.least)
@@ -397,33 +537,48 @@ class _Choice:
         left_before = memory.left_before(self.copied, room_bytes)
         return left_before, fetch_ahead, memory.returning(left_before, fetch_ahead, room_bytes)
 
-    def temporary(self, most: int = sys.maxsize) -> list[TemporarySlot]:
-        """Further slots that have room."""
+    @cached_property
+    def piece_bytes(self) -> list[int]:
+        """What is staged of each piece of the streamed units, in the order of updates."""
+        problem, units = self.problem, self.problem.units
+        return [
+            math.ceil(piece * problem.staged[number] / max(units[number].pieces))
+            for number in self.streamed.tolist()
+            for piece in units[number].pieces
+        ]
+
+    def temporary(self, most: int = sys.maxsize) -> tuple[list[TemporarySlot], int]:
+        """Further slots that have room, and the size of each."""
         if not self.problem.makes_temporary or not self.slots:
-            return []
-        units = self.problem.units
-        pieces = sum(len(units[number].pieces) for number in self.streamed.tolist())
-        return self.problem.memory.planned(*self.passes).temporary_slots(
-            min(most, pieces - self.slots),
-            self.slot_bytes,
-            self.problem.budget_bytes - self.state_bytes,
-        )
+            return [], 0
+        planned = self.problem.memory.planned(*self.passes)
+        room_bytes = self.problem.budget_bytes - self.state_bytes
+        others = self.piece_bytes[self.slots :]
+        most = min(most, len(others))
+        found: list[TemporarySlot] = []
+        while most:
+            slot_bytes = max(others[:most])
+            found = planned.temporary_slots(most, slot_bytes, room_bytes)
+            if len(found) == most or slot_bytes == max(others[: len(found)], default=slot_bytes):
+                return found, slot_bytes
+            most = len(found)
+        return [], 0
 
     def plan(self) -> StreamPlan:
         """The plan of the choice, with temporary slots if they gain time."""
-        best = self._plan_with(())
+        best = self._plan_with((), 0)
         longest_s = (1.0 - _LEAST_GAIN) * best.predicted.step_s
-        every = self.temporary()
+        every, _ = self.temporary()
         early = _early_count(every)
-        counts = [len(every), *(early >> halvings for halvings in range(_EARLY_COUNTS))]
+        counts = [len(every), *(early >> halvings for halvings in _halvings(self.problem))]
         for count in dict.fromkeys(counts):
             if count:
-                plan = self._plan_with(self.temporary(count))
+                plan = self._plan_with(*self.temporary(count))
                 if plan.predicted.step_s < longest_s:
                     best, longest_s = plan, plan.predicted.step_s * (1.0 - _EQUAL)
         return best
 
-    def _plan_with(self, temporary: Sequence[TemporarySlot]) -> StreamPlan:
+    def _plan_with(self, temporary: Sequence[TemporarySlot], slot_bytes: int) -> StreamPlan:
         problem = self.problem
         left_before, fetch_ahead, returning = self.passes
         timing = simulate_stream(
@@ -438,13 +593,15 @@ class _Choice:
             in_backward=problem.in_backward,
             batches=problem.batches,
             copied_gradients=problem.with_copied_gradients,
+            final_gradients=problem.with_final_gradients,
+            adds_at_home=problem.adds_at_home,
             returning_gradients=returning,
             weight_slots=problem.weight_slots,
             stages_operands=problem.stages_operands,
             temporary=temporary,
             hosts=problem.hosts,
         )
-        planned_bytes = problem.memory.planned(*self.passes).bytes_with(temporary, self.slot_bytes)
+        planned_bytes = problem.memory.planned(*self.passes).bytes_with(temporary, slot_bytes)
         return StreamPlan(
             resident=self.resident,
             slots=self.slots,
@@ -453,33 +610,30 @@ class _Choice:
             left_before=left_before,
             fetch_ahead=fetch_ahead,
             copied_gradients=problem.with_copied_gradients,
+            final_gradients=problem.with_final_gradients,
+            adds_at_home=problem.adds_at_home,
             returning_gradients=returning,
             temporary=tuple(temporary),
             peak_bytes=self.state_bytes + planned_bytes,
             predicted=timing,
             hosts=problem.hosts,
+            temporary_slot_bytes=slot_bytes,
         )
 
     def lower_bound_s(self) -> float:
         """A time that no step of the choice is below: most choices need no simulation."""
-        problem, hardware, units = self.problem, self.problem.hardware, self.problem.units
-        in_rate, out_rate = hardware.copy_to_device_bytes_per_s, hardware.copy_to_host_bytes_per_s
-        both_rate = min(hardware.copy_link_bytes_per_s, in_rate + out_rate)
-        # What crosses the link in a computation's own time slows it, not what does in the added.
-        slowdown = hardware.copy_slowdown_s_per_byte
-        slowdown /= 1.0 + slowdown * both_rate
+        problem, units = self.problem, self.problem.units
+        in_rate, out_rate, both_rate, slowdown = problem.rates
         streamed = np.sort(self.streamed) if self.slots else self.streamed[:0]
         size = np.array([it for n in streamed.tolist() for it in units[n].pieces], np.float64)
         saved_bytes = problem.batches * float(problem.memory.left_bytes[self.copied])
         all_bytes = size.sum() + saved_bytes
-        passes_s = sum(unit.forward_s + unit.backward_s for unit in units) * problem.batches
-        updates_s = sum(unit.update_s for i, unit in enumerate(units) if i not in problem.hosts)
-        compute_s = passes_s + problem.other_s + updates_s
+        passes_s = problem.passes_s
         bounds = [
-            compute_s + 2.0 * all_bytes * slowdown,
+            problem.compute_s + 2.0 * all_bytes * slowdown,
             all_bytes / min(in_rate, out_rate, both_rate / 2.0),
         ]
-        temporary = self.temporary()
+        temporary, _ = self.temporary()
         slots = self.slots + len(temporary)
         if slots < len(size) and not problem.in_backward:
             early = self.slots + _early_count(temporary)
@@ -503,6 +657,33 @@ class _Choice:
                 before_s = sum(unit.forward_s for unit in units[: streamed[-1]])
             bounds.append(copies_s + passes_s - before_s + problem.other_s + ahead_bytes * slowdown)
         return float(max(bounds))
+
+    def copies_s(self) -> float:
+        """The same by all that copies carry: gradients and weights too."""
+        problem = self.problem
+        in_rate, out_rate, both_rate, slowdown = problem.rates
+        state_bytes = updated_bytes = gradient_bytes = 0
+        if self.slots:
+            state_bytes = int(problem.size[self.streamed].sum())
+            if problem.stages_operands:
+                updated_bytes = int(problem.trained_weights[self.streamed].sum())
+                gradient_bytes = int(problem.left_gradients[self.streamed].sum())
+        both_bytes = problem.batches * int(problem.memory.left_bytes[self.copied])
+        both_bytes += state_bytes + updated_bytes
+        in_bytes = both_bytes + gradient_bytes + problem.fetched_bytes
+        out_bytes = both_bytes + int(problem.left_gradients.sum())
+        moved_bytes = in_bytes + out_bytes
+        return max(
+            problem.compute_s + moved_bytes * slowdown,
+            in_bytes / in_rate,
+            out_bytes / out_rate,
+            moved_bytes / both_rate,
+        )
+
+
+def _halvings(problem: StreamProblem) -> range:
+    """How often the number of temporary slots is halved: once where steps are deferred."""
+    return range(_DEFERRED_EARLY_COUNTS if problem.is_deferred else _EARLY_COUNTS)
 
 
 def _early_count(temporary: Sequence[TemporarySlot]) -> int:
@@ -567,7 +748,8 @@ def _state_choices(
     always, others = np.flatnonzero(~can_stream), np.flatnonzero(can_stream)
     orders = [others, _spread(others)] if problem.in_backward else [others]
     always_bytes = int(size[always].sum())
-    for slots in sorted({problem.fewest_slots, *_SLOTS}):
+    tried = _FEW_SLOTS if problem.makes_temporary and problem.is_deferred else _SLOTS
+    for slots in sorted({problem.fewest_slots, *tried}):
         room_bytes = state_bytes - slots * slot_bytes - always_bytes
         if room_bytes < 0:
             return

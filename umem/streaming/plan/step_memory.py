@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS, StreamUnit, TemporarySlot
+from umem.streaming.plan.step_timing import (
+    GRADIENTS_AHEAD,
+    UNITS_WITH_GRADIENTS,
+    StreamUnit,
+    TemporarySlot,
+)
 
 __all__ = ["ByteCounts", "MemoryByMoment", "PlannedBytes"]
 
@@ -39,7 +44,10 @@ class MemoryByMoment:
     holds_gradients
         Whether forward passes have the gradients of updates to come.
     hosts
-        Numbers of the units that the host updates, whose gradients leave and do not come back.
+        Numbers of the units that the host updates, whose gradients leave, in the last batch at the
+        latest, and do not come back for the step.
+    adds_at_home
+        Whether later batches are added to gradients at home, which do not come back for them.
     """
 
     def __init__(
@@ -51,45 +59,60 @@ class MemoryByMoment:
         batches: int,
         holds_gradients: bool,
         hosts: Collection[int] = (),
+        *,
+        adds_at_home: bool = False,
     ) -> None:
         self.count = len(units)
         self._hosts = hosts
+        self._stay = batches > 1 and not adds_at_home
+        """Whether gradients are on the device in the last batch, and may stay behind it."""
         self.step_bytes = step_peak_bytes
         self.update_bytes = update_peak_bytes
-        self.gradient_bytes = [0] * self.count
-        """Those that are copied out."""
-        self._updated_bytes = np.zeros(self.count, np.int64)
-        """By how much less there is in the first forward pass than `peak_bytes` says, because the
-        gradients of earlier units are gone with their update."""
         self._makes_gradients = np.array(
             [unit.backward_s > 0 and unit.gradient_bytes > 0 for unit in units], bool
         )
         """Whether the backward pass is known to come to a unit in its turn, by its gradients."""
         forward = np.array([unit.forward_peak_bytes for unit in units], np.int64)
         backward = np.array([unit.backward_peak_bytes for unit in units], np.int64)
-        if copied_gradients or hosts:
-            every = np.array([unit.gradient_bytes for unit in units], np.int64)
-            leave = np.arange(self.count) >= self.count - copied_gradients
-            leave[list(hosts)] = True
-            copied = np.where(leave, every, 0)
-            copied_bytes = int(copied.sum())
-            self.gradient_bytes = copied.tolist()
-            # Those of a unit have left when the backward pass begins with the unit so far ahead.
-            none = np.zeros(1 + UNITS_WITH_GRADIENTS, np.int64)
-            behind = np.concatenate((copied[::-1].cumsum()[::-1], none))
-            left = behind[1 + UNITS_WITH_GRADIENTS :]
-            if batches > 1:
-                # All gradients are there from the second batch on. The first has made only some.
-                forward -= copied_bytes
-                self._updated_bytes = (every - copied).cumsum() - (every - copied)
-                backward -= np.minimum(copied_bytes, every.cumsum() + left)
-                left_bytes = copied_bytes
-            else:
-                forward -= behind[: self.count] if holds_gradients else 0
-                backward -= left
-                left_bytes = int(behind[UNITS_WITH_GRADIENTS])
-            self.step_bytes -= left_bytes
-            self.update_bytes -= left_bytes
+        every = np.array([unit.gradient_bytes for unit in units], np.int64)
+        leave = np.arange(self.count) >= self.count - copied_gradients
+        is_hosts = np.zeros(self.count, bool)
+        is_hosts[list(hosts)] = True
+        copied = np.where(leave if batches > 1 else leave | is_hosts, every, 0)
+        last = np.where(is_hosts, every - copied, 0)
+        copied_bytes = int(copied.sum())
+        self.gradient_bytes = (copied + last).tolist()
+        """Those that are copied out."""
+        # Those of a unit have left when the backward pass begins with the unit so far ahead.
+        behind, last_behind = _sums_behind(copied), _sums_behind(last)
+        further = slice(1 + UNITS_WITH_GRADIENTS, None)
+        self._last_bytes = last_behind[further]
+        """By how much less there is in the last backward pass than `peak_bytes` says."""
+        self._first_bytes = np.zeros(self.count, np.int64)
+        """The same of the first pass, int64[N] or, where later batches follow, int64[2 N]: the
+        gradients of earlier units are gone with their update, and new ones are still to come."""
+        if batches > 1:
+            # All gradients are there from the second batch on. The first has made only some.
+            earlier = (every - copied).cumsum() - (every - copied)
+            # In later ones those of some units are on their way back, or to the host.
+            early = np.concatenate((np.zeros(1 + GRADIENTS_AHEAD, np.int64), copied.cumsum()))
+            away = early[: self.count] + behind[further] if self._stay else copied_bytes
+            made = np.minimum(away, every.cumsum() + behind[further])
+            made_first = every.cumsum() - every + behind[further]
+            self._first_bytes = np.concatenate(
+                (
+                    earlier - (last.cumsum() - last) + int(last.sum()),
+                    np.maximum(0, made_first - made)[::-1],
+                )
+            )
+            forward -= copied_bytes
+            backward -= made
+        else:
+            forward -= behind[: self.count] if holds_gradients else 0
+            backward -= behind[further]
+        left_bytes = int(behind[UNITS_WITH_GRADIENTS] + last_behind[UNITS_WITH_GRADIENTS])
+        self.step_bytes -= left_bytes
+        self.update_bytes -= left_bytes
         self.peak_bytes = np.concatenate((forward, backward[::-1]))
         # The last unit's backward pass comes at once.
         self.can_leave = [i for i, unit in enumerate(units[:-1]) if unit.saved_bytes]
@@ -156,12 +179,13 @@ class MemoryByMoment:
         """Gradients that come back for the step, each with the unit in whose backward pass.
 
         Each unit's must have left before, and there must be room from that moment on, for the step,
-        and in the next forward pass until their update.
+        and in the next forward pass until their update. With several batches they stay from their
+        own unit's last backward pass on.
         """
         if not any(self.gradient_bytes):
             return {}
         room = room_bytes - self._planned(left_before, fetch_ahead)
-        forward = room[: self.count] + self._updated_bytes
+        forward = room[: self.count] + self._first_bytes[: self.count]
         backward = room[self.count :][::-1]
         # From each unit's backward pass to the step.
         behind = np.minimum(np.minimum.accumulate(backward), room_bytes - self.step_bytes)
@@ -169,11 +193,13 @@ class MemoryByMoment:
         for number, size_bytes in enumerate(self.gradient_bytes):
             # They have left when the backward pass is so many units further.
             further = slice(max(0, number - UNITS_WITH_GRADIENTS))
+            if self._stay:
+                further = slice(number, number + 1)
             has_room = behind[further] >= all_bytes + size_bytes
             fits = np.flatnonzero(has_room & self._makes_gradients[further])
             may_return = size_bytes and number not in self._hosts
             if may_return and len(fits) and (forward[: number + 1] >= size_bytes).all():
-                found[number] = int(fits[-1])
+                found[number] = number if self._stay else int(fits[-1])
                 all_bytes += size_bytes
                 forward[: number + 1] -= size_bytes
         return found
@@ -182,20 +208,27 @@ class MemoryByMoment:
         self, left_before: Mapping[int, int], fetch_ahead: int, returning: Mapping[int, int]
     ) -> PlannedBytes:
         """Bytes of a plan, without temporary slots."""
-        size_bytes = self.gradient_bytes
+        size_bytes, count = self.gradient_bytes, self.count
         used = self._planned(left_before, fetch_ahead)
-        first = used[: self.count] - self._updated_bytes
+        first = used[: len(self._first_bytes)] - self._first_bytes
         for number, unit in returning.items():
-            used[2 * self.count - 1 - unit :] += size_bytes[number]
+            used[2 * count - 1 - unit :] += size_bytes[number]
             first[: number + 1] += size_bytes[number]
         back_bytes = sum(size_bytes[number] for number in returning)
         return PlannedBytes(
-            used[: self.count],
-            used[self.count :][::-1],
+            used[:count],
+            used[count:][::-1],
             self.step_bytes + back_bytes,
             self.update_bytes + back_bytes,
             first,
+            used[count:][::-1] - self._last_bytes,
         )
+
+
+def _sums_behind(size_bytes: ByteCounts) -> ByteCounts:
+    """Bytes of each unit and all behind it, and zeros, int64[N + 1 + UNITS_WITH_GRADIENTS]."""
+    none = np.zeros(1 + UNITS_WITH_GRADIENTS, np.int64)
+    return np.concatenate((size_bytes[::-1].cumsum()[::-1], none))
 
 
 @dataclass(frozen=True)
@@ -210,13 +243,16 @@ class PlannedBytes:
     """The most between the passes."""
     update: int
     """The most from the step on."""
-    first_forward: ByteCounts
-    """In the forward pass of the first batch, while updates free gradients, int64[N]."""
+    first: ByteCounts
+    """In the forward pass of the first batch, while updates free gradients, int64[N]. Where other
+    batches follow also in its backward pass, from the last unit on, int64[2 N]."""
+    last_backward: ByteCounts
+    """In the backward pass of each unit in the last batch, int64[N]."""
 
     @property
     def most_bytes(self) -> int:
         """The most at any moment."""
-        passes = (self.forward, self.backward, self.first_forward)
+        passes = (self.forward, self.backward, self.first, self.last_backward)
         return max(self.step, *(int(it.max(initial=0)) for it in passes))
 
     def temporary_slots(self, most: int, slot_bytes: int, room_bytes: int) -> list[TemporarySlot]:
@@ -228,7 +264,7 @@ class PlannedBytes:
             return []
         in_backward, in_forward = (
             np.minimum.accumulate(room_bytes - it) // slot_bytes
-            for it in (self.backward, self.first_forward)
+            for it in (self.last_backward, self.first)
         )
         # What is outside of blocks comes first: nothing tells when the backward pass is there.
         counts = np.minimum(in_backward, (room_bytes - self.step) // slot_bytes)[1:]
@@ -238,19 +274,22 @@ class PlannedBytes:
             TemporarySlot(
                 made_in=1 + int(np.flatnonzero(counts > number)[-1]) if number < early else None,
                 # Of the slots that the next forward pass begins with, the first are home first.
-                freed_before=int(np.searchsorted(-in_forward, number - most, side="right")),
+                freed_before=min(
+                    int(np.searchsorted(-in_forward, number - most, side="right")),
+                    max(len(self.backward), len(self.first) - 1),
+                ),
             )
             for number in range(most)
         ]
 
     def bytes_with(self, slots: Sequence[TemporarySlot], slot_bytes: int) -> int:
         """The most at any moment, with temporary slots."""
-        forward, backward = self.first_forward.copy(), self.backward.copy()
+        first, backward = self.first.copy(), self.last_backward.copy()
         step_bytes, update_bytes = self.step, self.update + len(slots) * slot_bytes
         for it in slots:
             if it.made_in is not None:
                 backward[: it.made_in + 1] += slot_bytes
                 step_bytes += slot_bytes
-            forward[: it.freed_before] += slot_bytes
-        passes = (int(it.max(initial=0)) for it in (forward, backward))
+            first[: it.freed_before] += slot_bytes
+        passes = (int(it.max(initial=0)) for it in (first, backward))
         return max(self.most_bytes, step_bytes, update_bytes, *passes)

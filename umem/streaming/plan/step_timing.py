@@ -25,6 +25,7 @@ from umem.streaming.plan.lane_simulation import (
 
 __all__ = [
     "FIRST_SLOTS",
+    "GRADIENTS_AHEAD",
     "UNITS_WITH_GRADIENTS",
     "StreamTiming",
     "StreamUnit",
@@ -60,6 +61,10 @@ default, take three passes over the moments of AdamW, and a fused one takes one.
 UNITS_WITH_GRADIENTS = 2
 """With a step in the backward pass, units whose gradients may wait for their update. With fewer the
 backward pass would wait for each update at once, and each unit more keeps its gradients."""
+
+GRADIENTS_AHEAD = 2
+"""Units by which gradients are on their way back before a later batch adds to them. With fewer the
+backward pass would wait for each copy, and each unit more keeps its gradients."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,8 @@ class TemporarySlot:
     """The unit with whose backward pass, of the last batch, it begins to exist, and to be filled;
     None for the step, after all that comes between the backward pass and the step."""
     freed_before: int
-    """The unit before whose next forward pass the program waits until the piece is home, and frees
-    it; the number of units for the end of the forward pass."""
+    """The moment before which the program waits until the piece is home, and frees it: for each of
+    N units, its next forward pass and, from N on, backward passes in reverse."""
 
 
 def largest_slot_bytes(budget_bytes: int) -> int:
@@ -207,6 +212,8 @@ def simulate_stream(
     in_backward: bool = False,
     batches: int = 1,
     copied_gradients: Collection[int] = (),
+    final_gradients: Collection[int] = (),
+    adds_at_home: bool = False,
     returning_gradients: Mapping[int, int] = MappingProxyType({}),
     weight_slots: int = 0,
     weights_ahead: int = 0,
@@ -230,12 +237,13 @@ def simulate_stream(
     * The forward pass of each unit waits for the unit's update.
     * Activations leave after their unit's forward pass, and come back before its backward pass, in
       queues of their own. Copies of the same direction share it equally.
-    * Gradients leave after their unit's backward pass in the first batch, in the queue of state.
-      The backward pass waits for them :data:`UNITS_WITH_GRADIENTS` units later. Those of later
-      batches are added to them on the host, over the link. After the unit that
-      `returning_gradients` names, in the last batch, they come back before the step; otherwise they
-      come with the state, when the last gradient is clipped. Clipping those takes longer than
-      `other_s` by what :func:`_over_the_link_s` estimates.
+    * Gradients leave after their unit's backward pass, in the queue of state. The backward pass
+      waits for them :data:`UNITS_WITH_GRADIENTS` units later. For each later batch they come back
+      :data:`GRADIENTS_AHEAD` units before the backward pass that adds to them, but for those of
+      `final_gradients`, which leave in the last one only. In the last one
+      those of `returning_gradients` stay; with a single batch they come back after the unit that is
+      named there. The others come with the state, when the last gradient is clipped. Clipping those
+      takes longer than `other_s` by what :func:`_over_the_link_s` estimates.
     * The weights at home of a streamed unit come with its gradients, and leave with its state. A
       resident unit's update reads and writes both on the host. Without `stages_operands` every
       unit's does: that takes as much of the link, and time of the device besides.
@@ -279,8 +287,14 @@ def simulate_stream(
         Forward and backward passes in a step.
     copied_gradients
         Numbers of the units whose gradients are copied out.
+    final_gradients
+        Those of them whose gradients are not before the last batch.
+    adds_at_home
+        Whether later batches are added to gradients on the host, over the link. They leave in the
+        first batch then.
     returning_gradients
-        For those of them that come back for the step, the unit after whose backward pass they do.
+        For those of them that are on the device for the step, the unit after whose backward pass
+        they come back; without `adds_at_home` those of several batches stay behind their own.
     weight_slots
         Number of buffers for weights.
     weights_ahead
@@ -310,6 +324,8 @@ def simulate_stream(
         hardware,
         streamed,
         set(copied_gradients),
+        set(final_gradients),
+        adds_at_home,
         returning_gradients,
         sorted(hosts),
         in_backward=in_backward,
@@ -370,6 +386,8 @@ class _StepTasks:
         hardware: Hardware,
         streamed: Sequence[int],
         copied_gradients: Collection[int],
+        final_gradients: Collection[int],
+        adds_at_home: bool,
         returning_gradients: Mapping[int, int],
         hosts: Sequence[int],
         *,
@@ -389,6 +407,9 @@ class _StepTasks:
         every = [unit.gradient_bytes for unit in units]
         self._leaving_bytes = [it if i in copied_gradients else 0 for i, it in enumerate(every)]
         """Gradients that are copied out, by unit."""
+        self._early = [i for i in copied_gradients if i not in final_gradients]
+        """Units whose gradients are before the last batch, too."""
+        self._final, self._adds_at_home = final_gradients, adds_at_home
         self._returning = returning_gradients
         self._staying_bytes = [
             0 if i in returning_gradients else it for i, it in enumerate(self._leaving_bytes)
@@ -424,15 +445,20 @@ class _StepTasks:
             + 2 * both_ways / hardware.mapped_bytes_per_s
         )
 
+    @property
+    def _stay(self) -> bool:
+        """Whether gradients come back for each later batch, and some stay behind the last."""
+        return len(self._batches) > 1 and not self._adds_at_home
+
     def add_batch(self, leaving: Mapping[int, int], fetch_ahead: int) -> None:
         """Add the passes of a batch, and the copies of the activations that leave."""
         tasks, units, count = self.tasks, self._units, len(self._units)
         forward = [tasks.add(_Lane.PASSES, unit.forward_s) for unit in units]
         durations = [unit.backward_s for unit in units]
-        if self._batches:  # gradients are added to those on the host
+        if self._batches and self._adds_at_home:
             rate = self._hardware.mapped_bytes_per_s
-            both = zip(durations, self._leaving_bytes, strict=True)
-            durations = [backward_s + 2 * size_bytes / rate for backward_s, size_bytes in both]
+            for number in self._early:
+                durations[number] += 2 * self._leaving_bytes[number] / rate
         backward = [tasks.add(_Lane.PASSES, each) for each in reversed(durations)][::-1]
         left = {}
         for number, before in leaving.items():
@@ -449,14 +475,14 @@ class _StepTasks:
 
     def add_clipping(self, other_s: float) -> None:
         """Add what the program computes between the last backward pass and the step."""
-        staying_bytes = self._staying_bytes
+        read_at_home = self._adds_at_home and len(self._batches) > 1
         clipping_s = _over_the_link_s(
             self._units,
             other_s,
-            sum(staying_bytes) if len(self._batches) > 1 else 0,
+            sum(self._staying_bytes[number] for number in self._early) * read_at_home,
             sum(
                 it
-                for i, it in enumerate(staying_bytes)
+                for i, it in enumerate(self._staying_bytes)
                 if i not in self._in_slots and i not in self._hosts
             ),
             self._hardware,
@@ -466,15 +492,27 @@ class _StepTasks:
     def add_gradient_copies(self) -> None:
         """Add the copies of gradients out, and of those that come back before the step."""
         tasks, size_bytes = self.tasks, self._leaving_bytes
-        first, last = self._batches[0], self._batches[-1]
-        for number in reversed(range(len(size_bytes))):
-            if size_bytes[number]:
-                left = tasks.add(_Lane.STATE_OUT, size_bytes[number], first.backward[number])
-                if number >= UNITS_WITH_GRADIENTS:
-                    following = first.backward[number - UNITS_WITH_GRADIENTS]
-                else:
-                    following = self._clipped if last is first else self._batches[1].forward[0]
-                tasks.wait(following, left)
+        last, count = self._batches[-1], len(size_bytes)
+        left: dict[int, Task] = {}
+        for batch, later in zip(self._batches, [*self._batches[1:], None], strict=True):
+            backward, behind = batch.backward, later.forward[0] if later else self._clipped
+            for number in reversed(range(count)):
+                if not size_bytes[number] or (number in self._final and later):
+                    continue
+                if number in left:  # the batch adds to them
+                    if self._adds_at_home:
+                        continue
+                    at = number + GRADIENTS_AHEAD + 1
+                    begin = backward[at] if at < count else batch.forward[-1]
+                    back = tasks.add(_Lane.GRADIENTS_IN, size_bytes[number], begin, left[number])
+                    tasks.wait(backward[number], back)
+                    if later is None and number in self._returning:
+                        continue
+                left[number] = tasks.add(_Lane.STATE_OUT, size_bytes[number], backward[number])
+                further = number - UNITS_WITH_GRADIENTS
+                tasks.wait(backward[further] if further >= 0 else behind, left[number])
+        if self._stay:
+            return
         for number, after in sorted(self._returning.items(), key=itemgetter(1), reverse=True):
             returned = tasks.add(_Lane.GRADIENTS_IN, size_bytes[number], last.backward[after])
             tasks.wait(self._clipped, returned)
@@ -512,7 +550,7 @@ class _StepTasks:
         gradient is clipped.
         """
         tasks, staged = self.tasks, self._staged
-        forward, backward = self._batches[0].forward, self._batches[-1].backward
+        forward = self._batches[0].forward
         ahead = forward[-1] if forward else self._clipped
         first = min(slots, len(staged))
         own = range(first, min(first + len(temporary), len(staged)))
@@ -542,8 +580,8 @@ class _StepTasks:
         for place in own:
             home[place] = tasks.add(_Lane.STATE_OUT, staged[place].state_bytes)
             before = temporary[place - first].freed_before
-            gone = forward[before] if before < len(forward) else backward[-1]
-            tasks.wait(gone, home[place], steps_before=1)
+            moments = [*forward, *reversed(self._batches[0].backward)]
+            tasks.wait(moments[before], home[place], steps_before=1)
         for slot, place in users.items():
             # It makes room for the slot's first piece of the next step.
             tasks.wait(fetched[slot], home[place], steps_before=1)
@@ -628,12 +666,18 @@ class _StepTasks:
         updated_bytes = sum(units[i].trained_weight_bytes for i in in_slots)
         updated_bytes += sum(units[i].gradient_bytes for i in self._hosts)
         returned_bytes = sum(self._leaving_bytes[i] for i in self._returning)
+        left_bytes = sum(self._leaving_bytes)
+        if self._stay:
+            again_bytes = sum(self._leaving_bytes[i] for i in self._early)
+            again_bytes *= len(self._batches) - 1
+            left_bytes += again_bytes - returned_bytes
+            returned_bytes = again_bytes
         to_device = both_ways | {
             TensorClass.GRADIENTS: returned_bytes + sum(self._staying_bytes[i] for i in in_slots),
             TensorClass.WEIGHTS: fetched_bytes + updated_bytes,
         }
         to_host = both_ways | {
-            TensorClass.GRADIENTS: sum(self._leaving_bytes),
+            TensorClass.GRADIENTS: left_bytes,
             TensorClass.WEIGHTS: updated_bytes,
         }
         return _without_zeros(to_device), _without_zeros(to_host)

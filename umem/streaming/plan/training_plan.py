@@ -6,6 +6,7 @@ leave is room for state and activations, whose best use :mod:`umem.streaming.pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +16,13 @@ from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.streaming.plan.overflow import LEAST, without_overflow
-from umem.streaming.plan.state_plan import StreamPlan, StreamProblem, plan_stream, simulate_plan
+from umem.streaming.plan.state_plan import (
+    NoShorterStepError,
+    StreamPlan,
+    StreamProblem,
+    plan_stream,
+    simulate_plan,
+)
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights
 
@@ -117,6 +124,7 @@ def plan_training(
     weight_share: float = 1.0,
     most_placed_bytes: int | None = None,
     is_trial: bool = False,
+    longest_s: float = math.inf,
     may_overflow: bool = False,
     **options: Any,
 ) -> TrainingPlan:
@@ -146,6 +154,9 @@ def plan_training(
     is_trial
         Whether to try few numbers of weights: in a small part of the time, for a step that may be
         longer than it need be.
+    longest_s
+        A step that takes as long is of no use: without `weights`, the search ends where none can be
+        shorter.
     may_overflow
         Whether to plan for a budget that is too small, too: all that can leave does, and the rest
         is used in host memory (:mod:`umem.streaming.plan.overflow`).
@@ -156,15 +167,17 @@ def plan_training(
     ------
     PlanError
         If the budget is too small for any choice, unless `may_overflow`.
+    NoShorterStepError
+        If no step can be below `longest_s`.
     """
     problem = StreamProblem(
         units, budget_bytes, hardware, most_state_bytes=most_placed_bytes, **options
     )
     if weights is None:
         try:
-            return _plan_beside(problem, None, 0)
-        except PlanError:
-            if not may_overflow:
+            return _plan_beside(problem, None, 0, longest_s)
+        except PlanError as error:
+            if not may_overflow or isinstance(error, NoShorterStepError):
                 raise
             return _plan_with_overflow(problem, None, 0)
     every = list(weights.values())
@@ -174,8 +187,13 @@ def plan_training(
     tried: set[WeightPlan] = set()
     errors: dict[float, str] = {}
 
-    def plan_with(share: float, plan_beside: _Planner = _plan_beside) -> TrainingPlan | None:
-        """Plan with a share of the weights that can leave on the device; None for no new plan."""
+    def plan_with(
+        share: float, plan_beside: _Planner = _plan_beside, longest_s: float = math.inf
+    ) -> TrainingPlan | None:
+        """Plan with a share of the weights that can leave on the device; None for no better plan.
+
+        A step that takes `longest_s` is none.
+        """
         room_bytes = least_bytes + int(share * (all_bytes - least_bytes))
         placed = plan_weights(every, room_bytes, WEIGHT_SLOTS, most_resident_bytes=most_bytes)
         if placed in tried:
@@ -191,7 +209,7 @@ def plan_training(
             most_state_bytes=left_bytes,
         )
         try:
-            return plan_beside(beside, placed, placed_bytes)
+            return plan_beside(beside, placed, placed_bytes, longest_s)
         except PlanError as error:
             errors[share] = str(error)
             return None
@@ -206,8 +224,9 @@ def plan_training(
     shares = [1.0 - number / count for number in range(1, count + 1)]
     for halving in range(halvings + 1):
         for share in shares:
-            plan = plan_with(share)
-            if plan is not None and (best is None or plan.step_s < best.step_s * (1.0 - _EQUAL)):
+            longest_s = math.inf if best is None else best.step_s * (1.0 - _EQUAL)
+            plan = plan_with(share, longest_s=longest_s)
+            if plan is not None and plan.step_s < longest_s:
                 best, best_share = plan, share
                 if _waits_for_nothing(plan):
                     break
@@ -224,18 +243,21 @@ def plan_training(
     return best
 
 
-_Planner = Callable[[StreamProblem, WeightPlan | None, int], TrainingPlan]
+_Planner = Callable[[StreamProblem, WeightPlan | None, int, float], TrainingPlan]
 
 
 def _plan_beside(
-    problem: StreamProblem, placed: WeightPlan | None, placed_bytes: int
+    problem: StreamProblem,
+    placed: WeightPlan | None,
+    placed_bytes: int,
+    longest_s: float = math.inf,
 ) -> TrainingPlan:
     """Plan all but weights, which take so many bytes. PlanError if what they leave is little.
 
     Where state may not have all of it, nothing is kept in further buffers either: they would be
     there while others need the memory.
     """
-    units, stream = tuple(problem.units), plan_stream(problem)
+    units, stream = tuple(problem.units), plan_stream(problem, longest_s)
     extra: dict[str, tuple[int, int]] = {}
     device_bytes = stream.peak_bytes
     if placed is not None and problem.most_state_bytes is None:
@@ -259,7 +281,7 @@ def _plan_beside(
 
 
 def _plan_with_overflow(
-    problem: StreamProblem, placed: WeightPlan | None, placed_bytes: int
+    problem: StreamProblem, placed: WeightPlan | None, placed_bytes: int, _: float = math.inf
 ) -> TrainingPlan:
     """The same where what they leave is too little for the usual number of copies under way."""
     plans = []
@@ -303,7 +325,8 @@ def _extra_slots(
     update_bytes = problem.update_peak_bytes
     every = list(enumerate(units))
     staged = [number for number, unit in every if unit.weight_bytes]
-    if not staged or any(units[number].trained_weight_bytes for number in staged):
+    stays = any(slot.freed_before > len(units) for slot in stream.temporary)
+    if not staged or stays or any(units[number].trained_weight_bytes for number in staged):
         return {}, 0
     forward_bytes, backward_bytes = (
         [unit.forward_peak_bytes + stream.temporary_bytes(forward=n) for n, unit in every],

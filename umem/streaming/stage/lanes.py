@@ -37,6 +37,8 @@ class Lane(IntEnum):
     """Apart from the copies of state, all of which stand in their queue from `step()` on."""
     WEIGHTS_OUT = 4
     """Of units that the host updates; apart from the copies of state, which wait for updates."""
+    GRADIENTS_IN = 5
+    """Apart from the copies of state that stand in their queue beside a backward pass."""
 
 
 _LONG_LANES = (Lane.COPY_IN, Lane.COPY_OUT, Lane.WEIGHTS_OUT)
@@ -47,6 +49,7 @@ _DIRECTIONS: dict[Lane, Direction] = {
     Lane.COPY_OUT: "to_host",
     Lane.WEIGHTS_IN: "to_device",
     Lane.WEIGHTS_OUT: "to_host",
+    Lane.GRADIENTS_IN: "to_device",
 }
 
 Moment = Any

@@ -82,6 +82,11 @@ class StepCall:
         """Whether a fused kernel updates the parameters of a group."""
         return bool(self._groups[number].get("fused"))
 
+    @property
+    def unscales(self) -> bool:
+        """Whether a fused kernel divides gradients by the scale of a GradScaler, in place."""
+        return self._attributes.get("grad_scale") is not None
+
     def has_hyperparameters_of(self, optimizer: Optimizer) -> bool:
         """Whether the hyperparameters are the same now. Nothing waits for the device."""
         return self._signature == _signature(optimizer)

@@ -28,6 +28,10 @@ from umem.streaming.step.units import StreamedUnits
 __all__ = ["PieceUpdate", "PieceUpdates", "are_staged", "need_whole"]
 
 
+_VECTOR_BYTES = 16
+"""The longest vector that torch's kernels load at a time."""
+
+
 class _Operand(NamedTuple):
     """A tensor at home, or a span of it."""
 
@@ -64,6 +68,7 @@ class PieceUpdate:
         factors: Callable[[torch.Tensor], tuple[Any, ...]],
         *,
         are_alone: bool,
+        writes_gradients: bool,
     ) -> None:
         """Find weights and gradients at home. Nothing but the update changes them from now on.
 
@@ -78,6 +83,8 @@ class PieceUpdate:
             Returns by what a gradient is still to be multiplied, one after the other.
         are_alone
             Whether parameters and gradients are known to have no alias.
+        writes_gradients
+            Whether the update changes gradients, which it then has to find where they are.
         """
         may_stage = memory.may_stage if are_alone else memory.is_movable
         span = self.piece.state.span
@@ -85,18 +92,21 @@ class PieceUpdate:
         with Unguarded():
             for parameter in parameters_of(self.part):
                 gradient = parameter.grad
-                for found, tensor, own in (
-                    (self._weights, parameter, ()),
-                    (self._gradients, gradient, factors(gradient)),
-                ):
+                operands = [(self._weights, parameter, ())]
+                if not writes_gradients:
+                    operands.append((self._gradients, gradient, factors(gradient)))
+                for found, tensor, own in operands:
                     is_home = may_stage(tensor) and memory.is_home(tensor)
                     if is_home and (span is None or tensor.is_contiguous()):
                         begin, end = span or (0, tensor.numel())
                         size_bytes = (end - begin) * tensor.itemsize
                         address = tensor.data_ptr() + begin * tensor.itemsize
-                        offset = self.operand_bytes
+                        # A kernel takes another loop, which rounds differently, for what is not
+                        # aligned to its vectors: a copy is aligned as its tensor.
+                        skipped_bytes = address % _VECTOR_BYTES
+                        offset = self.operand_bytes + skipped_bytes
                         found[id(parameter)] = _Operand(tensor, address, size_bytes, offset, own)
-                        self.operand_bytes += staged_bytes([size_bytes])
+                        self.operand_bytes += staged_bytes([skipped_bytes + size_bytes])
 
     @property
     def stages_weights(self) -> bool:
@@ -205,22 +215,29 @@ class PieceUpdates:
                 updates.append(PieceUpdate(piece, some, is_last=piece in last.values()))
         return updates
 
-    def stage_operands(self, updates: Sequence[PieceUpdate], *, are_alone: bool) -> None:
+    def stage_operands(
+        self, updates: Sequence[PieceUpdate], *, are_alone: bool, writes_gradients: bool
+    ) -> None:
         """Stage weights and gradients at home beside the state, where slots have room for them.
 
         Parameters
         ----------
         updates
             They get their operands.
-        are_alone
-            Whether weights and gradients are known to have no alias.
+        are_alone, writes_gradients
+            As of :meth:`PieceUpdate.find_operands`.
         """
         if not self._units.stages_operands:
             return
         by_slot: dict[Slot, list[PieceUpdate]] = {}
         for update in updates:
             if update.piece.slot is not None:
-                update.find_operands(self._units.memory, self._clipped.factors, are_alone=are_alone)
+                update.find_operands(
+                    self._units.memory,
+                    self._clipped.factors,
+                    are_alone=are_alone,
+                    writes_gradients=writes_gradients,
+                )
                 if update.operand_bytes:
                     by_slot.setdefault(update.piece.slot, []).append(update)
         for slot, some in by_slot.items():

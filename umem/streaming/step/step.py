@@ -450,7 +450,9 @@ class StreamedStep:
         pieces = self._updates.of(update.unit, update.part)
         if update.is_plain:
             are_alone = update.sharded is None and not update.is_shared
-            self._updates.stage_operands(pieces, are_alone=are_alone)
+            self._updates.stage_operands(
+                pieces, are_alone=are_alone, writes_gradients=call.unscales
+            )
         ready = call.ready
         if update.held and not are_staged(update.held, pieces):
             for it in update.held:

@@ -4,7 +4,8 @@ When the backward pass comes to a block that the plan names, buffers are made fo
 from the memory that activations have left, and are filled beside the rest of the pass. Others are
 made when the step begins, if the memory is free only then: their pieces come while nothing leaves.
 ``step()`` updates the pieces there. They go home beside the next forward pass, which frees each
-buffer before a block that needs the memory.
+buffer before a block that needs the memory; where other batches follow, also beside the backward
+pass, whose gradients need it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class TemporaryPlan:
     freed_before: tuple[str | None, ...] = ()
     """For each slot the block before whose forward pass it is freed, in the order of these; None
     for the pass's end."""
+    freed_in_backward: tuple[str, ...] = ()
+    """For each slot behind these the block before whose backward pass it is, in the first of
+    several batches."""
     batches: int = 1
     """Backward passes in a step. Slots are made in the last one."""
 
@@ -102,6 +106,8 @@ class TemporarySlots(Listener):
     def pass_begins(self, now: Pass, _args: object, _kwargs: object) -> None:
         """Count a batch, and free slots that no block is named for."""
         self._passes += now.is_training
+        if self._passes > 1:
+            self._ring.free_temporary()
         self._free(now, lambda name: name is not None and name not in self._places)
 
     def block_begins(self, name: str, now: Pass, _args: object, _kwargs: object) -> None:
@@ -112,9 +118,11 @@ class TemporarySlots(Listener):
             self._free(now, lambda before: before == name)
 
     def pass_ends(self, now: Pass, _output: object, *, failed: bool) -> None:
-        """Free all slots."""
+        """Free all slots that the backward pass does not free."""
         if not failed:
             self._free(now, lambda _: True)
+            if not now.is_training:
+                self._ring.free_temporary()
 
     def _free(self, now: Pass, is_due: Callable[[str | None], bool]) -> None:
         """Free slots up to the last one that is due."""
@@ -123,8 +131,11 @@ class TemporarySlots(Listener):
             self._ring.free_temporary(due[-1] + 1)
 
     def block_reached(self, name: str) -> None:
-        """Make the slots that are due, from what the block behind has saved."""
+        """Make the slots that are due, from what the block behind has saved, or free some."""
         place = self._places[name]
+        due = sum(self._places.get(it, 0) >= place for it in self.plan.freed_in_backward)
+        if due and self._passes == 1 < self.plan.batches:
+            self._ring.free_temporary(len(self.plan.freed_before) + due)
         made_in = [self._places.get(it, -1) for it in self.plan.made_in if it is not None]
         self._make(sum(it >= place for it in made_in))
 

@@ -73,15 +73,20 @@ class Measuring:
         self._activations = activations
         root = Block(NO_BLOCK, model)
         self._meter = StepMeter(
-            clock, room, root, blocks, lambda: shared.placed_bytes, self.away_bytes
+            clock, room, root, blocks, lambda: shared.placed_bytes, self.away_bytes, self._stretch
         )
         self._tracker = PhaseTracker(root, blocks, HookErrors(on_error), self._meter)
+        if activations is not None:
+            activations.on_stretch = self._tracker.begin_phase_anew
         self._takes_peak = False
         """Whether the present later call of ``step()`` counts."""
 
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
         return 0 if self._activations is None else self._activations.away_bytes()
+
+    def _stretch(self) -> str | None:
+        return None if self._activations is None else self._activations.stretch
 
     def begin(self, steps: Round) -> None:
         """Begin a round."""
@@ -114,9 +119,11 @@ class Measuring:
     def add(self, figures: MeasuredStep | None) -> bool:
         """Count a step, if it could be measured; returns whether the round is complete."""
         # A call that was run twice to prove something took time and memory.
-        was_watched = self._activations is not None and self._activations.was_watched
+        is_unusual = self._activations is not None and self._activations.is_unusual
+        if self._activations is not None and self._activations.has_cut:
+            self._steps.forget()  # those were of other units
         self._begin_step()
-        if figures is None or was_watched:
+        if figures is None or is_unusual:
             return False
         known = self._steps.figures
         saved_bytes = {} if self._activations is None else self._activations.saved_bytes

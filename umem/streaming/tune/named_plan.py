@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from umem.streaming.plan.stretches import block_of
 from umem.streaming.plan.training_plan import TrainingPlan
 from umem.streaming.step.temporary_slots import TemporaryPlan
 
@@ -41,6 +42,10 @@ class NamedPlan:
     """Further slots."""
     copied_gradients: frozenset[str]
     """Units whose gradients are copied out."""
+    final_gradients: frozenset[str]
+    """Those of them whose gradients are in the last batch only."""
+    adds_at_home: bool
+    """Whether later batches are added to those at home."""
     returning: Mapping[str, str]
     """Those of them that come back, each with the unit at which they do."""
     hosts: frozenset[str]
@@ -65,7 +70,20 @@ class NamedPlan:
         def name_before(number: int) -> str | None:
             return order[number] if number < len(order) else None
 
-        made_in = (slot.made_in for slot in plan.temporary)
+        cut = {block_of(name) for name in order if block_of(name) != name}
+
+        def made_in(number: int | None) -> str | None:
+            """The block whose backward pass begins with the unit's, or next; None for the step."""
+            before = order[: 0 if number is None else number + 1]
+            found = (name for name in reversed(before) if block_of(name) not in cut)
+            return next(filter(None, found), None)
+
+        def freed_in(number: int) -> str:
+            """The block whose backward pass begins with the unit's, or before."""
+            return next(filter(None, map(block_of, order[number:])), order[-1])
+
+        freed = [slot.freed_before for slot in plan.temporary]
+        freed_before = [name_before(it) for it in freed if it <= len(order)]
         return cls(
             copied={order[n]: name_before(left) for n, left in plan.left_before.items()},
             fetch_ahead=plan.fetch_ahead,
@@ -79,11 +97,14 @@ class NamedPlan:
             slots=1 if len(plan.resident) == len(units) else plan.slots,
             stages_operands=plan.stages_operands,
             temporary=TemporaryPlan(
-                tuple(None if n is None else order[n] for n in made_in),
-                tuple(name_before(slot.freed_before) for slot in plan.temporary),
+                tuple(made_in(slot.made_in) for slot in plan.temporary),
+                tuple(None if name is None else block_of(name) for name in freed_before),
+                tuple(freed_in(2 * len(order) - 1 - it) for it in freed if it > len(order)),
                 batches,
             ),
             copied_gradients=frozenset(order[n] for n in plan.copied_gradients),
+            final_gradients=frozenset(order[n] for n in plan.final_gradients),
+            adds_at_home=plan.adds_at_home,
             returning={order[n]: order[at] for n, at in plan.returning_gradients.items()},
             hosts=frozenset(order[n] for n in plan.hosts),
             batches=batches,

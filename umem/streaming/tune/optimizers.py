@@ -43,7 +43,13 @@ class TunedOptimizer:
         self.planned = plan
         if self.gradients is not None:
             triggers = _triggers(plan, self.gradients)
-            self.gradients.set_plan(plan.copied_gradients, triggers, plan.batches)
+            self.gradients.set_plan(
+                plan.copied_gradients,
+                triggers,
+                plan.batches,
+                plan.final_gradients,
+                adds_at_home=plan.adds_at_home,
+            )
         self.temporary.set_plan(plan.temporary)
         if known is None or plan.places != known.places:
             self.step.units.set_plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -228,6 +229,7 @@ class Planning:
         may_overflow: bool,
         *,
         is_trial: bool = False,
+        longest_s: float = math.inf,
     ) -> TrainingPlan:
         weights, fixed_bytes = self._weights, 0
         most_bytes = self.part.most_bytes
@@ -248,6 +250,7 @@ class Planning:
             weight_share=1.0 if weights is None else weights.share,
             most_placed_bytes=most_bytes,
             is_trial=is_trial,
+            longest_s=longest_s,
             may_overflow=may_overflow,
             state_share=min(self._state_share, self._tuned.movable_share),
             other_s=figures.other_s,

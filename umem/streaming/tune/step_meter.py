@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,8 @@ class _Phase:
     mark: Any
     away_bytes: int
     """Activations that are on the host only when it begins."""
+    stretch: str | None
+    """The unit in which the pass is, where blocks do not tell."""
     placed_bytes: int
     """The least that plans have placed meanwhile: those of other trainings may change."""
     peak_bytes: int = 0
@@ -32,6 +34,10 @@ class _Phase:
     """Activations that are on the host only when it is fullest."""
     waits: list[Any] = field(default_factory=list)
     """Marks at the begin and the end of each wait for umem's own copies: no time of the phase."""
+
+    def name_in(self, blocks: Mapping[str, str]) -> str:
+        """Its unit, of blocks by label."""
+        return blocks[self.label] if self.stretch is None else self.stretch
 
 
 class StepMeter(StepListener):
@@ -51,6 +57,8 @@ class StepMeter(StepListener):
         Returns the live bytes that plans have placed: resident state, slots, and weights.
     away_bytes
         Returns the bytes of activations that are on the host only.
+    stretch
+        Returns the unit in which a pass is that is cut by what it saves; None for the block.
     """
 
     def __init__(
@@ -61,11 +69,13 @@ class StepMeter(StepListener):
         blocks: Sequence[Block],
         placed_bytes: Callable[[], int],
         away_bytes: Callable[[], int],
+        stretch: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._clock = clock
         self._room = room
         self._placed = placed_bytes
         self._away = away_bytes
+        self._stretch = stretch
         every = (root, *blocks)
         self._forward = {block.forward: block.name for block in every}
         self._backward = {block.backward: block.name for block in every}
@@ -133,7 +143,8 @@ class StepMeter(StepListener):
             last.home_bytes = away_bytes if is_backward else last.away_bytes
         self._is_usable &= self._clock.is_usable()
         if self._is_usable:
-            self._phases.append(_Phase(label, self._clock.mark(), away_bytes, placed_bytes))
+            mark, stretch = self._clock.mark(), self._stretch()
+            self._phases.append(_Phase(label, mark, away_bytes, stretch, placed_bytes))
 
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
         """Blocks are phases."""
@@ -156,7 +167,7 @@ class StepMeter(StepListener):
         blocks = found.blocks
         for phase in phases:
             if phase.label in self._forward:
-                blocks.setdefault(self._forward[phase.label], MeasuredBlock())
+                blocks.setdefault(phase.name_in(self._forward), MeasuredBlock())
             found.batches += phase.label == BACKWARD_LOSS
         last = next(reversed(blocks))
         forward = {**self._forward, FORWARD_LOSS: last}
@@ -173,13 +184,13 @@ class StepMeter(StepListener):
                 found.other_s += seconds
                 found.step_peak_bytes = max(found.step_peak_bytes, need_bytes)
             elif phase.label in forward:
-                name = forward[phase.label]
+                name = phase.name_in(forward)
                 before = name or before
                 block = blocks[before]
                 forward_s[name] += seconds
                 block.forward_peak_bytes = max(block.forward_peak_bytes, need_bytes)
             elif phase.label in backward:
-                name = backward[phase.label]
+                name = phase.name_in(backward)
                 before = name or before
                 block = blocks.setdefault(before, MeasuredBlock())
                 backward_s[name] += seconds

@@ -89,7 +89,7 @@ class StreamTuner:
         losses: SlicedLosses | None = None,
     ) -> None:
         shared = shared or SharedBudget()
-        blocks = find_blocks(model, None)
+        blocks = find_blocks(model)
         self._state = TuningState.OFF
         self._room = room
         self._weights = weights

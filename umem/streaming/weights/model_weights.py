@@ -180,7 +180,7 @@ class ModelWeights(Listener):
         """Weights, by ``id``, that were off the device when the others were placed."""
         self._is_called = False
         """Between begin and end of the model's call."""
-        first = {it.name: it.module for it in find_blocks(model, None)[:1]}
+        first = {it.name: it.module for it in find_blocks(model)[:1]}
         self._first = [weakref.ref(it) for it in first.values()]
         """The block by which a pass is known to begin where the model is not called."""
         self._hearing = Hearing(self, Order.WEIGHTS, self._fail, model, first)
@@ -612,7 +612,7 @@ def _find_units(
     """The weights that can be streamed, by block; and all others whose memory can be moved."""
     movable = _movable(model, device)
     can_move = set(map(id, movable))
-    blocks = find_blocks(model, None)
+    blocks = find_blocks(model)
     users: Counter[int] = Counter()
     for block in blocks:
         users.update({id(it) for it in block.module.parameters()})

@@ -1,0 +1,101 @@
+"""The memory of a training on the CPU, counted by tensors, and a device that has so much."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from activation_chain import LazyMover
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from umem.capture.live import Clock
+from umem.streaming.stage import DeviceRoom
+
+__all__ = ["HostBesideMover", "MeasuredRoom", "MemoryMeter"]
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of all storages that operators have made and that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.most_bytes = 0
+        """The most since the test has set it to 0."""
+        self._peak_bytes = 0
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor.untyped_storage())
+        return found
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        known = self._seen.get(storage._cdata)
+        if known is None or known() is None:
+            self._seen[storage._cdata] = weakref.ref(storage)
+            weakref.finalize(storage, self._freed, storage.nbytes())
+            self.live_bytes += storage.nbytes()
+            self._peak_bytes = max(self._peak_bytes, self.live_bytes)
+            self.most_bytes = max(self.most_bytes, self.live_bytes)
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Do not count the memory of a tensor that no operator was seen to make."""
+        storage = tensor.untyped_storage()
+        self._seen[storage._cdata] = weakref.ref(storage)
+
+    def _freed(self, size_bytes: int) -> None:
+        self.live_bytes -= size_bytes
+
+    def take_peak_bytes(self) -> int:
+        """The most since the last call."""
+        peak_bytes, self._peak_bytes = self._peak_bytes, self.live_bytes
+        return peak_bytes
+
+
+class HostBesideMover(LazyMover):
+    """Late copies, whose host memory is no memory of the device."""
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def allocate_host(self, size_bytes: int) -> torch.Tensor:
+        with _disable_current_modes():
+            memory = super().allocate_host(size_bytes)
+        self._meter.leave_out(memory)
+        return memory
+
+
+class MeasuredRoom(Clock, DeviceRoom):
+    """A device with the memory that a meter counts, and a clock that ticks when it is read."""
+
+    def __init__(self, meter: MemoryMeter, limit_bytes: int, slack_bytes: int) -> None:
+        self.budget_bytes = limit_bytes + slack_bytes
+        self._limit_bytes = limit_bytes
+        self._meter = meter
+        self._now = 0
+
+    def mark(self) -> int:
+        self._now += 1000
+        return self._now
+
+    def take_peak_bytes(self) -> int:
+        """The most since the last call."""
+        return self._meter.take_peak_bytes()
+
+    def find_homes(self) -> None:
+        """Nothing is at home."""
+
+    def spilled_bytes(self) -> int:
+        """What the fullest moment of the step had beyond the limit."""
+        return max(0, self._meter.most_bytes - self._limit_bytes)
+
+    def trim(self) -> None:
+        """Nothing is cached."""

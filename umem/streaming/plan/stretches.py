@@ -1,0 +1,73 @@
+"""Stretches of a forward pass, cut by the bytes that autograd saves, whatever modules save them.
+
+Blocks are the units of activations where a model is a chain of them. Where one block saves most, as
+a recurrent net does whose cell is called for each word, the tape of what is saved is cut instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = ["Cuts", "Save", "block_of", "find_cuts"]
+
+_STRETCH = ".."
+"""Behind the name of a block in that of a stretch, and in no module's."""
+
+_STRETCHES = 16
+"""Stretches of as many bytes in a pass, beside those that begin with a block. Two of them are on
+the device when the backward pass needs one, and each costs the time of a few calls."""
+
+_MOST_SHARE = 0.5
+"""Part of all bytes that a block may save to be a unit as a whole."""
+
+Cuts = dict[str, dict[int, str]]
+"""For each block, and for the model outside of blocks, how many tensors its calls have saved in a
+pass when a stretch begins, with the name of the stretch."""
+
+
+class Save(NamedTuple):
+    """A tensor that autograd saves, in the order of the forward pass."""
+
+    unit: str
+    """The block that it counts for while blocks are the units."""
+    block: str
+    """The block in whose call it is saved, or the model outside of blocks."""
+    number: int
+    """How many tensors of the block's were saved before in the pass."""
+    size_bytes: int
+    """Bytes that may leave."""
+
+
+def block_of(name: str) -> str:
+    """The block in which a unit begins: the unit itself, unless it is a stretch."""
+    return name.partition(_STRETCH)[0]
+
+
+def find_cuts(saves: Iterable[Save], outside: str = "") -> Cuts:
+    """Where the stretches of later passes begin; nowhere if blocks do as units.
+
+    A stretch begins with the first call of each block as well. What later calls save, and the model
+    outside of blocks, which is named `outside`, counts for the stretch that has begun last.
+    """
+    units: list[list[Save]] = [[]]
+    seen = {outside}
+    for save in saves:
+        if save.unit not in seen:
+            seen.add(save.unit)
+            units.append([])
+        units[-1].append(save)
+    sizes = [sum(save.size_bytes for save in its) for its in units]
+    all_bytes = sum(sizes)
+    if max(sizes) <= _MOST_SHARE * all_bytes:
+        return {}
+    cuts: Cuts = {}
+    for its in units:
+        since_bytes = 0
+        for save in its:
+            if since_bytes and (since_bytes + save.size_bytes) * _STRETCHES > all_bytes:
+                names = cuts.setdefault(save.block, {})
+                names[save.number] = f"{save.block}{_STRETCH}{2 + len(names)}"
+                since_bytes = 0
+            since_bytes += save.size_bytes
+    return cuts
