@@ -375,31 +375,43 @@ def home_bytes(problem: StreamProblem) -> tuple[int, int]:
 
 
 def _problems(problem: StreamProblem) -> Iterator[StreamProblem]:
+    """The problem with few gradients copied out, in the ways to treat those of earlier batches.
+
+    Autograd adds to them at home, which needs no room. Or they come back for that, which takes less
+    time, and room for a few units' gradients.
+    """
+    most, ways = most_copied_gradients(problem), [problem]
+    if most and problem.batches > 1 and not problem.adds_at_home:
+        at_home = replace(problem, adds_at_home=True)
+        if problem.hosts or _fewest_copied_gradients(at_home):
+            least_bytes = sum(_least_bytes(replace(problem, copied_gradients=most)))
+            ways = [at_home, problem] if least_bytes <= problem.budget_bytes else [at_home]
+    for way in ways:
+        yield from _with_few_gradients(way)
+
+
+def _with_few_gradients(problem: StreamProblem) -> Iterator[StreamProblem]:
     """The problem with the fewest gradients copied out and, if there are any, with one unit's more.
 
     The fewest leave room for the fewest slots only. Those of one more unit make room for others.
     """
-    most = most_copied_gradients(problem)
-    if most and problem.batches > 1 and not problem.adds_at_home:
-        least_bytes = sum(_least_bytes(replace(problem, copied_gradients=most)))
-        problem = replace(problem, adds_at_home=least_bytes > problem.budget_bytes)
-
-    def with_copied(count: int, *, stages_operands: bool) -> StreamProblem:
-        return replace(problem, copied_gradients=count, stages_operands=stages_operands)
-
-    fewest = bisect_left(
-        range(most),
-        True,
-        key=lambda count: (
-            sum(_least_bytes(with_copied(count, stages_operands=False))) <= problem.budget_bytes
-        ),
-    )
-    first = with_copied(fewest, stages_operands=True)
+    fewest = _fewest_copied_gradients(problem)
+    first = replace(problem, copied_gradients=fewest, stages_operands=True)
     # Slots for operands would push more of them out.
-    yield first if _has_room(first) else with_copied(fewest, stages_operands=False)
-    further = with_copied(fewest + 1, stages_operands=True)
-    if 0 < fewest < most and _has_room(further):
+    yield first if _has_room(first) else replace(first, stages_operands=False)
+    further = replace(first, copied_gradients=fewest + 1)
+    if 0 < fewest < most_copied_gradients(problem) and _has_room(further):
         yield further
+
+
+def _fewest_copied_gradients(problem: StreamProblem) -> int:
+    """Number of units with which there is room; all if there is none."""
+
+    def has_room(count: int) -> bool:
+        less = replace(problem, copied_gradients=count, stages_operands=False)
+        return sum(_least_bytes(less)) <= problem.budget_bytes
+
+    return bisect_left(range(most_copied_gradients(problem)), True, key=has_room)
 
 
 def most_copied_gradients(problem: StreamProblem) -> int:
