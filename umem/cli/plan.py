@@ -49,9 +49,9 @@ def plan(
         typer.Option(
             metavar="NAME",
             help="Explain why tensors of this name or class stay on the device or leave it, or "
-            "what a phase of this name evicts; * matches any text. Also: what the step waits for, and "
-            "what 1 GiB more of budget gains. Under a policy that streams state: what happens to "
-            "each block's activations, and why.",
+            "what a phase of this name evicts; * matches any text. Also: what the step waits "
+            "for, and what 1 GiB more of budget gains. Under a policy that streams state: what "
+            "happens to each block's activations, and why.",
         ),
     ] = None,
     as_json: options.Json = False,
