@@ -14,6 +14,7 @@ READERS ?= 600
 # Of `make wheels`: native, x86_64 or aarch64.
 ARCHS ?= native
 GPU := $(wildcard /dev/nvidiactl)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 export UMEM_CUDA
 # Processes that tests start load modules that another one has compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,7 +31,9 @@ EMPTY :=
 without = --exclude-regex '^($(subst $(EMPTY) ,|,$(strip $(1))))$$'
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints.txt $(wildcard constraints-cuda$(UMEM_CUDA).txt)
-PIP_INSTALL = $(PIP) install --quiet $(addprefix -c ,$(CONSTRAINTS))
+# Bytecode of the packages is made when they are imported: of most it never is, and it takes pip
+# three quarters of its time.
+PIP_INSTALL = $(PIP) install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS))
 CUDA_EXTRA := $(if $(filter-out none,$(UMEM_CUDA)),cuda$(UMEM_CUDA)$(COMMA))
 
 # What builds the extension; constraints.txt holds the versions. CUDA's as in pyproject.toml.
@@ -82,6 +85,7 @@ help:
 	@echo 'variables: PYTHON=$(PYTHON) JOBS=$(JOBS) UMEM_CUDA=$(UMEM_CUDA) (12, 13 or none; make clean and rm -r .venv between)'
 
 demo: native
+	@echo 'umem: the demonstration'
 	$(BIN)/umem demo
 
 # Side by side what waits for downloads and what compiles, then what keeps only one core busy each:
@@ -167,6 +171,7 @@ wheels: .venv/tools.stamp
 native: .venv/native.stamp
 
 .venv/tools.stamp: $(CONSTRAINTS) Makefile
+	@echo 'umem, step 1 of 3: .venv and the build tools'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP_INSTALL) $(BUILD_TOOLS) $(BUILD_TOOLS_$(UMEM_CUDA))
 	touch $@
@@ -175,7 +180,10 @@ native: .venv/native.stamp
 # guard is built for the torch that is there.
 .venv/native.stamp: .venv/tools.stamp pyproject.toml umem/_version.py $(NATIVE_SOURCES) \
   $(PACKAGE_FOLDERS)
+	@echo 'umem, step 2 of 3: torch, gigabytes unless it is installed or in the cache of pip'
+	$(if $(GPU)$(PIP_EXTRA_INDEX_URL)$(PIP_INDEX_URL),,@echo '  no GPU here: the CPU build is enough, and small: PIP_EXTRA_INDEX_URL=$(CPU_INDEX) make $(or $(MAKECMDGOALS),demo)')
 	$(PIP_INSTALL) torch
+	@echo 'umem, step 3 of 3: other packages, then the native library, compiled with $(JOBS) jobs'
 	$(PIP_INSTALL) --no-build-isolation \
 	  --config-settings=build-dir=build/python \
 	  --editable '.[$(CUDA_EXTRA)dev,examples,plots]'

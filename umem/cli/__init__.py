@@ -37,16 +37,16 @@ COMMANDS = {
     "verify": "Measure umem on this GPU beside predictions, as a page to send.",
     "demo": "Fine-tune a small Llama on the GPU, or predict a large one.",
     "run": "Run a Python program under umem, without changing it.",
-    "top": "Show what a running training has where, copies and does.",
-    "fit": "Tell whether a model fits a GPU, and how fast it runs there.",
+    "top": "Show a running training: memory by class, copies, steps.",
+    "fit": "Predict whether a model fits a GPU, and its speed there.",
     "simulate": "Predict a step: time, migrations, and unified memory's share.",
-    "tune": "Find the ways to run a training that are worth choosing between.",
+    "tune": "List the Pareto-optimal ways to run a training, by prediction.",
     "trace": "Record a training step as a file, or show a trace.",
     "plan": "Plan a training step: hints by phase, and where each tensor is.",
     "report": "Show what migrated in a recorded run, why, and at what cost.",
     "policy": "List, show and validate policies, and print their schema.",
     "hardware": "List, show and measure hardware profiles.",
-    "bench": "Run the benchmarks, which are in a checkout of umem.",
+    "bench": "Run the benchmarks, from a checkout of umem.",
 }
 """Name -> line of `umem --help`. The module `umem.cli.NAME` has the command, as its `app`."""
 

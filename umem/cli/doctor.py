@@ -47,7 +47,7 @@ app = output.make_app()
 @app.command()
 @_loads_names
 def doctor(as_json: options.Json = False) -> None:
-    """Show what this machine offers umem, what works, and what to mend.
+    """Show what works on this machine, what does not, and how to fix it.
 
     Exits with 0 if `umem.enable()` would work here, and with 1 if not.
     """

@@ -117,7 +117,7 @@ def fit(
         ),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(min=1, max=8192, help="Of LoRA's adapters (default: 16).")
+        int | None, typer.Option(min=1, max=8192, help="Rank of LoRA's adapters (default: 16).")
     ] = None,
     targets: Annotated[
         str | None,

@@ -89,7 +89,7 @@ def show(
 def measure(
     device: Annotated[int, typer.Option(min=0, help="The GPU, by its ordinal.")] = 0,
     short: Annotated[
-        bool, typer.Option("--short", help="Take seconds in place of two minutes: less certain.")
+        bool, typer.Option("--short", help="Measure for seconds, not two minutes; less accurate.")
     ] = False,
     target: Annotated[
         Path | None,
@@ -97,16 +97,16 @@ def measure(
             "--output",
             readable=False,
             metavar="FILE",
-            help="Write the profile to this YAML file, which detect does not look at (default: "
-            "where detect finds it).",
+            help="Write the profile to this YAML file, which detect does not read (default: the "
+            "file that detect reads).",
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Measure the GPU and the host of this machine, and write their profile.
 
-    Takes about two minutes, in which nothing else should use the GPU. From then on, detect has
-    these figures: umem fit, predictions and trainings on this machine.
+    Takes about two minutes, in which nothing else should use the GPU. Afterwards
+    umem fit, predictions and trainings on this machine use these figures.
     """
     if target is not None:
         if target.suffix not in (".yaml", ".yml"):

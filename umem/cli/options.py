@@ -99,8 +99,8 @@ Checkpoint = Annotated[
 Precision = Annotated[
     str | None,
     typer.Option(
-        help="Of weights and AdamW: bf16-master (float32 state and weights beside bfloat16 ones), "
-        "bf16, or fp32-autocast (default: bf16-master).",
+        help="Types of weights and state: bf16-master (float32 state and weights beside bfloat16 "
+        "ones), bf16, or fp32-autocast (default: bf16-master).",
     ),
 ]
 TraceFile = Annotated[
@@ -128,7 +128,7 @@ Budget = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Plot = Annotated[
     Path | None,
-    typer.Option(readable=False, metavar="FOLDER", help="Draw pictures into this folder."),
+    typer.Option(readable=False, metavar="FOLDER", help="Write plots into this folder."),
 ]
 
 

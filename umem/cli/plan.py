@@ -62,9 +62,9 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Say why tensors of this name, or of this class, leave the device or stay, or who "
-            "leaves for a phase of this name; * stands for any text. Under a policy that streams "
-            "state: what happens to the activations of each block, and why.",
+            help="Explain why tensors of this name or class stay on the device or leave it, or "
+            "what a phase of this name evicts; * matches any text. Under a policy that streams "
+            "state: what happens to each block's activations, and why.",
         ),
     ] = None,
     as_json: options.Json = False,

@@ -56,7 +56,7 @@ def top(
         int | None, typer.Argument(metavar="[PID]", help="The process; the only one if left out.")
     ] = None,
     interval: Annotated[
-        float, typer.Option(min=0.25, max=60.0, help="Seconds between two looks.")
+        float, typer.Option(min=0.25, max=60.0, help="Seconds between updates.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show the figures once, and end.")] = False,
     as_json: Json = False,

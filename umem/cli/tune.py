@@ -83,7 +83,7 @@ def tune_training(
     ] = _SHARES,
     limit: Annotated[
         float,
-        typer.Option(min=0.0, metavar="SECONDS", help="Try nothing more after so many seconds."),
+        typer.Option(min=0.0, metavar="SECONDS", help="End the search after this time."),
     ] = _LIMIT_S,
     tolerance: Annotated[
         float,
@@ -91,8 +91,8 @@ def tune_training(
             min=0.0,
             max=1.0,
             metavar="SHARE",
-            help="List nothing that is faster by no more than this share of its speed than what "
-            "uses no more memory.",
+            help="Leave out a point that is faster than one with as little memory by at most "
+            "this share.",
         ),
     ] = _TOLERANCE,
     target: Annotated[
