@@ -36,6 +36,7 @@ EXCEPTIONS = {
     "torch_compat.py": "has every private name of torch, of FSDP2's too",
     "patches.py": "the table of what is changed in libraries",
     "cli/fit.py": "says which library's format of weights and optimizer is counted",
+    "cli/verify.py": "trains models of libraries, which have to be installed",
     "fit/": "a configuration names the library that quantises its weights",
     "doctor/": "looks at the libraries that are installed",
     "integrations/": "is called by a library",

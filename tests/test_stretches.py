@@ -399,9 +399,9 @@ def test_slots_are_made_and_freed_where_blocks_begin(
         temporary=[TemporarySlot(made_in, freed_before)],
         left_before={},
         returning_gradients={},
-        **dict.fromkeys(("resident", "copied_gradients", "hosts"), ()),
+        **dict.fromkeys(("resident", "copied_gradients", "final_gradients", "hosts"), ()),
         **dict.fromkeys(("fetch_ahead", "slots"), 2),
-        stages_operands=False,
+        **dict.fromkeys(("stages_operands", "adds_at_home"), False),
     )
     units = [SimpleNamespace(name=name) for name in order]
     whole: Any = SimpleNamespace(stream=plan, units=units, recomputed=(), left_out=frozenset())

@@ -60,6 +60,7 @@ __all__ = [
     "fsdp_streams",
     "fx_is_tracing",
     "is_distributed",
+    "is_own",
     "let_pass_higher_order_operators",
     "missing",
     "require",
@@ -728,7 +729,7 @@ def every_call_is_seen() -> bool:
     By hooks of all modules, or by a mode; that of a default device sees nothing for the program.
     """
     hooks, dispatch_modes, function_modes = _observers()
-    if any(hooks) or dispatch_modes():
+    if dispatch_modes() or not all(is_own(it) for some in hooks for it in some.values()):
         return True
     return any(type(it).__name__ != "DeviceContext" for it in function_modes())
 
@@ -737,6 +738,13 @@ def every_call_is_seen() -> bool:
 def _observers() -> tuple[list[Any], Callable[[], int], Callable[[], list[Any]]]:
     hooks = [PRIVATE_NAMES[f"all_modules_{it}"].find() for it in _HOOKS_OF_ALL_MODULES]
     return hooks, PRIVATE_NAMES["dispatch_modes"].find(), PRIVATE_NAMES["function_modes"].find()
+
+
+def is_own(hook: Any) -> bool:
+    """Whether what torch calls is umem's."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith("umem.")
 
 
 def torch_profiler_runs() -> bool:

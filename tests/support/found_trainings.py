@@ -210,6 +210,8 @@ def streaming(streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> Itera
             inner.update(module.modules())
             streams.see_root(module)
 
+    see.__module__ = "umem.runtime.classification"  # whose hook it stands for
+
     # Half of it would have room for small models as a whole.
     monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
     # The clock ticks where it is read only, which tells nothing of a step that is not measured.

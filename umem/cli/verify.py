@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from umem.cli import INTERRUPTED_STATUS, output
 from umem.cli.bench import find_benchmarks
 from umem.core.errors import UmemError
+from umem.core.lazy_names import loads_names
 from umem.core.units import format_bytes
-from umem.doctor import Report, collect, diagnose
+
+if TYPE_CHECKING:
+    from umem.doctor import Report, collect, diagnose
 
 __all__ = ["app"]
+
+_loads_names = loads_names(globals(), {"umem.doctor": "collect diagnose"})
 
 app = output.make_app()
 
 
 @app.command()
+@_loads_names
 def verify(
     minutes: Annotated[
         float, typer.Option(min=1, max=60, help="Leave out what does not fit into this time.")

@@ -19,6 +19,7 @@ from umem.core.interrupts import call_all
 from umem.runtime.model_parts import lies_in_memory
 from umem.torch_compat import (
     InferenceMode,
+    is_own,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     storage_address,
@@ -37,7 +38,6 @@ __all__ = [
     "give_way_to_transforms",
     "innermost",
     "is_lent",
-    "is_own",
     "keep",
     "lend",
     "may_leave",
@@ -111,13 +111,6 @@ def _without_own(disabled: AbstractContextManager[None]) -> Iterator[None]:
     finally:
         for hooks in reversed(taken):
             push_saved_tensor_hooks(*hooks)
-
-
-def is_own(pack: Any) -> bool:
-    """Whether what packs saved tensors is umem's."""
-    while isinstance(pack, partial):
-        pack = pack.func
-    return str(getattr(pack, "__module__", "")).startswith("umem.")
 
 
 def pop_if_innermost(hooks: Hooks, forget: Callable[[], object]) -> bool:

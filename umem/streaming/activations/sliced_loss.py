@@ -41,7 +41,7 @@ from umem.runtime.aliases import are_all_on_memory
 from umem.runtime.guard import Guard, are_plain, guard_of, has_guard
 from umem.runtime.torch_hooks.memory_access import original_storage
 from umem.runtime.torch_hooks.passes import running_pass
-from umem.runtime.torch_hooks.saved_tensors import check_version, innermost, is_own
+from umem.runtime.torch_hooks.saved_tensors import check_version, innermost
 from umem.runtime.unfilled_memory import unfilled
 from umem.runtime.unguarded import Unguarded, allowed
 from umem.streaming.plan.loss_memory import (
@@ -58,6 +58,7 @@ from umem.torch_compat import (
     forward_class,
     function_modes,
     has_kernel,
+    is_own,
     log_softmax_backward,
     register_scripted,
     reinterpret_tensor,
