@@ -68,8 +68,13 @@ def test_later_calls_and_the_model_itself_count_for_the_stretch_that_began_last(
 
 
 def test_one_tensor_that_is_larger_than_a_stretch_is_a_stretch() -> None:
-    every = [Save("a", "a", number, size) for number, size in enumerate((1, 100, 1))]
-    assert find_cuts(every) == {"a": {1: "a..2", 2: "a..3"}}
+    every = [Save("a", "a", number, size) for number, size in enumerate((1, 1, 1, 100, 1, 1))]
+    assert find_cuts(every) == {"a": {3: "a..2", 4: "a..3"}}
+
+
+def test_a_block_that_saves_few_tensors_is_a_unit() -> None:
+    assert find_cuts([Save("a", "a", number, 1) for number in range(5)]) == {}
+    assert find_cuts([Save("a", "a", number, 1) for number in range(6)])
 
 
 # ------------------------------------------------------------------ programs without a chain

@@ -21,6 +21,9 @@ the device when the backward pass needs one, and each costs the time of a few ca
 _MOST_SHARE = 0.5
 """Part of all bytes that a block may save to be a unit as a whole."""
 
+_LEAST_SAVES = 6
+"""Tensors that such a block saves: of fewer a plan has no choice."""
+
 Cuts = dict[str, dict[int, str]]
 """For each block, and for the model outside of blocks, how many tensors its calls have saved in a
 pass when a stretch begins, with the name of the stretch."""
@@ -59,7 +62,8 @@ def find_cuts(saves: Iterable[Save], outside: str = "") -> Cuts:
         units[-1].append(save)
     sizes = [sum(save.size_bytes for save in its) for its in units]
     all_bytes = sum(sizes)
-    if max(sizes) <= _MOST_SHARE * all_bytes:
+    largest = sizes.index(max(sizes))
+    if sizes[largest] <= _MOST_SHARE * all_bytes or len(units[largest]) < _LEAST_SAVES:
         return {}
     cuts: Cuts = {}
     for its in units:
