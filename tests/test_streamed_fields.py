@@ -71,6 +71,10 @@ def run(name: str, streams: Streams | None) -> dict[str, Any]:
     return {it: found[it] for it in ("losses", "weights")}
 
 
+ONE_BLOCK_SAVES_LITTLE = "graph_net"
+"""Too few tensors to cut it, and most of all bytes."""
+
+
 @functools.cache
 def stock(name: str) -> dict[str, Any]:
     """What a stock run has: another loss in each step."""
@@ -89,7 +93,8 @@ def test_every_step_is_stocks(name: str, way: str) -> None:
     assert all(it.counts.streamed >= STEPS - 2 for it in streams.status)
     if way == "all leaves":
         tuning = [it.tuning for it in streams.status]
-        assert all(it is not None and it.activations.tensors_out for it in tuning)
+        copied = all(it is not None and it.activations.tensors_out for it in tuning)
+        assert copied == (name != ONE_BLOCK_SAVES_LITTLE)
     elif way == "blocks run twice":
         assert all(it.proofs for it in streams.activations)
     else:

@@ -231,7 +231,11 @@ def test_ctrl_c_is_not_the_workers(tmp_path: Path) -> None:
     )
     (tmp_path / "program.py").write_text(
         """
+import signal
+
 from umem_bench.workers import Worker
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which workers of pytest ignore
 
 def answers(job):
     yield 1

@@ -41,7 +41,7 @@ def pairs(start: Start) -> dict[tuple[str, str], tuple[Any, Any]]:
     }
 
 
-@pytest.mark.parametrize("case", product(BUDGETS, WAYS))
+@pytest.mark.parametrize("case", [*product(BUDGETS, WAYS)])
 def test_all_bits_are_stocks(
     case: tuple[str, str], pairs: dict[tuple[str, str], tuple[Any, Any]]
 ) -> None:
@@ -51,7 +51,7 @@ def test_all_bits_are_stocks(
     assert case[0] == "state" or facts["streamed_weights"] > 0
 
 
-@pytest.mark.parametrize("case", product(BUDGETS, WAYS))
+@pytest.mark.parametrize("case", [*product(BUDGETS, WAYS)])
 def test_the_card_and_the_host_are_given_back(
     case: tuple[str, str], pairs: dict[tuple[str, str], tuple[Any, Any]]
 ) -> None:
