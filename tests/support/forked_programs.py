@@ -84,7 +84,10 @@ class ForkedPrograms:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         child = int(self._answer(limit_s) or 0)
-        process = os.pidfd_open(child)
+        try:
+            process = os.pidfd_open(child)
+        except ProcessLookupError:  # it has ended by now
+            return int(self._answer(limit_s) or 0)
         try:
             if number is not None:
                 time.sleep(after_s)
