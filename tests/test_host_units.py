@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Interrupt, came_in_update
+from faults import Interrupt, came_in_update, interrupt_forward_passes
 from host_updates import numbered
 from lazy_lanes import LazyLanes
 from streamed_programs import UNITS, WIDTH, Net, Program, begin, bits, compare
@@ -153,16 +153,7 @@ def test_an_error_of_the_host_loses_nothing(
 def test_an_interrupt_of_a_forward_pass_changes_nothing() -> None:
     make_model = partial(Net, 1)
     run, _ = both(1.0, make_model=make_model)  # work runs when it is queued, as on a GPU
-    number, is_interrupted = 0, True
-    while is_interrupted:
-        run.step()
-        try:
-            with Interrupt(number):
-                run.model(torch.ones(1, WIDTH))
-        except KeyboardInterrupt:
-            number += 3
-        else:
-            is_interrupted = False
+    number = interrupt_forward_passes(run, torch.ones(1, WIDTH), 3)
     stock = Program(None, make_model=make_model)
     while stock.steps < run.steps:
         stock.step()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Interrupt, came_in_update
+from faults import Interrupt, came_in_update, interrupt_forward_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import LazyLanes
@@ -267,16 +267,7 @@ def test_an_interrupt_of_a_forward_pass_changes_nothing() -> None:
     """Wherever it comes while updates are waited for, the program may go on."""
     make_model = partial(Net, 1)
     program = begin(make_model=make_model)
-    number, is_interrupted = 0, True
-    while is_interrupted:
-        program.step()
-        try:
-            with Interrupt(number):
-                program.model(torch.ones(1, WIDTH))
-        except KeyboardInterrupt:
-            number += 1
-        else:
-            is_interrupted = False
+    number = interrupt_forward_passes(program, torch.ones(1, WIDTH))
     program.seen.clear()
     program.step()
     expected = stock(program.steps, make_model=make_model)

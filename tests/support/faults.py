@@ -180,3 +180,20 @@ class Signal(Fault):
     def _came(self, *_: object) -> None:
         if not self._is_over:
             self._come("microsecond")
+
+
+def interrupt_forward_passes(program: Any, x: Any, places: int = 1) -> int:
+    """Interrupt the pass behind each step, so many places later each time, until one ends.
+
+    Returns the place behind the last one.
+    """
+    number = 0
+    while True:
+        program.step()
+        try:
+            with Interrupt(number):
+                program.model(x)
+        except KeyboardInterrupt:
+            number += places
+        else:
+            return number

@@ -111,7 +111,8 @@ def _held(value: Any) -> Iterable[object]:
     if isinstance(value, FunctionType):
         file = value.__code__.co_filename
         is_followed = not any(it in file for it in _INSTALLED)
-        return _named(value) if is_followed and not _is_of_library(value.__globals__) else ()
+        is_own = not _is_of_library(value.__globals__.get("__name__"))
+        return _named(value) if is_followed and is_own else ()
     if isinstance(value, MethodType):
         return value.__self__, value.__func__
     if isinstance(value, partial):
@@ -119,11 +120,10 @@ def _held(value: Any) -> Iterable[object]:
     if isinstance(value, ModuleType):
         return ()
     if isinstance(value, type):
-        is_own = value.__module__.partition(".")[0] not in _LIBRARIES
-        named = vars(value).items() if is_own else ()
+        named = () if _is_of_library(value.__module__) else vars(value).items()
         return [it for name, it in named if name[:2] != "__" and not callable(it)]
     kind = type(value)
-    if kind.__module__.partition(".")[0] in _LIBRARIES and kind is not SimpleNamespace:
+    if _is_of_library(kind.__module__) and kind is not SimpleNamespace:
         return ()
     slots = (name for base in kind.__mro__ for name in vars(base).get("__slots__", ()))
     own: dict[str, object] = getattr(value, "__dict__", {})
@@ -133,7 +133,7 @@ def _held(value: Any) -> Iterable[object]:
 def _methods(kind: type) -> Iterator[object]:
     """What the classes of a module have, and what their functions name."""
     for base in kind.__mro__:
-        if base.__module__.partition(".")[0] not in _LIBRARIES:
+        if not _is_of_library(base.__module__):
             for name, it in vars(base).items():
                 function = getattr(it, "__func__", getattr(it, "fget", it))
                 if isinstance(function, FunctionType):
@@ -164,5 +164,5 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(it)
 
 
-def _is_of_library(names: dict[str, Any]) -> bool:
-    return str(names.get("__name__")).partition(".")[0] in _LIBRARIES
+def _is_of_library(module: object) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES

@@ -314,16 +314,11 @@ def _are_unset(tensor: torch.Tensor, other: torch.Tensor, *, is_random: bool) ->
 
 def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same layout and bits."""
-    some = tensor, other
-    one, two = ((it.dtype, it.size(), it.stride()) for it in some)
-    if any(it.is_meta for it in some):  # weights, of which the other call may have had no copy
+    one, two = ((it.dtype, it.size(), it.stride()) for it in (tensor, other))
+    if tensor.is_meta or other.is_meta:  # weights, of which the other call may have had no copy
         return one == two
-    is_same = one == two and tensor.device == other.device
-    return (
-        is_same
-        and tensor.storage_offset() == other.storage_offset()
-        and have_equal_bits(tensor, other)
-    )
+    place, its = ((it.device, it.storage_offset()) for it in (tensor, other))
+    return (one, place) == (two, its) and have_equal_bits(tensor, other)
 
 
 def _are_all_alike(output: object, other: object) -> bool:
