@@ -335,9 +335,10 @@ class HostUnits:
                 Copy(it.span.weight, addresses_of((it.parameter,))[0], it.parameter.nbytes)
                 for it in parts
             ]
-            moments.append(self._lanes.mark())
+            allocated = self._lanes.mark()  # before, new homes are the program's stream's
+            moments.append(allocated)
             leave = partial(self._lanes.copy, Lane.WEIGHTS_OUT, copies, TensorClass.WEIGHTS)
-            left = self._lanes.run(Lane.WEIGHTS_OUT, leave, [call.ready])
+            left = self._lanes.run(Lane.WEIGHTS_OUT, leave, [call.ready, allocated])
             moments.append(left)
             work = HostWork(unit, parts, self._lanes, updater, call, left, self._on_error)
             counts = [it.values["step"] for it in parts if "step" in it.values]
