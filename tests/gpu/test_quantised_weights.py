@@ -34,13 +34,10 @@ def pairs(start: Start) -> Pairs:
     """All processes run at once."""
     policies = {mode: "lora" if mode in TRAININGS else "inference" for mode in BUDGETS}
     found = facts_of(
-        {
-            mode: start_pair(
-                start, "quantised.py", mode, umem=under(policies[mode], budget), **SIDE_BY_SIDE
-            )
-            for mode, budget in BUDGETS.items()
-            if find_spec(library_of(mode))
-        }
+        lambda mode: start_pair(
+            start, "quantised.py", mode, umem=under(policies[mode], BUDGETS[mode]), **SIDE_BY_SIDE
+        ),
+        [it for it in BUDGETS if find_spec(library_of(it))],
     )
 
     def facts(mode: str) -> tuple[Any, Any]:

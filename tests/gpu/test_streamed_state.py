@@ -100,28 +100,34 @@ def tight(mode: str) -> dict[str, str]:
     return under("sft", TIGHT_FOR_FEWER if mode in FEWER_ACTIVATIONS else TIGHT)
 
 
-def start_pairs(start: Start, modes: Iterable[str]) -> Pairs:
+def start_pairs(start: Start, request: pytest.FixtureRequest, modes: Iterable[str]) -> Pairs:
+    """Of the modes that the selected tests are about, at once; of others when they are asked."""
+    asked = {
+        it.callspec.params.get("mode")
+        for it in request.session.items
+        if isinstance(it, pytest.Function)
+        and it.module is request.module
+        and "mode" in it.fixturenames
+    }
     return facts_of(
-        {
-            mode: start_pair(
-                start, "streaming.py", mode, str(STEPS), umem=tight(mode), **common(mode)
-            )
-            for mode in modes
-        }
+        lambda mode: start_pair(
+            start, "streaming.py", mode, str(STEPS), umem=tight(mode), **common(mode)
+        ),
+        [it for it in modes if it in asked],
     )
 
 
 @pytest.fixture(scope="module")
-def pairs(start: Start) -> Pairs:
-    return start_pairs(start, STREAMED_MODES)
+def pairs(start: Start, request: pytest.FixtureRequest) -> Pairs:
+    return start_pairs(start, request, STREAMED_MODES)
 
 
 @pytest.fixture(scope="module")
-def address_pairs(start: Start) -> Pairs:
+def address_pairs(start: Start, request: pytest.FixtureRequest) -> Pairs:
     """Beside none of the others: the host's memory is for so many processes."""
     if importlib.util.find_spec("cupy") is None:
         pytest.skip("CuPy is not installed")
-    return start_pairs(start, ADDRESS_MODES)
+    return start_pairs(start, request, ADDRESS_MODES)
 
 
 @pytest.mark.parametrize("mode", STREAMED_MODES)

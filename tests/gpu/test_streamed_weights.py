@@ -57,10 +57,10 @@ def test_the_card_holds_the_budget(start: Start) -> None:
 def pairs(start: Start) -> Pairs:
     """All processes run at once."""
     return facts_of(
-        {
-            mode: start_pair(start, "weights.py", mode, umem=within_budget(mode), **SIDE_BY_SIDE)
-            for mode in BUDGETS
-        }
+        lambda mode: start_pair(
+            start, "weights.py", mode, umem=within_budget(mode), **SIDE_BY_SIDE
+        ),
+        BUDGETS,
     )
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,13 @@ def start_pair(
     return start(*words, **variables), start(*words, **variables, **umem)
 
 
-def facts_of(jobs: Mapping[str, tuple[Job, Job]]) -> Pairs:
-    """The facts of pairs that have been started, by mode."""
+def facts_of(begin: Callable[[str], tuple[Job, Job]], modes: Iterable[str]) -> Pairs:
+    """The facts of pairs by mode: those of `modes` begin now, others when they are asked."""
+    jobs = {mode: begin(mode) for mode in modes}
 
     def pair(mode: str) -> tuple[Any, Any]:
+        if mode not in jobs:
+            jobs[mode] = begin(mode)
         stock, other = jobs[mode]
         return stock.facts(), other.facts()
 
