@@ -51,7 +51,7 @@ POISONED_MODES = (
 HOST_MODES = (
     *("plain", "averaged_beside", "averaged_behind_an_event", "read_behind_a_host_wait"),
     *("copied_behind_any_event", "norm_logged", "saved_and_loaded", "in_a_thread"),
-    *("gradients_clipped", "accumulated", "scaled", "storages_kept"),
+    *("accumulated", "scaled", "storages_kept"),
 )
 """Run once more with some units updated by the host."""
 ADDRESS_MODES = (
