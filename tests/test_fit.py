@@ -14,7 +14,6 @@ import torch
 from command_line import Run, umem_command
 
 from umem.capture.offline import LORA_TARGETS, model_config
-from umem.cli import options
 from umem.core.errors import UmemError
 from umem.fit import (
     Fit,
@@ -442,21 +441,21 @@ def test_stock_says_what_it_lacks() -> None:
 def test_a_loss_without_room_is_sliced_or_named() -> None:
     """What the device has no room for beside the logits fits in slices, and not with many more.
 
-    Slices are off by default: then the answer names the logits.
+    Under a policy without slices the answer names the logits.
     """
-    whole = [trained("llama-3.1-8b", batch=it) for it in (4, 32)]
-    assert not any(it.slices_loss for it in whole)
-    assert ["Liger" in it.umem.why_not for it in whole] == [False, True]
     hardware, policy = machine("sft")
-    policy = replace(policy, slices_losses=True)
-    small, large, huge = (
+    policy = replace(policy, slices_losses=False)
+    whole = [
         fit_training(
             Workload(load_shape("llama-3.1-8b"), "sft", batch, 2048, "bf16", checkpoint=True),
             hardware,
             policy,
         )
-        for batch in (4, 32, 400)
-    )
+        for batch in (4, 32)
+    ]
+    assert not any(it.slices_loss for it in whole)
+    assert ["Liger" in it.umem.why_not for it in whole] == [False, True]
+    small, large, huge = (trained("llama-3.1-8b", batch=it) for it in (4, 32, 400))
     assert whole[1].largest_batch < large.largest_batch
     assert [it.slices_loss for it in (small, large, huge)] == [False, True, False]
     logits = 32 * 2048 * 128_256
@@ -616,13 +615,8 @@ def test_one_machine_fits_into_80_columns(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_in_slices_has_a_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_in_slices_has_a_line(run: Run) -> None:
     words = ("fit", "llama-3.1-8b", "--precision", "bf16", "--checkpoint", "--gpu", "h100-sxm")
-    _, text, _ = run(*words, "--batch", 32)
-    assert "loss in slices" not in text
-    assert "65,536 tokens x 128,256" in " ".join(text.split())
-    _, policy = machine("sft")
-    monkeypatch.setattr(options, "find_policy", lambda *_: replace(policy, slices_losses=True))
     _, text, _ = run(*words, "--batch", 32)
     assert "loss in slices" in text
     _, text, _ = run(*words, "--batch", 4)

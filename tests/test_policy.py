@@ -119,12 +119,12 @@ def test_classes_of_managed_share_memory() -> None:
     assert (resolved.device_budget_bytes, resolved.planner) == (72 * GIB, "planned")
 
 
-def test_host_updates_and_losses_in_slices_are_off_until_a_policy_has_them(tmp_path: Path) -> None:
+def test_a_policy_turns_host_updates_on_and_losses_in_slices_off(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text("name: mine\nextends: sft\nhost_update: auto\nslice_losses: auto\n")
-    for name, is_on in (("sft", False), (str(mine), True)):
+    mine.write_text("name: mine\nextends: sft\nhost_update: auto\nslice_losses: never\n")
+    for name, is_mine in (("sft", False), (str(mine), True)):
         resolved = resolve(load_policy(name), load_hardware("h200"), {})
-        assert (resolved.updates_on_host, resolved.slices_losses) == (is_on, is_on)
+        assert (resolved.updates_on_host, resolved.slices_losses) == (is_mine, not is_mine)
 
 
 ONE_POOL = tuple(name for name in hardware_names() if load_hardware(name).one_pool)

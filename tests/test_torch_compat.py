@@ -170,25 +170,26 @@ def test_what_umem_enable_imports_needs_no_other_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "is_on", "is_hidden"),
-    [("sft", True, False), ("sft", False, False), ("managed", True, False), ("sft", True, True)],
+    ("preset", "slices", "is_hidden"),
+    [
+        *(("sft", "auto", False), ("sft", "never", False), ("managed", "auto", False)),
+        ("sft", "auto", True),
+    ],
 )
-def test_losses_are_left_to_torch_by_default_and_where_it_lacks_a_name_of_slices(
+def test_losses_are_left_to_torch_where_a_policy_says_so_and_where_it_lacks_a_name_of_slices(
     preset: str,
-    is_on: bool,
+    slices: str,
     is_hidden: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if is_hidden:
         hide("register_scripted", monkeypatch)
-    policy = load_policy(preset)
-    if is_on:
-        policy = policy.model_copy(update={"slice_losses": "auto"})
+    policy = load_policy(preset).model_copy(update={"slice_losses": slices})
     resolved = resolve(policy, load_hardware("h200"), {})
     model = torch.nn.Embedding(8, 2)
     losses = begin._sliced_losses(resolved, model, torch.device("cpu"), 1 << 30)
-    assert (losses is not None) == (preset == "sft" and is_on and not is_hidden)
+    assert (losses is not None) == ((preset, slices) == ("sft", "auto") and not is_hidden)
     assert ("losses are left to torch" in caplog.text) == is_hidden
     if losses is not None:
         losses.end()

@@ -96,9 +96,7 @@ def _private(made_in: str, since: str, until: str, *keys: str) -> dict[str, Patc
 
 
 _ENABLE, _NEVER = "`umem.enable`", "never"
-_SLICED = (
-    "the first training under a policy with `slice_losses: auto` whose activations may be copied"
-)
+_SLICED = "the first training whose activations may be copied, but under `slice_losses: never`"
 _STREAMED, _TRAININGS_END = "state that is streamed", "the end of all such trainings"
 
 PATCHES: Mapping[str, Patch] = {

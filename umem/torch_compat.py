@@ -80,7 +80,7 @@ class Need(StrEnum):
     TRACE = "umem trace"
     PROFILE = "umem.profile"
     HISTORY = "torch.cuda.memory._record_memory_history"
-    SLICE_LOSSES = "slice_losses: auto in a policy"
+    SLICE_LOSSES = "losses in slices"
 
 
 @dataclass(frozen=True)

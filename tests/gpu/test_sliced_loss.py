@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -137,15 +136,11 @@ SHARE = 0.6
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["dropout", "accumulated"])
-def test_a_training_within_a_part_of_stocks_peak_has_its_bits(
-    mode: str, start: Start, tmp_path: Path
-) -> None:
-    policy = tmp_path / "slices.yaml"
-    policy.write_text("name: slices\nextends: sft\nslice_losses: auto\n")
+def test_a_training_within_a_part_of_stocks_peak_has_its_bits(mode: str, start: Start) -> None:
     words: tuple[str, ...] = ("large_vocabulary.py", mode, "12")
     stock = start(*words, **SIDE_BY_SIDE).facts()
     budget_bytes = int(SHARE * stock["peak_bytes"])
-    found = start(*words, **SIDE_BY_SIDE, **under(str(policy), budget_bytes)).facts()
+    found = start(*words, **SIDE_BY_SIDE, **under("sft", budget_bytes)).facts()
     print(mode, stock["step_ms"], found["step_ms"], stock["peak_bytes"], found["tuning"])
     for name in ("losses", "weights", "random"):
         assert found[name] == stock[name], name

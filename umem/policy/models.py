@@ -415,7 +415,7 @@ class Policy(_Record):
     host_update: Recompute = "never"
     """Whether the host's cores may update a part of the state that is streamed: auto (where the
     plan is faster so, and the host has proved that it gives the bits of torch's kernels), never."""
-    slice_losses: Recompute = "never"
+    slice_losses: Recompute = "auto"
     """Whether cross entropies may be computed in slices of their rows: auto (where no plan has room
     for a loss, or it would take most of the budget), never."""
     share: tuple[ShareLibrary, ...] = Field(default=(), json_schema_extra={"uniqueItems": True})
