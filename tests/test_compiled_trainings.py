@@ -13,6 +13,8 @@ from streamed_programs import WIDTH, Net, Program, bits
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
+from umem.streaming.activations.sliced_loss import SlicedLosses
+
 STEPS = 8
 
 
@@ -88,6 +90,23 @@ def compile_foreach_average(program: Program, options: Any) -> None:
     program.extra = [torch.zeros(it.shape) for it in program.model.parameters()]
 
 
+def compile_loss(program: Program, options: Any) -> None:
+    """A model that computes its loss, which umem may compute in slices once a training begins."""
+    layers = program.model.layers
+    layers[3] = torch.compile(_LossOf(layers[3]), **options)
+
+
+class _LossOf(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("target", torch.arange(WIDTH) % 8, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y * nn.functional.cross_entropy(y, self.target[: len(y)])
+
+
 def compile_whole_step(program: Program, options: Any) -> None:
     """Forward and backward pass, the optimizer's step, and a reader behind it: graphs break."""
     weight = program.model.head.weight
@@ -110,6 +129,7 @@ def compile_optimizer(program: Program, options: Any) -> None:
 EVERY = [
     *(wrap_model, compile_model, wrap_blocks, compile_blocks, compile_one_block),
     *(compile_average, compile_foreach_average, compile_whole_step, compile_optimizer),
+    compile_loss,
 ]
 
 
@@ -123,8 +143,11 @@ def run(
     """Train, and return all bits and the number of compilations."""
     torch.compiler.reset()
     counting = Counting(backend)
+    losses: list[SlicedLosses] = []
 
     def change(program: Program) -> None:
+        if lanes is not None and program.steps == 1:
+            losses.append(SlicedLosses("cpu"))
         if program.steps >= at and program.is_first("compiles"):
             compiles(program, {"backend": counting, "fullgraph": True})
         if program.kept is None:

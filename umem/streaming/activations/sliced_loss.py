@@ -500,7 +500,7 @@ def _with_slices(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     def cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
         some: list[SlicedLosses] = []
         loss = None
-        if _listeners and not kwargs and len(args) == _ARGUMENTS and not is_compiling():
+        if not is_compiling() and _listeners and not kwargs and len(args) == _ARGUMENTS:
             try:
                 some = _listeners_of(args[0])
                 loss = _sliced(original, some, *args) if some else None
