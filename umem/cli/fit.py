@@ -343,6 +343,7 @@ def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
         },
         "activations": [asdict(it) for it in answer.choices],
         "slices_loss": answer.slices_loss,
+        "launch_s": answer.launch_s if is_timed else None,
         "largest_batch": answer.largest_batch,
         "largest_stock_batch": answer.largest_stock_batch,
         "policy": _policy_text(question, answer, budget),
@@ -403,6 +404,11 @@ def _print_one(
             console.print(f"{_WAYS[way.name]} does not fit: {plain(way.why_not)}")
     if answer.slices_loss:
         console.print("umem computes the loss in slices of rows, which has no room otherwise")
+    if answer.rates != "unknown" and answer.waits_for_processor:
+        console.print(
+            "the processor is the limit: launching all kernels takes "
+            f"{output.format_seconds(answer.launch_s)}"
+        )
     console.print()
     if answer.rates != "unknown" and any(it.choice != "kept" for it in answer.choices):
         output.print_choices(console, answer.choices)

@@ -1,7 +1,8 @@
 """A training step from a model's shape: sizes and durations of its units, without a trace.
 
 The operators are those that torch and transformers run for a Llama in eager mode. Their bytes per
-element were read from traces of ``umem simulate``. Each operator takes the time of the roofline.
+element were read from traces of ``umem simulate``. Each operator takes the time of the roofline,
+and a step at least the processor's time to launch them all.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ _BLOCK_8BIT, _LEAST_8BIT = 256, 4096
 
 LEAST_MOVED_BYTES = 1 << 20
 """Smaller tensors stay on the device, by ``min_bytes`` of the policies sft and lora."""
+
+_FORWARD_LAUNCHES, _BACKWARD_LAUNCHES = 14, 2
+"""The processor's time for a kernel of a training, in bare launches: Python calls modules and the
+graph is made in a forward pass, also in one that is run again; the backward pass is C++. With these
+the trainings of ``benchmarks/results`` that wait for the processor are least off. Such trainings
+take up to twice as long on one host as on another with the same GPU."""
 
 
 class Operator(NamedTuple):
@@ -210,7 +217,7 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
             "and no autocast: give bf16-master or bf16"
         )
     seconds = _roofline(hardware)
-    parts = _parts(workload, seconds)
+    parts, launch_s = _with_waits(_parts(workload, seconds), workload, hardware)
     peaks_forward, peaks_backward, step_peak_bytes = _peaks(workload, parts, deferred=True)
     units, weights = [], {}
     # A layer that runs twice keeps its input.
@@ -259,7 +266,40 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
         model_flops=workload.accumulate * sum(part.flops for part in parts),
         freed_bytes={} if workload.checkpoint else freed_bytes,
         checkpointed_bytes=freed_bytes if workload.checkpoint else {},
+        launch_s=launch_s,
     )
+
+
+def _with_waits(
+    parts: Sequence[_Part], workload: Workload, hardware: Hardware
+) -> tuple[list[_Part], float]:
+    """Units whose passes wait for the processor, and its time to launch a step's kernels.
+
+    Launches run ahead of the device, over the whole step: only where all of them take longer than
+    all computation does the device wait, in the passes in which it is the faster.
+    """
+    launches = [(it.forward_launches, it.backward_launches) for it in parts]
+    launch_s = hardware.launch_s * sum(map(sum, launches))
+    passes_s = sum(it.forward_s + it.backward_s for it in parts)
+    waits_s = launch_s - passes_s - sum(it.update_s for it in parts) / workload.accumulate
+    if waits_s > 0:
+        behind_s = [
+            (
+                max(0.0, hardware.launch_s * forward - it.forward_s),
+                max(0.0, hardware.launch_s * backward - it.backward_s),
+            )
+            for it, (forward, backward) in zip(parts, launches, strict=True)
+        ]
+        share = waits_s / sum(map(sum, behind_s))
+        parts = [
+            replace(
+                it,
+                forward_s=it.forward_s + share * forward_s,
+                backward_s=it.backward_s + share * backward_s,
+            )
+            for it, (forward_s, backward_s) in zip(parts, behind_s, strict=True)
+        ]
+    return list(parts), workload.accumulate * launch_s
 
 
 def stock_bytes(workload: Workload, hardware: Hardware) -> int:
@@ -295,6 +335,9 @@ class _Part:
     update_s: float
     forward_s: float
     backward_s: float
+    forward_launches: int
+    """The processor's time in the forward pass, in bare launches."""
+    backward_launches: int
     working: _Working
     flops: float
 
@@ -454,6 +497,9 @@ def _part(
         update_s=seconds(updates),
         forward_s=seconds(forward),
         backward_s=seconds(backward) + seconds(again) + seconds(sums),
+        forward_launches=_FORWARD_LAUNCHES * len(forward),
+        backward_launches=_FORWARD_LAUNCHES * len(again)
+        + _BACKWARD_LAUNCHES * (len(backward) + len(sums)),
         working=working,
         flops=sum(it.flops for it in (*forward, *backward)),
     )
@@ -543,9 +589,11 @@ def _product(
             backward += _vectors(_WIDEN, inputs)
     if workload.weight_bytes(matrix) < workload.weight_width * matrix.parameters:
         # To bfloat16, in either pass.
-        widened = Operator(0, workload.weight_bytes(matrix) + 2 * matrix.parameters)
-        forward.append(widened)
-        backward.append(widened)
+        widened = [Operator(0, workload.weight_bytes(matrix) + 2 * matrix.parameters)]
+        if workload.quantised == "nf4-double":  # the scales first, and their mean
+            widened += [Operator(0, 5 * matrix.parameters // 64)] * 2
+        forward += widened
+        backward += widened
     if workload.has_adapter(matrix):
         forward += _vectors(_WIDEN, inputs) + _vectors(_ADAPTER, outputs)
         of_output, of_input = _ADAPTER_BACK
