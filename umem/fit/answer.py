@@ -135,6 +135,8 @@ class Fit:
     """The processor's time to launch the kernels of a step or a token, the least that any takes."""
     slices_loss: bool = False
     """Whether umem computes the loss in slices of rows, which has no room otherwise."""
+    one_pool: bool = False
+    """Whether host and device share one memory, within which nothing is moved."""
 
     @property
     def umem(self) -> Way:
@@ -146,6 +148,19 @@ class Fit:
         """Whether the device waits for launches, where nothing has to move."""
         times_s = [it.time_s for it in self.ways[:2] if it.time_s is not None]
         return bool(times_s) and self.launch_s > _BOUND_SHARE * min(times_s)
+
+
+def _in_one_pool(found: Fit) -> Fit:
+    """The answer where nothing is moved: umem's way is stock's, and no optimizer is elsewhere."""
+    stock = found.ways[1]
+    classes = {name: Place(place.size_bytes, 0) for name, place in found.classes.items()}
+    return replace(
+        found,
+        classes=classes,
+        ways=(replace(stock, name="umem"), stock),
+        largest_batch=found.largest_stock_batch,
+        one_pool=True,
+    )
 
 
 class _Room(NamedTuple):
@@ -313,7 +328,7 @@ def fit_training(
         + gradient_bytes / hardware.copy_to_host_bytes_per_s
     )
     away_bytes = state_bytes + gradient_bytes
-    return Fit(
+    found = Fit(
         hardware=hardware.name,
         rates=hardware.rates,
         budget_bytes=budget_bytes,
@@ -332,6 +347,7 @@ def fit_training(
         launch_s=step.launch_s,
         slices_loss=slices_loss and umem.time_s is not None,
     )
+    return _in_one_pool(found) if hardware.one_pool else found
 
 
 def _find_plan(
@@ -624,7 +640,7 @@ def fit_inference(
     )
     stock_s = max(kernels_s, (share * all_bytes + cache) / hardware.memory_bytes_per_s)
     umem_bytes, everything_bytes = beside + placed.device_bytes, beside + movable_bytes
-    return Fit(
+    found = Fit(
         hardware=hardware.name,
         rates=hardware.rates,
         budget_bytes=budget_bytes,
@@ -644,6 +660,7 @@ def fit_inference(
         largest_stock_batch=_largest_batch(is_stock),
         launch_s=kernels_s,
     )
+    return _in_one_pool(found) if hardware.one_pool else found
 
 
 def _token_kernels(shape: ModelShape) -> int:
