@@ -76,19 +76,33 @@ def test_predictions_are_the_present_codes(run: Run) -> None:
 
 @pytest.mark.slow
 def test_the_gh200_beside_superoffload_is_predicted_as_its_page_says() -> None:
-    page = (RESULTS.parents[1] / "docs" / "gh200.md").read_text(encoding="utf-8")
-    for name, model in (("Qwen3-14B", "qwen3-14b"), ("Phi-4", "phi-4")):
+    docs = RESULTS.parents[1] / "docs"
+    page = (docs / "gh200.md").read_text(encoding="utf-8")
+    of_models = (
+        ("Qwen3-14B", "qwen3-14b", 4096),
+        ("Phi-4", "phi-4", 4096),
+        ("Llama-3.1-8B", "llama-3.1-8b", 4096),
+        ("GPT-OSS-20B, 8,192 tokens", "gpt-oss-20b", 8192),
+    )
+    said = []
+    for name, model, seq in of_models:
         cells = []
         for gpu in ("gh200-96", "gh200-144"):
             shape, hardware = load_shape(model), load_hardware(gpu)
-            workload = Workload(shape, "sft", 4, 4096, "bf16-master", checkpoint=True)
+            workload = Workload(shape, "sft", 4, seq, "bf16-master", checkpoint=True)
             policy = resolve(load_policy("sft"), hardware, {})
             step_s = fit_training(workload, hardware, policy).umem.time_s
             assert step_s is not None
-            attention = 16 * len(shape.layers) * shape.hidden * 4096**2
-            flops = 4 * (8 * shape.parameters * 4096 + attention)
-            cells.append(f"{step_s:.2f} s, {flops / step_s / 1e12:.0f} TFLOP/s")
+            attention = 16 * len(shape.layers) * shape.hidden * seq**2
+            flops = 4 * (8 * shape.parameters * seq + attention)
+            speed = "" if shape.has_experts else f", {flops / step_s / 1e12:.0f} TFLOP/s"
+            cells.append(f"{step_s:.2f} s{speed}")
         assert f"| {name} | {' | '.join(cells)} |" in page
+        said += [cells[0].partition(", ")[2]]
+    lines = (docs / "predicted.md").read_text(encoding="utf-8")
+    assert f"Qwen3-14B at {said[0]} and Phi-4 at {said[1]} on a GH200 of 96 GB" in " ".join(
+        lines.split()
+    )
 
 
 def test_the_gh200s_steps_are_those_of_the_committed_predictions() -> None:
