@@ -10,13 +10,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from umem_bench.predicted import checks, heading, run_predicted, tables
+from umem_bench.predicted import checks, heading, run_predicted, system_workload, tables
 from umem_bench.results import Measurement, Run, read_results
 from umem_bench.shapes import SYSTEMS
 from umem_bench.tables import markdown
 
 from umem import load_hardware, load_policy
 from umem.fit import Workload, fit_training, load_shape
+from umem.fit.estimate import stock_bytes
 from umem.policy import resolve
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
@@ -72,6 +73,24 @@ def test_predictions_are_the_present_codes(run: Run) -> None:
     for now, kept in zip(found, measurements(run), strict=True):
         assert now.figures == pytest.approx(kept.figures, rel=1e-6), now.case
         assert (now.benchmark, now.error) == (kept.benchmark, kept.error)
+
+
+@pytest.mark.parametrize(
+    ("file", "system"),
+    [
+        ("h100-systems-large", "hf_trainer_sft"),
+        ("h100-systems-xlarge", "hf_trainer_sft"),
+        ("h100-systems-equal-speed", "hf_trainer_lora"),
+        ("h100-systems-xlarge", "hf_trainer_lora"),
+        ("h200-systems-lens-and-qlora", "hf_trainer_qlora"),
+    ],
+)
+def test_bytes_of_stock_are_those_that_torch_allocated(file: str, system: str) -> None:
+    header, *rows = map(json.loads, (RESULTS / f"{file}.jsonl").read_text().splitlines())
+    row = next(it for it in rows if (it["system"], it["variant"]) == (system, "stock"))
+    workload, _ = system_workload(system, header["settings"])
+    found = stock_bytes(workload, load_hardware("h100-sxm"))
+    assert found == pytest.approx(row["peak_allocated_bytes"], rel=0.02)
 
 
 @pytest.mark.slow

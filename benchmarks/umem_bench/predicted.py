@@ -52,6 +52,7 @@ __all__ = [
     "predict_generation",
     "predict_training",
     "run_predicted",
+    "system_workload",
     "tables",
 ]
 
@@ -173,10 +174,19 @@ def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
         accumulate = settings.accumulate
         return predict_training(shape, method, variant, hardware, budget_bytes, accumulate)
     assert isinstance(settings, dict), header.benchmark
-    program, size = _PROGRAMS[row["system"]], str(settings["size"])
-    if isinstance(program, str):
-        raise NotPredictedError(program)
-    shape = SYSTEMS[size]
+    asked, shape = system_workload(row["system"], settings)
+    plain = "stock" if variant == "umem" else variant.removesuffix("-budget")
+    return _step_s(asked, plain, _with_flash(hardware, shape), budget_bytes)
+
+
+def system_workload(system: str, settings: Mapping[str, Any]) -> tuple[Workload, LlamaShape]:
+    """What a program of ``tests/systems`` trains; settings are those of its results file.
+
+    Raises `NotPredictedError` if `umem fit` predicts nothing of it.
+    """
+    program, shape = _PROGRAMS[system], SYSTEMS.get(str(settings["size"]))
+    if isinstance(program, str) or shape is None:
+        raise NotPredictedError(program if isinstance(program, str) else "a small program")
     workload = Workload(
         _model_shape(shape),
         "lora" if program.targets else "sft",
@@ -188,8 +198,7 @@ def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
         targets=program.targets,
         quantised=program.quantised,
     )
-    plain = "stock" if variant == "umem" else variant.removesuffix("-budget")
-    return _step_s(workload, plain, _with_flash(hardware, shape), budget_bytes)
+    return workload, shape
 
 
 def _with_flash(hardware: Hardware, shape: LlamaShape) -> Hardware:

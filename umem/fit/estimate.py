@@ -126,6 +126,19 @@ class Workload:
         return 4 if self.autocasts else 2
 
     @property
+    def widens(self) -> bool:
+        """Whether what is not quantised is float32, as of PEFT's prepare_model_for_kbit_training.
+
+        What layers hand on is so, too.
+        """
+        return self.mode == "lora" and bool(self.quantised)
+
+    @property
+    def hidden_width(self) -> int:
+        """Bytes of a number that one layer hands on to the next."""
+        return 4 if self.autocasts or self.widens else 2
+
+    @property
     def moments(self) -> int:
         """Tensors of the optimizer's own for a trained parameter."""
         return MOMENTS[self.optimizer]
@@ -150,8 +163,12 @@ class Workload:
     def weight_bytes(self, matrix: Matrix) -> int:
         """Bytes of a matrix. bitsandbytes quantises no tables, routers and experts."""
         if self.trains_all or not self.quantised or _is_whole(matrix):
-            return self.weight_width * matrix.parameters
+            return self.whole_bytes(matrix.parameters)
         return int(QUANTISED[self.quantised] * matrix.parameters)
+
+    def whole_bytes(self, parameters: int) -> int:
+        """Bytes of weights that are not quantised."""
+        return (4 if self.widens else self.weight_width) * parameters
 
     @property
     def update_bytes(self) -> Kernels:
@@ -221,7 +238,7 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
     peaks_forward, peaks_backward, step_peak_bytes = _peaks(workload, parts, deferred=True)
     units, weights = [], {}
     # A layer that runs twice keeps its input.
-    input_bytes = workload.tokens * workload.shape.hidden * (4 if workload.autocasts else 2)
+    input_bytes = workload.tokens * workload.shape.hidden * workload.hidden_width
     kept = _parts(replace(workload, checkpoint=False), seconds) if workload.checkpoint else parts
     freed_bytes = {
         part.name: part.working.saved - input_bytes
@@ -374,7 +391,7 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     """Units of the step, in the order of the forward pass."""
     shape, tokens, width = workload.shape, workload.tokens, workload.weight_width
     hidden, vocabulary = tokens * shape.hidden, tokens * shape.vocabulary
-    residual = 4 if workload.autocasts else 2
+    residual = workload.hidden_width
     of_kinds: dict[int, _Part] = {}
     table = Matrix(_TABLE, shape.hidden, shape.vocabulary)
     lookup = [Operator(0, 2 * residual * hidden, "unvectorised")]
@@ -403,8 +420,8 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
                 again,
             )
         parts.append(replace(made, name=f"model.layers.{number}"))
-    norm = _vectors(_NORM[workload.autocasts], hidden)
-    norm_saved = (8 if workload.autocasts else 6) * hidden
+    norm = _vectors(_NORM[residual == 4], hidden)
+    norm_saved = (4 + residual) * hidden
     norm_working = _Working(norm_saved, norm_saved + residual * hidden, 24 * hidden)
     norm_back = _norm_backward(workload, hidden)
     parts.append(
@@ -414,8 +431,7 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     )
     head, head_back = _product(workload, table, tokens, casts_input=True)
     loss, loss_back = _vectors(_LOSS, vocabulary), _vectors(_LOSS_BACK, vocabulary)
-    cast = 2 * table.parameters if workload.autocasts else 0
-    inputs = (2 * hidden + cast) if workload.autocasts else 0
+    inputs = 2 * hidden + 2 * table.parameters if residual == 4 else 0
     of_loss = loss_bytes(workload)
     head_working = _Working(0, *(norm_saved + inputs + size_bytes for size_bytes in of_loss))
     own = () if shape.tied else (table,)
@@ -462,7 +478,7 @@ def _part(
     is_streamed = workload.optimizer != "adamw8bit"
     moved_bytes = sum(it for it in state if is_streamed and it // tensors >= LEAST_MOVED_BYTES)
     all_state_bytes = sum(state) + workload.state_bytes(parameters - sum(sizes)) // shards
-    weight_bytes = sum(map(workload.weight_bytes, matrices)) + workload.weight_width * small
+    weight_bytes = sum(map(workload.weight_bytes, matrices)) + workload.whole_bytes(small)
     # The many small matrices of adapters are updated by one kernel.
     updated = sizes if workload.trains_all else [parameters]
     updates = [
@@ -565,7 +581,7 @@ def _vectors(kernels: Kernels, elements: int) -> list[Operator]:
 
 
 def _norm_backward(workload: Workload, elements: int) -> list[Operator]:
-    operators = _vectors(_NORM_BACK[workload.autocasts], elements)
+    operators = _vectors(_NORM_BACK[workload.hidden_width == 4], elements)
     if workload.trains_all:
         operators += _vectors(_NORM_BACK_TRAINED[workload.autocasts], elements)
     return operators
@@ -580,7 +596,7 @@ def _product(
     product = Operator(flops, 2 * (inputs + matrix.parameters + outputs))
     # The gradient of the input, and that of a trained weight.
     forward, backward = [product], [product] * (2 if workload.trains_all else 1)
-    if workload.autocasts:
+    if workload.autocasts or (workload.widens and _is_whole(matrix)):
         forward += _vectors(_NARROW, matrix.parameters)
         if workload.trains_all:
             backward += _vectors(_WIDEN, matrix.parameters)
@@ -627,7 +643,7 @@ def _layer_operators(
         forward, tail = forward[: -len(last)], last
     else:
         tail = []
-    norm = _NORM[autocasts]
+    norm = _NORM[workload.hidden_width == 4]
     for _ in range(layer.norms):
         forward += _vectors(norm, hidden)
         backward += _norm_backward(workload, hidden)
@@ -641,8 +657,8 @@ def _layer_operators(
     backward += _vectors(_COPY, tokens * layer.values)
     attention, attention_back = _attention(workload, layer)
     forward, backward = [*forward, attention], [*backward, attention_back]
-    forward += _vectors(_ADD[autocasts], hidden)
-    tail += _vectors(_ADD[autocasts], hidden)
+    add = _vectors(_ADD[workload.hidden_width == 4], hidden)
+    forward, tail = [*forward, *add], [*tail, *add]
     backward += _vectors(_ADD_BACK, hidden)
     if layer.mlp:
         inner = tokens * layer.inner
@@ -694,7 +710,7 @@ def _layer_working(workload: Workload, layer: Layer) -> _Working:
     """Memory of a layer's passes."""
     shape, tokens, autocasts = workload.shape, workload.tokens, workload.autocasts
     hidden = tokens * shape.hidden
-    residual = (4 if autocasts else 2) * hidden
+    residual = workload.hidden_width * hidden
     heads = tokens * (layer.queries + layer.keys + layer.values + layer.attended)
     trained = workload.trains_all
     # Norms: the input in float32; for gradients of weights, what is scaled and what comes out.
