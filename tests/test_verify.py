@@ -215,6 +215,21 @@ def test_ctrl_c_ends_in_one_line_and_keeps_what_was_measured(
 
 
 @pytest.mark.slow
+def test_one_pool_is_told_what_runs_there(
+    tmp_path: Path, asked: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(umem.cli.verify, "collect", lambda: None, raising=False)
+    monkeypatch.setattr(umem.cli.verify, "diagnose", lambda _: DIAGNOSIS, raising=False)
+    monkeypatch.setattr(umem_bench.card.bindings, "device_pci_address", lambda _: "0000:01:00.0")
+    monkeypatch.setattr(umem_bench.card.bindings, "nvml_memory_bytes", lambda _: None)
+    status, text, errors = run("verify", "--output", tmp_path)
+    assert (status, text) == (2, "")
+    assert "0000:01:00.0" in errors
+    assert "umem hardware measure" in errors
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_without_a_gpu_a_line_says_what_to_do(tmp_path: Path, run: Run) -> None:
     status, text, errors = run("verify", "--output", tmp_path)
     assert (status, text) == (1, "")
