@@ -23,6 +23,7 @@ from umem_bench.verify import PAGE, RECORD, Verification
 
 import umem.cli.verify
 from umem import UmemError, load_hardware
+from umem.cuda import bindings
 from umem.doctor import Check, Report, Section, Status
 
 GIB = 1 << 30
@@ -220,8 +221,8 @@ def test_one_pool_is_told_what_runs_there(
 ) -> None:
     monkeypatch.setattr(umem.cli.verify, "collect", lambda: None, raising=False)
     monkeypatch.setattr(umem.cli.verify, "diagnose", lambda _: DIAGNOSIS, raising=False)
-    monkeypatch.setattr(umem_bench.card.bindings, "device_pci_address", lambda _: "0000:01:00.0")
-    monkeypatch.setattr(umem_bench.card.bindings, "nvml_memory_bytes", lambda _: None)
+    monkeypatch.setattr(bindings, "device_pci_address", lambda _: "0000:01:00.0")
+    monkeypatch.setattr(bindings, "nvml_memory_bytes", lambda _: None)
     status, text, errors = run("verify", "--output", tmp_path)
     assert (status, text) == (2, "")
     assert "0000:01:00.0" in errors
