@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -103,6 +104,10 @@ _FLASH = {64: (256e12, 214e12), 128: (284e12, 257e12)}
 (``h100-kernel-rates.txt``). A profile has those of cuDNN, which is not deterministic."""
 
 
+_LEFT_OUT = datetime(2026, 11, 29, 20, 51, tzinfo=UTC)
+"""From then on umem's plans leave a program's checkpoints out."""
+
+
 class NotPredictedError(Exception):
     """Why umem predicts nothing for a row."""
 
@@ -153,6 +158,7 @@ def _settled(header: Header, times_s: Any) -> list[float]:
 def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
     """Seconds of a row by its shape; raises `NotPredictedError` without one."""
     hardware, settings, variant = _profile(header.machine.gpu), header.settings, row["variant"]
+    recomputes = datetime.fromisoformat(str(header.date)) >= _LEFT_OUT
     budget_bytes = row.get("budget_bytes")
     if header.benchmark == "load":
         raise NotPredictedError("umem predicts no loading of files")
@@ -172,11 +178,13 @@ def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
         case = row["case"]
         method, shape = "lora" if case in LORA_CASES else "sft", settings.cases[case]
         accumulate = settings.accumulate
-        return predict_training(shape, method, variant, hardware, budget_bytes, accumulate)
+        return predict_training(
+            shape, method, variant, hardware, budget_bytes, accumulate, recomputes=recomputes
+        )
     assert isinstance(settings, dict), header.benchmark
     asked, shape = system_workload(row["system"], settings)
     plain = "stock" if variant == "umem" else variant.removesuffix("-budget")
-    return _step_s(asked, plain, _with_flash(hardware, shape), budget_bytes)
+    return _step_s(asked, plain, _with_flash(hardware, shape), budget_bytes, recomputes)
 
 
 def system_workload(system: str, settings: Mapping[str, Any]) -> tuple[Workload, LlamaShape]:
@@ -219,8 +227,12 @@ def predict_training(
     hardware: Hardware,
     budget_bytes: int | None,
     accumulate: int = 1,
+    *,
+    recomputes: bool = True,
 ) -> float:
     """Seconds of a training step, as `umem fit` has them.
+
+    Without `recomputes`, a plan leaves the program's checkpoints in and makes none.
 
     Raises an error for a variant that umem predicts nothing of, and where nothing fits.
     """
@@ -235,11 +247,15 @@ def predict_training(
         rank=shape.lora_rank,
         targets=shape.lora_targets,
     )
-    return _step_s(workload, variant, hardware, budget_bytes)
+    return _step_s(workload, variant, hardware, budget_bytes, recomputes)
 
 
 def _step_s(
-    workload: Workload, variant: str, hardware: Hardware, budget_bytes: int | None
+    workload: Workload,
+    variant: str,
+    hardware: Hardware,
+    budget_bytes: int | None,
+    recomputes: bool,
 ) -> float:
     """Seconds of a step; errors as of :func:`predict_training`."""
     budget = budget_bytes or hardware.device_bytes
@@ -262,6 +278,7 @@ def _step_s(
     if variant != "umem":
         raise NotPredictedError(_OTHERS)
     policy = replace(resolve(load_policy(workload.mode), hardware, {}), device_budget_bytes=budget)
+    policy = replace(policy, recomputes=recomputes)
     way = fit_training(workload, hardware, policy).umem
     if way.time_s is None:
         raise NotPredictedError(way.why_not)
