@@ -55,11 +55,12 @@ _BLOCK_8BIT, _LEAST_8BIT = 256, 4096
 LEAST_MOVED_BYTES = 1 << 20
 """Smaller tensors stay on the device, by ``min_bytes`` of the policies sft and lora."""
 
-_FORWARD_LAUNCHES, _BACKWARD_LAUNCHES = 14, 2
-"""The processor's time for a kernel of a training, in bare launches: Python calls modules and the
-graph is made in a forward pass, also in one that is run again; the backward pass is C++. With these
-the trainings of ``benchmarks/results`` that wait for the processor are least off. Such trainings
-take up to twice as long on one host as on another with the same GPU."""
+_FORWARD_LAUNCHES, _CHECKPOINTED_LAUNCHES, _BACKWARD_LAUNCHES = 9, 14, 2
+"""The processor's time for a kernel of a training, in bare launches: in a forward pass Python calls
+modules and the graph is made, for which a checkpoint takes each tensor in hand, also where it runs
+the pass again; the backward pass is C++. With these the trainings of ``benchmarks/results`` that
+wait for the processor are least off. Such trainings take up to twice as long on one host as on
+another with the same GPU."""
 
 
 class Operator(NamedTuple):
@@ -513,8 +514,9 @@ def _part(
         update_s=seconds(updates),
         forward_s=seconds(forward),
         backward_s=seconds(backward) + seconds(again) + seconds(sums),
-        forward_launches=_FORWARD_LAUNCHES * len(forward),
-        backward_launches=_FORWARD_LAUNCHES * len(again)
+        forward_launches=len(forward)
+        * (_CHECKPOINTED_LAUNCHES if workload.checkpoint else _FORWARD_LAUNCHES),
+        backward_launches=_CHECKPOINTED_LAUNCHES * len(again)
         + _BACKWARD_LAUNCHES * (len(backward) + len(sums)),
         working=working,
         flops=sum(it.flops for it in (*forward, *backward)),
