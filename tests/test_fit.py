@@ -293,6 +293,40 @@ def test_steps_are_near_those_of_traces(model: str, gpu: str, step_s: float) -> 
     assert trained(model, gpu=gpu).umem.time_s == pytest.approx(step_s, rel=0.15)
 
 
+SMALL = Workload(load_shape("llama-3.2-1b"), "sft", 1, 256, "fp32-autocast", checkpoint=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_small_step_waits_for_the_processor(accumulate: int) -> None:
+    workload = replace(SMALL, accumulate=accumulate)
+    hardware, policy = machine("sft")
+    found = fit_training(workload, hardware, policy)
+    assert found.waits_for_processor
+    assert found.ways[1].time_s == pytest.approx(found.launch_s)
+    slow = replace(hardware, launch_s=3 * hardware.launch_s)
+    assert fit_training(workload, slow, policy).ways[1].time_s == pytest.approx(3 * found.launch_s)
+    # Waits are where launches take longer than computation, which nothing cuts short.
+    steps = (
+        training_step(workload, it, 256 << 20) for it in (hardware, replace(hardware, launch_s=0))
+    )
+    for unit, ahead in zip(*(it.units for it in steps), strict=True):
+        assert unit.forward_s >= ahead.forward_s
+        assert unit.backward_s >= ahead.backward_s
+        assert unit.update_s >= ahead.update_s
+
+
+def test_launches_run_ahead_of_a_large_step() -> None:
+    """A long head makes up for layers whose launches take longer than their computation."""
+    hardware, policy = machine("sft")
+    found = fit_training(replace(SMALL, batch=8, seq=1024), hardware, policy)
+    assert not found.waits_for_processor
+    step = training_step(replace(SMALL, batch=8, seq=1024), hardware, 256 << 20)
+    ahead = replace(hardware, launch_s=hardware.launch_s / 2)
+    other = training_step(replace(SMALL, batch=8, seq=1024), ahead, 256 << 20)
+    # But for kernels that are shorter than a launch.
+    assert step.passes_s == pytest.approx(other.passes_s, rel=0.02)
+
+
 def test_all_resident_takes_the_time_of_stock_but_for_checkpoints() -> None:
     found = trained("llama-2-7b", mode="lora", gpu="h200")
     umem, stock, offload = found.ways
@@ -368,14 +402,15 @@ def test_adapters_are_those_that_peft_makes(
 
 
 def test_quantised_weights_take_their_bits_and_scales() -> None:
-    """bitsandbytes quantises the matrices of layers, in blocks of 64."""
+    """bitsandbytes quantises the matrices of layers, in blocks of 64; PEFT makes others float32."""
     hardware = load_hardware("h100-sxm")
-    matrices = LLAMA_7B - 2 * 32_000 * 4096 - 65 * 4096
+    others = 2 * 32_000 * 4096 + 65 * 4096
+    matrices = LLAMA_7B - others
     workload = Workload(load_shape("llama-2-7b"), "lora", 1, 64, "bf16", True, rank=1)
     whole = class_bytes(workload, hardware)["weights"]
     for name, width in (("nf4", 0.5 + 4 / 64), ("nf4-double", 0.5 + 1 / 64), ("int8", 1.0)):
         found = class_bytes(replace(workload, quantised=name), hardware)["weights"]
-        assert whole - found == pytest.approx((2 - width) * matrices, rel=1e-3)
+        assert whole - found == pytest.approx((2 - width) * matrices - 2 * others, rel=1e-3)
 
 
 def test_8_bit_state_has_a_byte_and_a_scale_for_each_256_and_stays() -> None:
@@ -612,6 +647,12 @@ def test_one_machine_fits_into_80_columns(run: Run) -> None:
     assert "umem run --policy sft" in text
     assert "roofline of h100-sxm" in text
     assert "not measured" in text
+
+
+def test_the_processor_is_named_where_it_is_the_limit(run: Run) -> None:
+    words = ("fit", "llama-3.2-1b", "--batch", 1, "--gpu", "h100-sxm")
+    assert "processor is the limit" in run(*words, "--seq", 256)[1]
+    assert "processor is the limit" not in run(*words, "--seq", 8192)[1]
 
 
 @pytest.mark.slow

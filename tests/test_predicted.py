@@ -10,13 +10,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from umem_bench.predicted import checks, heading, run_predicted, tables
+from umem_bench.predicted import checks, heading, run_predicted, system_workload, tables
 from umem_bench.results import Measurement, Run, read_results
 from umem_bench.shapes import SYSTEMS
 from umem_bench.tables import markdown
 
 from umem import load_hardware, load_policy
 from umem.fit import Workload, fit_training, load_shape
+from umem.fit.estimate import stock_bytes
 from umem.policy import resolve
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
@@ -74,21 +75,53 @@ def test_predictions_are_the_present_codes(run: Run) -> None:
         assert (now.benchmark, now.error) == (kept.benchmark, kept.error)
 
 
+@pytest.mark.parametrize(
+    ("file", "system"),
+    [
+        ("h100-systems-large", "hf_trainer_sft"),
+        ("h100-systems-xlarge", "hf_trainer_sft"),
+        ("h100-systems-equal-speed", "hf_trainer_lora"),
+        ("h100-systems-xlarge", "hf_trainer_lora"),
+        ("h200-systems-lens-and-qlora", "hf_trainer_qlora"),
+    ],
+)
+def test_bytes_of_stock_are_those_that_torch_allocated(file: str, system: str) -> None:
+    header, *rows = map(json.loads, (RESULTS / f"{file}.jsonl").read_text().splitlines())
+    row = next(it for it in rows if (it["system"], it["variant"]) == (system, "stock"))
+    workload, _ = system_workload(system, header["settings"])
+    found = stock_bytes(workload, load_hardware("h100-sxm"))
+    assert found == pytest.approx(row["peak_allocated_bytes"], rel=0.02)
+
+
 @pytest.mark.slow
 def test_the_gh200_beside_superoffload_is_predicted_as_its_page_says() -> None:
-    page = (RESULTS.parents[1] / "docs" / "gh200.md").read_text(encoding="utf-8")
-    for name, model in (("Qwen3-14B", "qwen3-14b"), ("Phi-4", "phi-4")):
+    docs = RESULTS.parents[1] / "docs"
+    page = (docs / "gh200.md").read_text(encoding="utf-8")
+    of_models = (
+        ("Qwen3-14B", "qwen3-14b", 4096),
+        ("Phi-4", "phi-4", 4096),
+        ("Llama-3.1-8B", "llama-3.1-8b", 4096),
+        ("GPT-OSS-20B, 8,192 tokens", "gpt-oss-20b", 8192),
+    )
+    said = []
+    for name, model, seq in of_models:
         cells = []
         for gpu in ("gh200-96", "gh200-144"):
             shape, hardware = load_shape(model), load_hardware(gpu)
-            workload = Workload(shape, "sft", 4, 4096, "bf16-master", checkpoint=True)
+            workload = Workload(shape, "sft", 4, seq, "bf16-master", checkpoint=True)
             policy = resolve(load_policy("sft"), hardware, {})
             step_s = fit_training(workload, hardware, policy).umem.time_s
             assert step_s is not None
-            attention = 16 * len(shape.layers) * shape.hidden * 4096**2
-            flops = 4 * (8 * shape.parameters * 4096 + attention)
-            cells.append(f"{step_s:.2f} s, {flops / step_s / 1e12:.0f} TFLOP/s")
+            attention = 16 * len(shape.layers) * shape.hidden * seq**2
+            flops = 4 * (8 * shape.parameters * seq + attention)
+            speed = "" if shape.has_experts else f", {flops / step_s / 1e12:.0f} TFLOP/s"
+            cells.append(f"{step_s:.2f} s{speed}")
         assert f"| {name} | {' | '.join(cells)} |" in page
+        said += [cells[0].partition(", ")[2]]
+    lines = (docs / "predicted.md").read_text(encoding="utf-8")
+    assert f"Qwen3-14B at {said[0]} and Phi-4 at {said[1]} on a GH200 of 96 GB" in " ".join(
+        lines.split()
+    )
 
 
 def test_the_gh200s_steps_are_those_of_the_committed_predictions() -> None:

@@ -195,7 +195,7 @@ def test_names_and_metadata(lora: Trace) -> None:
     ("model", "mode", "options", "message"),
     [
         ("llama2-7b", "sft", {}, r"unknown model 'llama2-7b', did you mean 'llama-2-7b'\?"),
-        ("gpt", "sft", {}, r"unknown model 'gpt'\. Known: deepseek"),
+        ("bert", "sft", {}, r"unknown model 'bert'\. Known: deepseek"),
         ("llama-2-7b", "lorra", {}, r"unknown mode 'lorra', did you mean 'lora'\?"),
         ("llama-tiny", "sft", {"precision": "fp16"}, r"unknown precision 'fp16', did you mean"),
         ("llama-tiny", "sft", {"batch": 0}, r"batch is 0: give a whole number from 1 to 4096"),

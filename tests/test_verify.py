@@ -23,6 +23,7 @@ from umem_bench.verify import PAGE, RECORD, Verification
 
 import umem.cli.verify
 from umem import UmemError, load_hardware
+from umem.cuda import bindings
 from umem.doctor import Check, Report, Section, Status
 
 GIB = 1 << 30
@@ -212,6 +213,21 @@ def test_ctrl_c_ends_in_one_line_and_keeps_what_was_measured(
     record = read(tmp_path)
     assert record["state"] == "not finished"
     assert [it.get("measured_s") for it in record["rows"]] == [0.1, 0.1, None]
+
+
+@pytest.mark.slow
+def test_one_pool_is_told_what_runs_there(
+    tmp_path: Path, asked: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(umem.cli.verify, "collect", lambda: None, raising=False)
+    monkeypatch.setattr(umem.cli.verify, "diagnose", lambda _: DIAGNOSIS, raising=False)
+    monkeypatch.setattr(bindings, "device_pci_address", lambda _: "0000:01:00.0")
+    monkeypatch.setattr(bindings, "nvml_memory_bytes", lambda _: None)
+    status, text, errors = run("verify", "--output", tmp_path)
+    assert (status, text) == (2, "")
+    assert "0000:01:00.0" in errors
+    assert "umem hardware measure" in errors
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -52,6 +53,7 @@ __all__ = [
     "predict_generation",
     "predict_training",
     "run_predicted",
+    "system_workload",
     "tables",
 ]
 
@@ -63,13 +65,47 @@ EXCEPTIONS = Path(__file__).with_name("predicted_exceptions.yaml")
 _KINDS = ("training", "scale", "generate", "load", "systems")
 _OTHERS = "another system's, or a variant to compare with"
 _PLAIN = ("stock", "stock-again", "floor")
-_SYSTEMS: Mapping[str, tuple[str, ...]] = {
-    "hf_trainer_sft": (),
-    "hf_trainer_device_map": (),
-    "ddp": (),
-    "hf_trainer_lora": (ALL_LINEAR,),
+
+
+@dataclass(frozen=True)
+class _Program:
+    """How a program of ``tests/systems`` trains a Llama of known shape."""
+
+    precision: str = "fp32-autocast"
+    targets: tuple[str, ...] = ()
+    """Matrices with adapters; none for full fine-tuning."""
+    quantised: str = ""
+    divides: bool = False
+    """Whether its GPUs divide weights, gradients and state."""
+
+
+_LORA = _Program("bf16", (ALL_LINEAR,))
+_PROGRAMS: Mapping[str, _Program | str] = {
+    **dict.fromkeys(("hf_trainer_sft", "hf_trainer_device_map", "trl_sft", "ddp"), _Program()),
+    "hf_trainer_lora": _LORA,
+    "hf_trainer_qlora": replace(_LORA, quantised="nf4-double"),
+    "deepspeed_zero2": _Program("bf16-master"),
+    "fsdp2": _Program(divides=True),
+    "deepspeed_zero3": "ZeRO-3's gathering of each weight, which umem fit does not count",
+    "torch_compile": "compiled layers, which have fewer kernels than umem fit counts",
+    **dict.fromkeys(
+        ("megatron_core", "megatron_core_pipeline", "megatron_core_tensor"),
+        "attention whose scores are whole tensors, in Megatron's own layers",
+    ),
+    **dict.fromkeys(
+        ("transformer_lens_cache", "transformer_lens_forward", "transformer_lens_two_devices"),
+        "a forward pass alone, whose activations a library takes out or edits",
+    ),
 }
-"""Programs of ``tests/systems`` that train a Llama of known shape, and what they adapt of it."""
+"""Or why umem fit predicts nothing of it."""
+
+_FLASH = {64: (256e12, 214e12), 128: (284e12, 257e12)}
+"""By width of a head, FLOP/s of flash attention, forward and backward, on one H100
+(``h100-kernel-rates.txt``). A profile has those of cuDNN, which is not deterministic."""
+
+
+_LEFT_OUT = datetime(2026, 11, 29, 20, 51, tzinfo=UTC)
+"""From then on umem's plans leave a program's checkpoints out."""
 
 
 class NotPredictedError(Exception):
@@ -122,6 +158,7 @@ def _settled(header: Header, times_s: Any) -> list[float]:
 def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
     """Seconds of a row by its shape; raises `NotPredictedError` without one."""
     hardware, settings, variant = _profile(header.machine.gpu), header.settings, row["variant"]
+    recomputes = datetime.fromisoformat(str(header.date)) >= _LEFT_OUT
     budget_bytes = row.get("budget_bytes")
     if header.benchmark == "load":
         raise NotPredictedError("umem predicts no loading of files")
@@ -135,21 +172,47 @@ def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
         if budget_bytes and row["budget_percent"] == 100 and variant.startswith("umem"):
             variant = "stock"  # a plan that moves nothing, which predicts nothing
         method, accumulate = row["method"], workload.trainer_batches or 1
+        hardware = _with_flash(hardware, workload.model)
         return predict_training(workload.model, method, variant, hardware, None, accumulate)
     if isinstance(settings, ScaleSettings):
         case = row["case"]
         method, shape = "lora" if case in LORA_CASES else "sft", settings.cases[case]
         accumulate = settings.accumulate
-        return predict_training(shape, method, variant, hardware, budget_bytes, accumulate)
+        return predict_training(
+            shape, method, variant, hardware, budget_bytes, accumulate, recomputes=recomputes
+        )
     assert isinstance(settings, dict), header.benchmark
-    system, size = row["system"], str(settings["size"])
-    if system not in _SYSTEMS or size not in SYSTEMS:
-        raise NotPredictedError("a program whose shape umem fit is not told")
-    targets = _SYSTEMS[system]
+    asked, shape = system_workload(row["system"], settings)
     plain = "stock" if variant == "umem" else variant.removesuffix("-budget")
-    method, shape = "lora" if targets else "sft", SYSTEMS[size]
-    shape = shape.model_copy(update={"weights": "bfloat16"}) if targets else shape
-    return predict_training(shape, method, plain, hardware, budget_bytes, 1, targets)
+    return _step_s(asked, plain, _with_flash(hardware, shape), budget_bytes, recomputes)
+
+
+def system_workload(system: str, settings: Mapping[str, Any]) -> tuple[Workload, LlamaShape]:
+    """What a program of ``tests/systems`` trains; settings are those of its results file.
+
+    Raises `NotPredictedError` if `umem fit` predicts nothing of it.
+    """
+    program, shape = _PROGRAMS[system], SYSTEMS.get(str(settings["size"]))
+    if isinstance(program, str) or shape is None:
+        raise NotPredictedError(program if isinstance(program, str) else "a small program")
+    workload = Workload(
+        _model_shape(shape),
+        "lora" if program.targets else "sft",
+        shape.batch,
+        shape.tokens,
+        program.precision,
+        shape.checkpoint,
+        gpus=int(settings["ranks"]) if program.divides else 1,
+        targets=program.targets,
+        quantised=program.quantised,
+    )
+    return workload, shape
+
+
+def _with_flash(hardware: Hardware, shape: LlamaShape) -> Hardware:
+    """A machine whose attention is flash, as the benchmark or deterministic algorithms have it."""
+    forward, backward = _FLASH[shape.head_dim or shape.hidden // shape.heads]
+    return replace(hardware, attention_flops_per_s=forward, attention_backward_flops_per_s=backward)
 
 
 def _profile(gpu: str | None) -> Hardware:
@@ -164,9 +227,12 @@ def predict_training(
     hardware: Hardware,
     budget_bytes: int | None,
     accumulate: int = 1,
-    targets: tuple[str, ...] = (),
+    *,
+    recomputes: bool = True,
 ) -> float:
     """Seconds of a training step, as `umem fit` has them.
+
+    Without `recomputes`, a plan leaves the program's checkpoints in and makes none.
 
     Raises an error for a variant that umem predicts nothing of, and where nothing fits.
     """
@@ -179,8 +245,19 @@ def predict_training(
         shape.checkpoint,
         accumulate=accumulate,
         rank=shape.lora_rank,
-        targets=targets or shape.lora_targets,
+        targets=shape.lora_targets,
     )
+    return _step_s(workload, variant, hardware, budget_bytes, recomputes)
+
+
+def _step_s(
+    workload: Workload,
+    variant: str,
+    hardware: Hardware,
+    budget_bytes: int | None,
+    recomputes: bool,
+) -> float:
+    """Seconds of a step; errors as of :func:`predict_training`."""
     budget = budget_bytes or hardware.device_bytes
     if variant in _PLAIN or variant == "umem-backward":
         step = training_step(workload, hardware, largest_slot_bytes(budget))
@@ -200,7 +277,8 @@ def predict_training(
             raise NotPredictedError(str(error)) from None
     if variant != "umem":
         raise NotPredictedError(_OTHERS)
-    policy = replace(resolve(load_policy(method), hardware, {}), device_budget_bytes=budget)
+    policy = replace(resolve(load_policy(workload.mode), hardware, {}), device_budget_bytes=budget)
+    policy = replace(policy, recomputes=recomputes)
     way = fit_training(workload, hardware, policy).umem
     if way.time_s is None:
         raise NotPredictedError(way.why_not)

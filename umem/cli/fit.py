@@ -343,6 +343,7 @@ def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
         },
         "activations": [asdict(it) for it in answer.choices],
         "slices_loss": answer.slices_loss,
+        "launch_s": answer.launch_s if is_timed else None,
         "largest_batch": answer.largest_batch,
         "largest_stock_batch": answer.largest_stock_batch,
         "policy": _policy_text(question, answer, budget),
@@ -378,10 +379,13 @@ def _print_one(
     console: Console, question: Workload, answer: Fit, budget: str | None, target: Path | None
 ) -> None:
     """Print the answer for one machine."""
-    console.print(
-        f"{_heading(question)} on {plain(answer.hardware)}: {_size(answer.budget_bytes)} of "
-        f"device memory, {_size(answer.host_limit_bytes)} of host memory\n"
+    there = f"{_size(answer.budget_bytes)} of "
+    there += (
+        "the memory that host and device share"
+        if answer.one_pool
+        else f"device memory, {_size(answer.host_limit_bytes)} of host memory"
     )
+    console.print(f"{_heading(question)} on {plain(answer.hardware)}: {there}\n")
     is_planned = answer.umem.time_s is not None
     where = ("device", "host") if is_planned else ()
     table = output.make_table("class", numbers=("size", *where))
@@ -403,6 +407,11 @@ def _print_one(
             console.print(f"{_WAYS[way.name]} does not fit: {plain(way.why_not)}")
     if answer.slices_loss:
         console.print("umem computes the loss in slices of rows, which has no room otherwise")
+    if answer.rates != "unknown" and answer.waits_for_processor:
+        console.print(
+            "the processor is the limit: launching all kernels takes "
+            f"{output.format_seconds(answer.launch_s)}"
+        )
     console.print()
     if answer.rates != "unknown" and any(it.choice != "kept" for it in answer.choices):
         output.print_choices(console, answer.choices)
@@ -411,14 +420,18 @@ def _print_one(
         f"largest batch: {answer.largest_batch or 'none'} with umem, "
         f"{answer.largest_stock_batch or 'none'} with stock"
     )
-    if answer.umem.host_bytes is not None:
+    beside = (
+        f"a process without tensors: {format_bytes(CONTEXT_BYTES)} of device memory, "
+        f"{format_bytes(PROCESS_BYTES)} of host memory"
+    )
+    if answer.one_pool:
+        console.print(f"nothing is moved within one memory: umem's way is stock's\n{beside}")
+    elif answer.umem.host_bytes is not None:
         needed_bytes = answer.umem.host_bytes * question.gpus
         console.print(
             f"host memory: needs {format_bytes(needed_bytes)}; "
             f"{format_bytes(answer.host_limit_bytes)} available, of which umem locks "
-            f"{100 * PINNED_SHARE:.0f} %\n"
-            f"a process without tensors: {format_bytes(CONTEXT_BYTES)} of device memory, "
-            f"{format_bytes(PROCESS_BYTES)} of host memory"
+            f"{100 * PINNED_SHARE:.0f} %\n{beside}"
         )
     console.print(_advice(question, answer, budget, target), soft_wrap=True)
     if answer.rates == "unknown":
@@ -428,7 +441,11 @@ def _print_one(
         )
         return
     console.print(
-        _basis(question, f"the roofline of {answer.hardware}, with {answer.rates} rates,"),
+        _basis(
+            question,
+            f"the roofline of {answer.hardware}, with {answer.rates} rates,",
+            has_offload=len(answer.ways) > 2,
+        ),
         style="dim",
     )
 
@@ -443,7 +460,8 @@ def _advice(question: Workload, answer: Fit, budget: str | None, target: Path | 
             "lora": "--checkpoint, a shorter --seq",
             "inference": "a shorter --seq",
         }
-        return f"try: {remedies[question.mode]}, a larger --gpu or more host memory"
+        more = "a larger --gpu" if answer.one_pool else "a larger --gpu or more host memory"
+        return f"try: {remedies[question.mode]}, {more}"
     script = "generate.py" if question.mode == "inference" else "train.py"
     limit = f"UMEM_DEVICE_BUDGET={budget} " if budget and target is None else ""
     policy = question.mode if target is None else shlex.quote(str(target))
@@ -456,10 +474,10 @@ def _advice(question: Workload, answer: Fit, budget: str | None, target: Path | 
     return words
 
 
-def _basis(question: Workload, rooflines: str) -> str:
+def _basis(question: Workload, rooflines: str, *, has_offload: bool) -> str:
     """What an answer rests on."""
     words = f"Predicted by {rooflines} and umem's planner, not measured."
-    if question.mode != "inference":
+    if has_offload:
         words += "\nCPU offload, assumed: state and gradients copied once a step, without overlap."
     if question.gpus > 1:
         words += "\nNot counted: what GPUs send each other, so that steps take longer."
@@ -491,6 +509,7 @@ def _print_machines(console: Console, question: Workload, answers: list[Fit]) ->
             plain(answer.hardware),
             *_time(umem, instead="too large"),
             *(_time(way)[1] or "too large" for way in others),
+            *[""] * (len(speeds) - len(others)),
             _size(umem.device_bytes),
             _size(umem.host_bytes),
             f"{answer.largest_batch:,}" if answer.largest_batch else "none",
@@ -500,7 +519,8 @@ def _print_machines(console: Console, question: Workload, answers: list[Fit]) ->
     counts = Counter(answer.rates for answer in answers)
     of_rates = ", ".join(f"{counts[it]} {it}" for it in ("measured", "published", "assumed"))
     console.print(f"Rates: {of_rates}; umem hardware list says which.", style="dim")
-    console.print(_basis(question, "each profile's roofline"), style="dim")
+    basis = _basis(question, "each profile's roofline", has_offload=len(speeds) > 1)
+    console.print(basis, style="dim")
 
 
 def _time(way: Way, *, instead: str = "does not fit", is_timed: bool = True) -> tuple[str, str]:

@@ -16,10 +16,13 @@ from umem.core.units import format_bytes
 
 if TYPE_CHECKING:
     from umem.doctor import Report, collect, diagnose
+    from umem.hardware.load import MEASURE
 
 __all__ = ["app"]
 
-_loads_names = loads_names(globals(), {"umem.doctor": "collect diagnose"})
+_loads_names = loads_names(
+    globals(), {"umem.doctor": "collect diagnose", "umem.hardware.load": "MEASURE"}
+)
 
 app = output.make_app()
 
@@ -72,8 +75,11 @@ def _verify(diagnosis: Report, folder: Path, minutes: float, say: output.Progres
 
     try:
         card = Card.find()
-    except OSError as error:  # as where CPU and GPU share one pool, which NVML does not report
-        raise UmemError(str(error)) from None
+    except OSError as error:
+        raise UmemError(
+            f"{error}. Where CPU and GPU share one memory it reports none to hold budgets against: "
+            f"run `{MEASURE}` and `umem doctor` there"
+        ) from None
     if card.free_bytes < LEAST_FREE_BYTES:
         raise UmemError(
             f"the GPU has {format_bytes(card.free_bytes)} free, and the trainings need "

@@ -67,10 +67,14 @@ _FIRST_SHARE, _FIRST_SHARE_OF_TRAINING = 1 / 8, 1 / 2
 """Part of the budget that is left free until a plan is made, where weights and it do not fit:
 :mod:`umem.streaming.weights.model_weights`."""
 
-_KERNEL_S = 22e-6
-"""The processor's time for a kernel of transformers' loop that generates: 32 ms a token of
-Llama-2-7B, 33 of 13B, 46 of Code Llama 34B and 97 of Qwen3-30B-A3B, in ``benchmarks/results``
-(``h100-generate.jsonl``, ``h100-generate-experts.jsonl``)."""
+_TOKEN_LAUNCHES = 4.5
+"""The processor's time for a kernel of transformers' loop that generates, in bare launches: 22 us
+where such a launch takes 4.9. 32 ms a token of Llama-2-7B, 33 of 13B, 46 of Code Llama 34B and 97
+of Qwen3-30B-A3B, in ``benchmarks/results`` (``h100-generate.jsonl``,
+``h100-generate-experts.jsonl``)."""
+
+_BOUND_SHARE = 0.95
+"""Of a step, from which on launches bound it: updates of streamed state may run beside them."""
 
 _MOST_BATCH = 4096
 
@@ -127,13 +131,36 @@ class Fit:
     largest_batch: int
     """With umem; 0 if none fits."""
     largest_stock_batch: int
+    launch_s: float
+    """The processor's time to launch the kernels of a step or a token, the least that any takes."""
     slices_loss: bool = False
     """Whether umem computes the loss in slices of rows, which has no room otherwise."""
+    one_pool: bool = False
+    """Whether host and device share one memory, within which nothing is moved."""
 
     @property
     def umem(self) -> Way:
         """The way with umem."""
         return self.ways[0]
+
+    @property
+    def waits_for_processor(self) -> bool:
+        """Whether the device waits for launches, where nothing has to move."""
+        times_s = [it.time_s for it in self.ways[:2] if it.time_s is not None]
+        return bool(times_s) and self.launch_s > _BOUND_SHARE * min(times_s)
+
+
+def _in_one_pool(found: Fit) -> Fit:
+    """The answer where nothing is moved: umem's way is stock's, and no optimizer is elsewhere."""
+    stock = found.ways[1]
+    classes = {name: Place(place.size_bytes, 0) for name, place in found.classes.items()}
+    return replace(
+        found,
+        classes=classes,
+        ways=(replace(stock, name="umem"), stock),
+        largest_batch=found.largest_stock_batch,
+        one_pool=True,
+    )
 
 
 class _Room(NamedTuple):
@@ -301,7 +328,7 @@ def fit_training(
         + gradient_bytes / hardware.copy_to_host_bytes_per_s
     )
     away_bytes = state_bytes + gradient_bytes
-    return Fit(
+    found = Fit(
         hardware=hardware.name,
         rates=hardware.rates,
         budget_bytes=budget_bytes,
@@ -317,8 +344,10 @@ def fit_training(
             most, is_planned, workload.batch if umem.time_s is not None else 0
         ),
         largest_stock_batch=_largest_batch(is_stock),
+        launch_s=step.launch_s,
         slices_loss=slices_loss and umem.time_s is not None,
     )
+    return _in_one_pool(found) if hardware.one_pool else found
 
 
 def _find_plan(
@@ -603,7 +632,7 @@ def fit_inference(
     home_bytes = placed.streamed_bytes + placed.in_place_bytes
     share = _read_share(shape, batch)
     resident = share * (all_bytes - home_bytes) + cache
-    kernels_s = _KERNEL_S * _token_kernels(shape)
+    kernels_s = _TOKEN_LAUNCHES * hardware.launch_s * _token_kernels(shape)
     time_s = max(
         kernels_s,
         resident / hardware.memory_bytes_per_s,
@@ -611,7 +640,7 @@ def fit_inference(
     )
     stock_s = max(kernels_s, (share * all_bytes + cache) / hardware.memory_bytes_per_s)
     umem_bytes, everything_bytes = beside + placed.device_bytes, beside + movable_bytes
-    return Fit(
+    found = Fit(
         hardware=hardware.name,
         rates=hardware.rates,
         budget_bytes=budget_bytes,
@@ -629,7 +658,9 @@ def fit_inference(
         ),
         largest_batch=_largest_batch(has_room),
         largest_stock_batch=_largest_batch(is_stock),
+        launch_s=kernels_s,
     )
+    return _in_one_pool(found) if hardware.one_pool else found
 
 
 def _token_kernels(shape: ModelShape) -> int:

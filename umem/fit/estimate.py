@@ -1,7 +1,8 @@
 """A training step from a model's shape: sizes and durations of its units, without a trace.
 
 The operators are those that torch and transformers run for a Llama in eager mode. Their bytes per
-element were read from traces of ``umem simulate``. Each operator takes the time of the roofline.
+element were read from traces of ``umem simulate``. Each operator takes the time of the roofline,
+and a step at least the processor's time to launch them all.
 """
 
 from __future__ import annotations
@@ -53,6 +54,13 @@ _BLOCK_8BIT, _LEAST_8BIT = 256, 4096
 
 LEAST_MOVED_BYTES = 1 << 20
 """Smaller tensors stay on the device, by ``min_bytes`` of the policies sft and lora."""
+
+_FORWARD_LAUNCHES, _CHECKPOINTED_LAUNCHES, _BACKWARD_LAUNCHES = 9, 14, 2
+"""The processor's time for a kernel of a training, in bare launches: in a forward pass Python calls
+modules and the graph is made, for which a checkpoint takes each tensor in hand, also where it runs
+the pass again; the backward pass is C++. With these the trainings of ``benchmarks/results`` that
+wait for the processor are least off. Such trainings take up to twice as long on one host as on
+another with the same GPU."""
 
 
 class Operator(NamedTuple):
@@ -119,6 +127,19 @@ class Workload:
         return 4 if self.autocasts else 2
 
     @property
+    def widens(self) -> bool:
+        """Whether what is not quantised is float32, as of PEFT's prepare_model_for_kbit_training.
+
+        What layers hand on is so, too.
+        """
+        return self.mode == "lora" and bool(self.quantised)
+
+    @property
+    def hidden_width(self) -> int:
+        """Bytes of a number that one layer hands on to the next."""
+        return 4 if self.autocasts or self.widens else 2
+
+    @property
     def moments(self) -> int:
         """Tensors of the optimizer's own for a trained parameter."""
         return MOMENTS[self.optimizer]
@@ -143,8 +164,12 @@ class Workload:
     def weight_bytes(self, matrix: Matrix) -> int:
         """Bytes of a matrix. bitsandbytes quantises no tables, routers and experts."""
         if self.trains_all or not self.quantised or _is_whole(matrix):
-            return self.weight_width * matrix.parameters
+            return self.whole_bytes(matrix.parameters)
         return int(QUANTISED[self.quantised] * matrix.parameters)
+
+    def whole_bytes(self, parameters: int) -> int:
+        """Bytes of weights that are not quantised."""
+        return (4 if self.widens else self.weight_width) * parameters
 
     @property
     def update_bytes(self) -> Kernels:
@@ -210,11 +235,11 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
             "and no autocast: give bf16-master or bf16"
         )
     seconds = _roofline(hardware)
-    parts = _parts(workload, seconds)
+    parts, launch_s = _with_waits(_parts(workload, seconds), workload, hardware)
     peaks_forward, peaks_backward, step_peak_bytes = _peaks(workload, parts, deferred=True)
     units, weights = [], {}
     # A layer that runs twice keeps its input.
-    input_bytes = workload.tokens * workload.shape.hidden * (4 if workload.autocasts else 2)
+    input_bytes = workload.tokens * workload.shape.hidden * workload.hidden_width
     kept = _parts(replace(workload, checkpoint=False), seconds) if workload.checkpoint else parts
     freed_bytes = {
         part.name: part.working.saved - input_bytes
@@ -259,7 +284,40 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
         model_flops=workload.accumulate * sum(part.flops for part in parts),
         freed_bytes={} if workload.checkpoint else freed_bytes,
         checkpointed_bytes=freed_bytes if workload.checkpoint else {},
+        launch_s=launch_s,
     )
+
+
+def _with_waits(
+    parts: Sequence[_Part], workload: Workload, hardware: Hardware
+) -> tuple[list[_Part], float]:
+    """Units whose passes wait for the processor, and its time to launch a step's kernels.
+
+    Launches run ahead of the device, over the whole step: only where all of them take longer than
+    all computation does the device wait, in the passes in which it is the faster.
+    """
+    launches = [(it.forward_launches, it.backward_launches) for it in parts]
+    launch_s = hardware.launch_s * sum(map(sum, launches))
+    passes_s = sum(it.forward_s + it.backward_s for it in parts)
+    waits_s = launch_s - passes_s - sum(it.update_s for it in parts) / workload.accumulate
+    if waits_s > 0:
+        behind_s = [
+            (
+                max(0.0, hardware.launch_s * forward - it.forward_s),
+                max(0.0, hardware.launch_s * backward - it.backward_s),
+            )
+            for it, (forward, backward) in zip(parts, launches, strict=True)
+        ]
+        share = waits_s / sum(map(sum, behind_s))
+        parts = [
+            replace(
+                it,
+                forward_s=it.forward_s + share * forward_s,
+                backward_s=it.backward_s + share * backward_s,
+            )
+            for it, (forward_s, backward_s) in zip(parts, behind_s, strict=True)
+        ]
+    return list(parts), workload.accumulate * launch_s
 
 
 def stock_bytes(workload: Workload, hardware: Hardware) -> int:
@@ -295,6 +353,9 @@ class _Part:
     update_s: float
     forward_s: float
     backward_s: float
+    forward_launches: int
+    """The processor's time in the forward pass, in bare launches."""
+    backward_launches: int
     working: _Working
     flops: float
 
@@ -331,7 +392,7 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     """Units of the step, in the order of the forward pass."""
     shape, tokens, width = workload.shape, workload.tokens, workload.weight_width
     hidden, vocabulary = tokens * shape.hidden, tokens * shape.vocabulary
-    residual = 4 if workload.autocasts else 2
+    residual = workload.hidden_width
     of_kinds: dict[int, _Part] = {}
     table = Matrix(_TABLE, shape.hidden, shape.vocabulary)
     lookup = [Operator(0, 2 * residual * hidden, "unvectorised")]
@@ -360,8 +421,8 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
                 again,
             )
         parts.append(replace(made, name=f"model.layers.{number}"))
-    norm = _vectors(_NORM[workload.autocasts], hidden)
-    norm_saved = (8 if workload.autocasts else 6) * hidden
+    norm = _vectors(_NORM[residual == 4], hidden)
+    norm_saved = (4 + residual) * hidden
     norm_working = _Working(norm_saved, norm_saved + residual * hidden, 24 * hidden)
     norm_back = _norm_backward(workload, hidden)
     parts.append(
@@ -371,8 +432,7 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     )
     head, head_back = _product(workload, table, tokens, casts_input=True)
     loss, loss_back = _vectors(_LOSS, vocabulary), _vectors(_LOSS_BACK, vocabulary)
-    cast = 2 * table.parameters if workload.autocasts else 0
-    inputs = (2 * hidden + cast) if workload.autocasts else 0
+    inputs = 2 * hidden + 2 * table.parameters if residual == 4 else 0
     of_loss = loss_bytes(workload)
     head_working = _Working(0, *(norm_saved + inputs + size_bytes for size_bytes in of_loss))
     own = () if shape.tied else (table,)
@@ -419,7 +479,7 @@ def _part(
     is_streamed = workload.optimizer != "adamw8bit"
     moved_bytes = sum(it for it in state if is_streamed and it // tensors >= LEAST_MOVED_BYTES)
     all_state_bytes = sum(state) + workload.state_bytes(parameters - sum(sizes)) // shards
-    weight_bytes = sum(map(workload.weight_bytes, matrices)) + workload.weight_width * small
+    weight_bytes = sum(map(workload.weight_bytes, matrices)) + workload.whole_bytes(small)
     # The many small matrices of adapters are updated by one kernel.
     updated = sizes if workload.trains_all else [parameters]
     updates = [
@@ -454,6 +514,10 @@ def _part(
         update_s=seconds(updates),
         forward_s=seconds(forward),
         backward_s=seconds(backward) + seconds(again) + seconds(sums),
+        forward_launches=len(forward)
+        * (_CHECKPOINTED_LAUNCHES if workload.checkpoint else _FORWARD_LAUNCHES),
+        backward_launches=_CHECKPOINTED_LAUNCHES * len(again)
+        + _BACKWARD_LAUNCHES * (len(backward) + len(sums)),
         working=working,
         flops=sum(it.flops for it in (*forward, *backward)),
     )
@@ -519,7 +583,7 @@ def _vectors(kernels: Kernels, elements: int) -> list[Operator]:
 
 
 def _norm_backward(workload: Workload, elements: int) -> list[Operator]:
-    operators = _vectors(_NORM_BACK[workload.autocasts], elements)
+    operators = _vectors(_NORM_BACK[workload.hidden_width == 4], elements)
     if workload.trains_all:
         operators += _vectors(_NORM_BACK_TRAINED[workload.autocasts], elements)
     return operators
@@ -534,7 +598,7 @@ def _product(
     product = Operator(flops, 2 * (inputs + matrix.parameters + outputs))
     # The gradient of the input, and that of a trained weight.
     forward, backward = [product], [product] * (2 if workload.trains_all else 1)
-    if workload.autocasts:
+    if workload.autocasts or (workload.widens and _is_whole(matrix)):
         forward += _vectors(_NARROW, matrix.parameters)
         if workload.trains_all:
             backward += _vectors(_WIDEN, matrix.parameters)
@@ -543,9 +607,11 @@ def _product(
             backward += _vectors(_WIDEN, inputs)
     if workload.weight_bytes(matrix) < workload.weight_width * matrix.parameters:
         # To bfloat16, in either pass.
-        widened = Operator(0, workload.weight_bytes(matrix) + 2 * matrix.parameters)
-        forward.append(widened)
-        backward.append(widened)
+        widened = [Operator(0, workload.weight_bytes(matrix) + 2 * matrix.parameters)]
+        if workload.quantised == "nf4-double":  # the scales first, and their mean
+            widened += [Operator(0, 5 * matrix.parameters // 64)] * 2
+        forward += widened
+        backward += widened
     if workload.has_adapter(matrix):
         forward += _vectors(_WIDEN, inputs) + _vectors(_ADAPTER, outputs)
         of_output, of_input = _ADAPTER_BACK
@@ -579,7 +645,7 @@ def _layer_operators(
         forward, tail = forward[: -len(last)], last
     else:
         tail = []
-    norm = _NORM[autocasts]
+    norm = _NORM[workload.hidden_width == 4]
     for _ in range(layer.norms):
         forward += _vectors(norm, hidden)
         backward += _norm_backward(workload, hidden)
@@ -593,8 +659,8 @@ def _layer_operators(
     backward += _vectors(_COPY, tokens * layer.values)
     attention, attention_back = _attention(workload, layer)
     forward, backward = [*forward, attention], [*backward, attention_back]
-    forward += _vectors(_ADD[autocasts], hidden)
-    tail += _vectors(_ADD[autocasts], hidden)
+    add = _vectors(_ADD[workload.hidden_width == 4], hidden)
+    forward, tail = [*forward, *add], [*tail, *add]
     backward += _vectors(_ADD_BACK, hidden)
     if layer.mlp:
         inner = tokens * layer.inner
@@ -646,7 +712,7 @@ def _layer_working(workload: Workload, layer: Layer) -> _Working:
     """Memory of a layer's passes."""
     shape, tokens, autocasts = workload.shape, workload.tokens, workload.autocasts
     hidden = tokens * shape.hidden
-    residual = (4 if autocasts else 2) * hidden
+    residual = workload.hidden_width * hidden
     heads = tokens * (layer.queries + layer.keys + layer.values + layer.attended)
     trained = workload.trains_all
     # Norms: the input in float32; for gradients of weights, what is scaled and what comes out.

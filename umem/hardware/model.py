@@ -242,7 +242,8 @@ class Hardware:
     attention_backward_flops_per_s: FlopsPerSecond
     """The same in the backward pass."""
     launch_s: Seconds
-    """Shortest duration of a phase."""
+    """Shortest duration of a phase: a bare launch of a kernel, of which the processor needs several
+    for each kernel of a program (:mod:`umem.fit`)."""
     to_device_bytes_per_s: BytesPerSecond
     """Prefetch of pages to the device in large calls, alone."""
     to_host_bytes_per_s: BytesPerSecond

@@ -142,7 +142,7 @@ def _is_figure(path: KeyPath) -> bool:
     return len(path) == (2 if path[:1] == ("flops_per_s",) else 1)
 
 
-_AMD = re.compile(r"(amd|radeon|rocm|strix|mi[23]\d\d|gfx\d).*", re.IGNORECASE)
+_AMD = re.compile(r"(amd|radeon|rocm|ryzen|strix|mi[23]\d\d|gfx\d).*", re.IGNORECASE)
 
 
 def _own(name: str) -> Mapping[str, Any] | None:

@@ -97,11 +97,20 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
+_MOST_MEANT = 4
+"""Words that begin alike are all named, if there are no more."""
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """The question, after a comma; empty where no word is similar."""
     plain = {known.lower().replace("-", "_"): known for known in words}
-    near = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1)
-    return f", did you mean {plain[near[0]]!r}?" if near else ""
+    asked = word.lower().replace("-", "_")
+    near = [it for it in plain if it.startswith(asked)] if asked else []
+    if not 1 <= len(near) <= _MOST_MEANT:
+        near = difflib.get_close_matches(asked, plain, n=1)
+    *others, last = [repr(plain[it]) for it in near] or [""]
+    meant = f"{', '.join(others)} or {last}" if others else last
+    return f", did you mean {meant}?" if meant else ""
 
 
 # Errors of pydantic.

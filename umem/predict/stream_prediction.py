@@ -94,6 +94,8 @@ class StreamedStep:
     of it then. That it does the same again is assumed: a training proves it."""
     checkpointed_bytes: Mapping[str, int] = field(default_factory=dict)
     """What each unit keeps more where the program's checkpoint of it is left out, by name."""
+    launch_s: float = 0.0
+    """The processor's time to launch a step's kernels, for which passes wait; 0 in traces."""
 
     @property
     def passes_s(self) -> float:

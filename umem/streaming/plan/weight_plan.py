@@ -7,6 +7,7 @@ block's computation, and a staging buffer is as small as one share.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -192,18 +193,30 @@ def _streamed(
     """
     choices = [_combinations(tuple(unit.items())) for unit in units]
     sizes = sorted({staged for some in choices for staged, _, _ in some})
+    # Units of the same sizes have the same choices, in one object: to hash all of it takes long.
+    counts = Counter(map(id, choices))
+    kinds = [(count, next(it for it in choices if id(it) == key)) for key, count in counts.items()]
     # Few units may have less to stream than buffers take.
     nothing: list[frozenset[int]] = [frozenset()] * len(units)
-    least, best = wanted(0), (nothing, 0)
+    least, best = wanted(0), -1
     for slot_bytes in sizes:
         wanted_bytes = wanted(slot_bytes)
-        chosen, streamed_bytes = _share(choices, slot_bytes, wanted_bytes)
+        streamed_bytes = sum(count * _most_bytes(some, slot_bytes) for count, some in kinds)
+        if streamed_bytes >= wanted_bytes:
+            chosen, streamed_bytes = _share(choices, slot_bytes, wanted_bytes)
         missing = wanted_bytes - streamed_bytes
         if missing <= 0:
             return chosen, slot_bytes
         if missing < least:
-            least, best = missing, (chosen, slot_bytes)
-    return best
+            least, best = missing, slot_bytes
+    if best < 0:
+        return nothing, 0
+    return _share(choices, best, wanted(best))[0], best
+
+
+def _most_bytes(some: Sequence[_Choice], slot_bytes: int) -> int:
+    """The most that a unit of these choices streams through such a slot."""
+    return max((size for staged, size, _ in some if staged <= slot_bytes), default=0)
 
 
 _Choice = tuple[int, int, frozenset[int]]
@@ -234,7 +247,6 @@ def _share(
     choices: Sequence[tuple[_Choice, ...]], slot_bytes: int, wanted_bytes: int
 ) -> tuple[list[frozenset[int]], int]:
     """Divide bytes among units as evenly as their parts allow, with no unit above a slot."""
-    # Units of the same sizes have the same choices, in one object: to hash all of it takes long.
     every = {id(some): some for some in choices}
     fitting = {key: [it for it in some if it[0] <= slot_bytes] for key, some in every.items()}
     largest = {key: max((it[1] for it in fits), default=0) for key, fits in fitting.items()}
