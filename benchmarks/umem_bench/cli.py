@@ -35,6 +35,8 @@ from umem_bench.results import (
     write_results,
 )
 from umem_bench.scale import run as scales
+from umem_bench.scale import small_cards as small_cards_suite
+from umem_bench.scale import small_predictions
 from umem_bench.scale import tables as scale_tables
 from umem_bench.tables import Check, print_tables
 from umem_bench.training import run as trainings
@@ -54,6 +56,7 @@ _SHOWN_BY: dict[str, Any] = {
     "published": published,
     "bounds": bounds,
     "predicted": predicted,
+    "small-cards": small_predictions,
 }
 _Name = TypeVar("_Name", bound=str)
 _RunsOfOptions = Callable[..., Callable[..., Run]]
@@ -207,9 +210,11 @@ def training(
 
 
 def _rows_command(
-    parse: Callable[[str], Sequence[Any]], example: str
+    parse: Callable[[str], Sequence[Any]], example: str, usual: str = "all but tiny"
 ) -> Callable[[_RunsOfOptions], _RunsOfOptions]:
     """Add a command that measures rows, such as the `example`, and saves what it has after each.
+
+    Without any that are named it measures the `usual` ones.
 
     The decorated function takes the options that other such commands lack, and returns what runs
     the rows.
@@ -217,7 +222,7 @@ def _rows_command(
 
     def add(own_command: _RunsOfOptions) -> _RunsOfOptions:
         def command(
-            rows: str = typer.Option("", help=f"Such as {example},tiny; default: all but tiny."),
+            rows: str = typer.Option("", help=f"Such as {example}; default: {usual}."),
             minutes: _Minutes = 9,
             host: _Host = "",
             output: _Output = None,
@@ -249,13 +254,14 @@ def _rows_command(
         own_options = signature(own_command, eval_str=True).parameters.values()
         # typer reads a command's options from its signature.
         command.__signature__ = Signature([first, *own_options, *shared])  # type: ignore[attr-defined]
-        app.command(own_command.__name__, help=COMMANDS[own_command.__name__])(command)
+        name = own_command.__name__.replace("_", "-")
+        app.command(name, help=COMMANDS[name])(command)
         return own_command
 
     return add
 
 
-@_rows_command(scales.parse_rows, "llama-2-7b-fp32:umem")
+@_rows_command(scales.parse_rows, "llama-2-7b-fp32:umem,tiny")
 def scale(
     policy: Annotated[
         str, typer.Option(help="umem's: a preset or a YAML file. LoRA has lora.")
@@ -288,7 +294,31 @@ def scale(
     return partial(scales.run_scale, settings)
 
 
-@_rows_command(generations.parse_rows, "llama-2-7b:umem")
+@_rows_command(small_cards_suite.parse_rows, "llama-3-8b-24gib-8k:umem", "all, most telling first")
+def small_cards(
+    policy: _Policy = "sft",
+    steps: Annotated[int, typer.Option(min=2, help="Timed steps of each row.")] = 3,
+    predict: Annotated[
+        str,
+        typer.Option(metavar="PROFILES", help="Measure nothing: predict for these, as h200,l40s."),
+    ] = "",
+) -> Callable[..., Run]:
+    if predict:
+        return partial(_predictions_of_cards, predict.split(","))
+    settings = small_cards_suite.small_cards_settings(policy, steps)
+    gpu = header("scale", settings).machine.gpu
+    predicted_s = small_predictions.committed_predictions(policy, gpu)
+    return partial(scales.run_scale, settings, predicted_s=predicted_s)
+
+
+def _predictions_of_cards(
+    profiles: Sequence[str], *words: Any, earlier: Run | None, **_: object
+) -> Run:
+    """Predict rows, for which neither time nor memory has to suffice."""
+    return small_predictions.predict_small_cards(profiles, *words, earlier=earlier)
+
+
+@_rows_command(generations.parse_rows, "llama-2-7b:umem,tiny")
 def generate(
     tokens: Annotated[
         int, typer.Option(min=SHORT_TOKENS + 1, help="New ones of a timed generation.")
@@ -304,7 +334,7 @@ def generate(
     return partial(generations.run_generate, settings)
 
 
-@_rows_command(loads.parse_rows, "llama-2-7b:umem")
+@_rows_command(loads.parse_rows, "llama-2-7b:umem,tiny")
 def load(
     cold: Annotated[
         bool, typer.Option("--cold", help="Drop the files from the page cache before each round.")

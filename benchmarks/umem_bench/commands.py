@@ -18,6 +18,7 @@ COMMANDS = {
     "all": "Run the three above, in about two minutes.",
     "training": "Train a Llama on a GPU in less than it needs, beside others.",
     "scale": "Fine-tune Llamas of 7B to 34B on a GPU of 80 GB, beside others.",
+    "small-cards": "Train within 16 to 76 GiB of a GPU; --predict: without one.",
     "generate": "Generate text within a budget on a GPU of 80 GB, beside others.",
     "load": "Time a 7B from its files to its first token, on a GPU of 16 GB.",
     "planning": "Time to record, plan and simulate a step, without a GPU.",

@@ -177,7 +177,7 @@ def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
     if isinstance(settings, ScaleSettings):
         case = row["case"]
         method, shape = "lora" if case in LORA_CASES else "sft", settings.cases[case]
-        accumulate = settings.accumulate
+        accumulate = settings.batches(case)
         return predict_training(
             shape, method, variant, hardware, budget_bytes, accumulate, recomputes=recomputes
         )

@@ -287,18 +287,15 @@ class TrainingResult(ProcessResult):
 
 # ---- training at real scale ----
 
-ScaleCase = Literal[
-    "llama-2-7b-fp32",
-    "llama-2-7b-fp32-40gib",
-    "tinyllama-1b-fp32-8gib",
-    "llama-2-13b-bf16",
-    "llama-2-7b-bf16",
+ScaleCase = str
+"""A name in :attr:`ScaleSettings.cases`."""
+
+LORA_CASES: tuple[ScaleCase, ...] = (
     "llama-2-7b-lora",
     "llama-2-13b-lora",
     "code-llama-34b-lora",
-    "tiny",
-]
-LORA_CASES: tuple[ScaleCase, ...] = ("llama-2-7b-lora", "llama-2-13b-lora", "code-llama-34b-lora")
+    "qwen2.5-32b-lora-24gib",
+)
 """Adapters over a frozen model; every weight is trained in the others."""
 
 ScaleVariant = Literal[
@@ -330,9 +327,17 @@ class ScaleSettings(Record):
     steps: int
     accumulate: int
     """Batches of an optimizer step."""
+    accumulates: dict[ScaleCase, int] = Field(default_factory=dict)
+    """The same of cases that have a number of their own."""
+    holds_all: bool = False
+    """Whether a case's budget holds for every variant but the floor, not for umem's alone."""
     clip: bool
     """Gradients to a norm of at most 1, except where the step is part of the backward pass."""
     deterministic: bool
+
+    def batches(self, case: ScaleCase) -> int:
+        """Batches of an optimizer step of a case."""
+        return self.accumulates.get(case, self.accumulate)
 
 
 class ScaleResult(ProcessResult):
@@ -351,6 +356,8 @@ class ScaleResult(ProcessResult):
     """VmHWM. Page-locked memory that the driver allocates is not in it."""
     host_locked_bytes: int | None = None
     """VmLck and VmPin, at the end."""
+    predicted_s: float | None = None
+    """A step by committed predictions, where they have the case and the card."""
 
 
 # ---- text generation within a budget ----
@@ -503,6 +510,7 @@ class Header(Record):
         "systems",
         "sound",
         "predicted",
+        "small-cards",
         "verify",
     ]
     date: str | None

@@ -1,7 +1,7 @@
 """Shapes of published models, by their `config.json`. Batches are the benchmarks' own.
 
-`meta-llama/Llama-2-{7b,13b}-hf`, `codellama/CodeLlama-34b-hf`, `TinyLlama/TinyLlama-1.1B` and
-`Qwen/Qwen3-30B-A3B`.
+`meta-llama/Llama-2-{7b,13b}-hf`, `meta-llama/Meta-Llama-3-8B`, `codellama/CodeLlama-34b-hf`,
+`TinyLlama/TinyLlama-1.1B`, `Qwen/Qwen2.5-32B` without its biases, and `Qwen/Qwen3-30B-A3B`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ __all__ = [
     "LLAMA_1_7B",
     "LLAMA_2_7B",
     "LLAMA_2_13B",
+    "LLAMA_3_8B",
+    "QWEN2_5_32B",
     "QWEN3_30B_A3B",
     "SYSTEMS",
     "TINYLLAMA_1B",
@@ -21,6 +23,14 @@ __all__ = [
 LLAMA_2_7B = LlamaShape(hidden=4096, intermediate=11_008, layers=32, heads=32)
 
 LLAMA_2_13B = LlamaShape(hidden=5120, intermediate=13_824, layers=40, heads=40)
+
+LLAMA_3_8B = LlamaShape(
+    hidden=4096, intermediate=14_336, layers=32, heads=32, key_value_heads=8, vocabulary=128_256
+)
+
+QWEN2_5_32B = LlamaShape(
+    hidden=5120, intermediate=27_648, layers=64, heads=40, key_value_heads=8, vocabulary=152_064
+)
 
 CODE_LLAMA_34B = LlamaShape(
     hidden=8192, intermediate=22_016, layers=48, heads=64, key_value_heads=8

@@ -132,3 +132,42 @@ def test_umem_trains_as_stock_at_scale_and_keeps_to_the_card(tmp_path: Path) -> 
         assert [mine for mine, _ in pairs] == [its for _, its in pairs], name
         assert not is_over_budget(run, by_variant[name])
     assert by_variant["floor"].losses_hex[0] == stock.losses_hex[0]
+
+
+_FSDP = """
+import sys
+
+import torch
+from umem_bench.card import Card
+from umem_bench.results import LlamaShape
+from umem_bench.scale.measure import ScaleJob, measure
+
+shape = LlamaShape(hidden=1024, intermediate=2816, heads=8, batch=1, tokens=512)
+limit_bytes = int(sys.argv[1]) << 20
+job = ScaleJob(
+    model=shape, method="sft", variant="fsdp-offload", policy="sft", limit_bytes=limit_bytes,
+    steps=2, accumulate=2, clip=True, deterministic=False, card=Card.find(),
+)
+(told,) = measure(job)
+print(told["state"], len(told["steps_s"]), torch.cuda.memory_reserved() <= limit_bytes)
+"""
+
+
+@pytest.mark.parametrize(("limit_mib", "fits"), [(640, True), (64, False)])
+def test_weights_on_the_host_keep_to_a_budget_that_the_model_exceeds(
+    limit_mib: int, fits: bool
+) -> None:
+    """Its 374 M weights take 713 MiB, and are made on the card before the budget holds."""
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, "-c", _FSDP, str(limit_mib)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "benchmarks")},
+    )
+
+    if fits:
+        assert done.stdout.split() == ["measured", "2", "True"], done.stdout + done.stderr
+    else:
+        assert "out of memory" in done.stderr

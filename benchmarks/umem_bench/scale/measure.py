@@ -89,7 +89,13 @@ def _place_allocator(job: ScaleJob) -> None:
         if job.limit_bytes is not None:
             os.environ["UMEM_DEVICE_BUDGET"] = str(job.limit_bytes)
         select("umem", job.policy, MANAGED_LIMIT_BYTES)
-    elif job.limit_bytes is not None:
+    elif job.variant != "fsdp-offload":  # whose model is made on the card before its weights leave
+        _limit_torch(job)
+
+
+def _limit_torch(job: ScaleJob) -> None:
+    if job.limit_bytes is not None:
+        torch.cuda.empty_cache()
         total_bytes = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, job.limit_bytes / total_bytes))
 
@@ -155,6 +161,7 @@ def _training(job: ScaleJob, network: Any) -> Training:
     around = ExitStack()
     if job.variant == "fsdp-offload":
         around.enter_context(_sharded(network))
+        _limit_torch(job)
     weights = trained_weights(network)
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     if job.variant != "floor":

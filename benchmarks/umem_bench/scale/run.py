@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from umem import UmemError, load_policy
@@ -53,6 +54,9 @@ CARD_LEFT_BYTES = 2 << 30
 
 _CONTEXT_BYTES = 1 << 30
 """For a process's context and kernels, which no allocator counts."""
+
+_START_S = 15.0
+"""Of a process's time, what does not grow with its steps: its start, the model and homes."""
 
 _MAX_GROWTH = 2.0
 """Of a process's time with its model: a small one's is mostly its start."""
@@ -134,6 +138,7 @@ def run_scale(
     earlier: Run | None = None,
     again: bool = False,
     host_limit_bytes: int | None = None,
+    predicted_s: Mapping[Row, float] = MappingProxyType({}),
 ) -> Run:
     """Train every row in a process of its own, never two at a time.
 
@@ -142,6 +147,7 @@ def run_scale(
     Without a GPU only ``tiny`` runs. With `earlier` results of the same settings and machine, the
     rows that they lack are run; with `again` all `rows` are. A row may take `host_limit_bytes` of
     host memory; by default what is available less :data:`umem_bench.rows.HOST_LEFT_BYTES`.
+    `predicted_s` stands beside each row's result, measured or not.
 
     Raises
     ------
@@ -153,7 +159,7 @@ def run_scale(
     """
     card = find_card([case for case, _ in rows], "training")
     begun = continued(earlier, Run(header("scale", settings), ()), same_commit=False)
-    machine = _Machine(settings, card, host_limit_bytes)
+    machine = _Machine(settings, card, host_limit_bytes, predicted_s)
     end_s = time.monotonic() + seconds_limit
 
     def measure_one(row: Row, so_far: list[ScaleResult], tried: ScaleResult | None) -> ScaleResult:
@@ -173,9 +179,14 @@ class _Machine:
     """The card and the host, and how much of them a row may take."""
 
     def __init__(
-        self, settings: ScaleSettings, card: Card | None, host_limit_bytes: int | None
+        self,
+        settings: ScaleSettings,
+        card: Card | None,
+        host_limit_bytes: int | None,
+        predicted_s: Mapping[Row, float],
     ) -> None:
         self.settings = settings
+        self.predicted_s = predicted_s
         self.commit = git_commit()
         self.card = card
         self.limit_bytes: int | None = None
@@ -192,12 +203,14 @@ class _Machine:
         """Measure a row in a process of its own, unless there is a reason not to."""
         case, variant = row
         settings, shape = self.settings, self.settings.cases[case]
-        is_umem = variant.startswith("umem")
-        limit_bytes = self._budget_bytes(case) if is_umem else self.limit_bytes
-        host_bytes = host_state_bytes(shape, variant, _method(case))
+        is_held = variant.startswith("umem") or (settings.holds_all and variant != "floor")
+        limit_bytes = self._budget_bytes(case) if is_held else self.limit_bytes
+        host_bytes = host_state_bytes(shape, variant, _method(case), limit_bytes)
         told: dict[str, Any] = {"case": case, "variant": variant, "commit": self.commit}
+        told["predicted_s"] = self.predicted_s.get(row)
         in_backward = variant == "umem-backward"
-        if in_backward and settings.accumulate > 1:
+        accumulate = settings.batches(case)
+        if in_backward and accumulate > 1:
             reason = "a step within the backward pass cannot wait for further batches"
             return ScaleResult(**told, state="not comparable", reason=reason)
         reason = (
@@ -208,7 +221,7 @@ class _Machine:
         )
         if reason:
             return ScaleResult(**told, state="left out", reason=reason)
-        if is_umem:
+        if is_held:
             told["budget_bytes"] = limit_bytes
         job = ScaleJob(
             model=shape,
@@ -217,7 +230,7 @@ class _Machine:
             policy=_policy(settings, case),
             limit_bytes=limit_bytes,
             steps=settings.steps,
-            accumulate=settings.accumulate,
+            accumulate=accumulate,
             clip=settings.clip and not in_backward,
             deterministic=settings.deterministic,
             card=self.card,
@@ -226,7 +239,7 @@ class _Machine:
         return ScaleResult(**told | memory_ran_out(told))
 
     def _budget_bytes(self, case: ScaleCase) -> int | None:
-        """umem's: that of all cases, or the case's, or what the card has free."""
+        """That of all cases, or the case's, or what the card has free."""
         settings = self.settings
         return settings.budget_bytes or settings.budgets_bytes.get(case, self.limit_bytes)
 
@@ -244,9 +257,14 @@ class _Machine:
         )
 
     def _as_of(self, case: ScaleCase, known: ScaleResult) -> ScaleResult:
-        """A row as if it were of this case: a larger model takes longer."""
+        """A row as if it were of this case: a larger model takes longer, and a longer step."""
         times = growth(self.settings.cases[case], self.settings.cases[known.case])
-        return known.model_copy(update={"process_s": known.process_s * times})
+        process_s = known.process_s * times
+        step_s = self.predicted_s.get((case, known.variant))
+        if step_s and known.predicted_s:
+            steps_s = max(0.0, known.process_s - _START_S)
+            process_s = _START_S + steps_s * step_s / known.predicted_s
+        return known.model_copy(update={"process_s": process_s})
 
 
 def growth(new: LlamaShape, old: LlamaShape) -> float:
@@ -254,10 +272,16 @@ def growth(new: LlamaShape, old: LlamaShape) -> float:
     return min(_MAX_GROWTH, max(1.0, sum(new.matrix_sizes) / sum(old.matrix_sizes)))
 
 
-def host_state_bytes(shape: LlamaShape, variant: ScaleVariant, method: Method = "sft") -> int:
-    """Host memory that a variant takes at most, by the sizes of the weights.
+def host_state_bytes(
+    shape: LlamaShape,
+    variant: ScaleVariant,
+    method: Method = "sft",
+    budget_bytes: int | None = None,
+) -> int:
+    """Host memory that a variant takes, by the sizes of the weights.
 
-    umem may have all of AdamW's state there, and with LoRA the weights. torchao and FSDP have
+    umem may have all of AdamW's state there, and the weights and gradients that a budget has no
+    room for; with LoRA the weights. torchao and FSDP have
     page-locked weights and gradients, each rounded up to a power of two by torch's allocator, and
     the state. ZeRO-Offload has weights, gradients and state in float32; its third stage has
     bfloat16 weights besides. save-on-cpu has page-locked copies of each layer's input, and of what
@@ -266,7 +290,12 @@ def host_state_bytes(shape: LlamaShape, variant: ScaleVariant, method: Method = 
     sizes = shape.matrix_sizes
     each = 4 if shape.weights == "float32" else 2
     if variant.startswith("umem"):
-        return shape.weight_bytes if method == "lora" else 2 * each * sum(sizes)
+        if method == "lora":
+            return shape.weight_bytes
+        state_bytes = weights_and_gradients = 2 * each * sum(sizes)
+        if budget_bytes is None:
+            return state_bytes
+        return state_bytes + max(0, weights_and_gradients - budget_bytes)
     if variant in ("torchao", "fsdp-offload"):
         return sum(2 * _page_locked_bytes(each * it) + 2 * each * it for it in sizes)
     if variant == "save-on-cpu":

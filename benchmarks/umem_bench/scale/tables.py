@@ -13,6 +13,7 @@ from umem_bench.results import (
     ScaleVariant,
     median,
 )
+from umem_bench.scale.small_cards import GOALS, Goal
 from umem_bench.tables import NOTHING, Check, Table, notes_table, provenance, size_text
 from umem_bench.training.tables import exceeds_budget, peak_and_base, step_ms
 
@@ -59,7 +60,8 @@ def tokens_per_s(run: Run, result: ScaleResult) -> float:
     """Tokens trained on in a second, at the median step; 0 if it was not measured."""
     settings, step_s = run.scale_settings, median(result.steps_s)
     shape = settings.cases[result.case]
-    return shape.batch * shape.tokens * settings.accumulate / step_s if step_s else 0.0
+    step_tokens = shape.batch * shape.tokens * settings.batches(result.case)
+    return step_tokens / step_s if step_s else 0.0
 
 
 def is_over_budget(run: Run, result: ScaleResult) -> bool:
@@ -68,8 +70,21 @@ def is_over_budget(run: Run, result: ScaleResult) -> bool:
 
 
 def _plain(run: Run, result: ScaleResult) -> ScaleResult | None:
-    """The same case under torch's own allocator."""
-    found = (of_variant(run, result.case, name) for name in ("floor", "stock"))
+    """The same batches under torch's own allocator."""
+    found = (_beside(run, result, name) for name in ("floor", "stock"))
+    return next((it for it in found if it is not None), None)
+
+
+def _beside(run: Run, result: ScaleResult, variant: ScaleVariant) -> ScaleResult | None:
+    """A variant's row of the same case, or of one with the same batches, of which a floor has one.
+
+    A floor has no budget, and takes as long for each of several batches.
+    """
+    settings, case = run.scale_settings, result.case
+    kind = settings.cases[case], case in LORA_CASES
+    alike = [name for name, it in settings.cases.items() if (it, name in LORA_CASES) == kind]
+    names = [case, *alike] if variant == "floor" and settings.holds_all else [case]
+    found = (of_variant(run, it, variant) for it in names)
     return next((it for it in found if it is not None), None)
 
 
@@ -91,10 +106,16 @@ def _why_not_compared(run: Run, result: ScaleResult) -> str:
 
 def _share(run: Run, result: ScaleResult, variant: ScaleVariant) -> str:
     """Speed as a share of a variant's; why not, where there is no fair one."""
-    other = of_variant(run, result.case, variant)
-    other_s, step_s = median(other.steps_s) if other else None, median(result.steps_s)
-    share = f"{100 * other_s / step_s:.3g} %" if other_s and step_s else NOTHING
+    other = _beside(run, result, variant)
+    percent = _percent(run, result, other) if other else None
+    share = NOTHING if percent is None else f"{percent:.3g} %"
     return _why_not_compared(run, result) or share
+
+
+def _percent(run: Run, result: ScaleResult, other: ScaleResult) -> float | None:
+    """Speed as a share of another row's; None where one was not measured."""
+    speed, others = tokens_per_s(run, result), tokens_per_s(run, other)
+    return 100 * speed / others if speed and others else None
 
 
 # ---- tables ----
@@ -116,8 +137,11 @@ def heading(run: Run) -> str:
 
 
 def tables(run: Run) -> Iterator[Table]:
-    """Each case's rows; then reasons and notes."""
-    for case in (it for it in run.scale_settings.cases if measured(run, it)):
+    """Each case's rows, or those of small cards side by side; then reasons and notes."""
+    settings = run.scale_settings
+    if settings.holds_all:
+        yield _side_by_side(run)
+    for case in (it for it in settings.cases if measured(run, it) and not settings.holds_all):
         columns = (
             *("variant", "step, ms", "mean, ms", "tokens/s", "of the floor"),
             *(("of stock",) if of_variant(run, case, "stock") else ()),
@@ -129,10 +153,37 @@ def tables(run: Run) -> Iterator[Table]:
     )
 
 
+def _side_by_side(run: Run) -> Table:
+    """Rows of small cards beside what was predicted of them, in the order in which they ran."""
+    columns = (
+        *("row", "budget", "step, ms", "predicted, ms", "off", "tokens/s", "of the floor"),
+        *("first step, s", "card's peak (base)", "host"),
+    )
+    rows = []
+    for it in run.scales:
+        step_s, predicted_s = median(it.steps_s), it.predicted_s
+        shown = step_ms(it) if step_s else it.state
+        off = f"{100 * (predicted_s / step_s - 1):+.0f} %" if step_s and predicted_s else NOTHING
+        figures = [NOTHING] * 5
+        if step_s:
+            figures = [
+                f"{tokens_per_s(run, it):,.0f}",
+                _share(run, it, "floor"),
+                f"{it.first_step_s or 0:.3g}",
+                peak_and_base(it, _plain(run, it)),
+                size_text(it.host_bytes),
+            ]
+        predicted = f"{1e3 * predicted_s:,.0f}" if predicted_s else NOTHING
+        row = f"{it.case}, {it.variant}"
+        rows.append((row, size_text(it.budget_bytes), shown, predicted, off, *figures))
+    return Table("Measured beside predicted", columns, rows)
+
+
 def title(run: Run, case: ScaleCase) -> str:
     """A case and its batches."""
     settings, shape = run.scale_settings, run.scale_settings.cases[case]
-    times = f", {settings.accumulate} of them a step" if settings.accumulate > 1 else ""
+    batches = settings.batches(case)
+    times = f", {batches} of them a step" if batches > 1 else ""
     return f"{case}: batches of {shape.batch} x {shape.tokens:,} tokens{times}"
 
 
@@ -187,7 +238,7 @@ def _same_bits(run: Run, result: ScaleResult) -> bool | None:
 
 def checks(run: Run) -> Iterator[Check]:
     """Hold umem's rows against their budget, their own total and the losses of stock."""
-    for it in (it for it in run.scales if it.budget_bytes is not None):
+    for it in (it for it in run.scales if it.budget_bytes and it.variant.startswith("umem")):
         subject = f"{it.case}, {it.variant}"
         if it.state != "measured":
             yield Check(subject, None, f"{it.state}: {it.reason}")
@@ -199,3 +250,14 @@ def checks(run: Run) -> Iterator[Check]:
         same = _same_bits(run, it)
         if same is not None:
             yield Check(f"{subject}: losses", same, _losses(run, it))
+        if run.scale_settings.holds_all and it.case in GOALS:
+            yield _goal(run, it, GOALS[it.case])
+
+
+def _goal(run: Run, result: ScaleResult, goal: Goal) -> Check:
+    other = of_variant(run, goal.of, "umem") if goal.of else _beside(run, result, "floor")
+    percent = _percent(run, result, other) if other else None
+    words = "not measured" if percent is None else f"{percent:.3g} %"
+    subject = f"{result.case}: at least {goal.percent} % of {goal.of or 'the floor'}"
+    passed = None if percent is None else percent >= goal.percent
+    return Check(subject, passed, words)
