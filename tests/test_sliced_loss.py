@@ -425,9 +425,11 @@ def test_small_logits_and_other_devices_are_left_alone() -> None:
         assert found.largest is None
 
 
-@pytest.mark.parametrize(("share", "expected"), [(1, False), (3, True)])
-def test_a_loss_that_takes_most_of_the_budget_is_sliced_at_once(share: int, expected: bool) -> None:
-    whole_bytes = 12 * ROWS * VOCABULARY
+@pytest.mark.parametrize(("percent", "expected"), [(24, False), (26, True)])
+def test_a_loss_that_takes_a_quarter_of_the_budget_is_sliced_at_once(
+    percent: int, expected: bool
+) -> None:
+    budget_bytes = 12 * ROWS * VOCABULARY * 100 // percent
     seen = []
 
     def program(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
@@ -440,9 +442,7 @@ def test_a_loss_that_takes_most_of_the_budget_is_sliced_at_once(share: int, expe
             return [cross_entropy(flat(logits.float()), target)]
 
     stock = run(program)
-    losses = SlicedLosses(
-        "cpu", budget_bytes=4 * whole_bytes // (2 * share), vocabulary=VOCABULARY, least_bytes=1
-    )
+    losses = SlicedLosses("cpu", budget_bytes=budget_bytes, vocabulary=VOCABULARY, least_bytes=1)
     run(evaluate)
     assert not losses.is_on
     found = run(program)

@@ -406,7 +406,9 @@ def _print_one(
         if way.why_not:
             console.print(f"{_WAYS[way.name]} does not fit: {plain(way.why_not)}")
     if answer.slices_loss:
-        console.print("umem computes the loss in slices of rows, which has no room otherwise")
+        console.print(
+            "umem computes the loss in slices of rows, as it would take too much otherwise"
+        )
     if answer.rates != "unknown" and answer.waits_for_processor:
         console.print(
             "the processor is the limit: launching all kernels takes "

@@ -27,7 +27,7 @@ from umem.predict.stream_prediction import (
     UnitChoice,
     unit_choices,
 )
-from umem.streaming.plan.loss_memory import LOSS_REMEDY, logits_text
+from umem.streaming.plan.loss_memory import LOSS_REMEDY, is_large_loss, logits_text
 from umem.streaming.plan.recomputation import plan_with_recomputation, with_recomputed
 from umem.streaming.plan.state_plan import (
     NoShorterStepError,
@@ -134,7 +134,7 @@ class Fit:
     launch_s: float
     """The processor's time to launch the kernels of a step or a token, the least that any takes."""
     slices_loss: bool = False
-    """Whether umem computes the loss in slices of rows, which has no room otherwise."""
+    """Whether umem computes the loss in slices of rows, as it would take too much otherwise."""
     one_pool: bool = False
     """Whether host and device share one memory, within which nothing is moved."""
 
@@ -286,9 +286,11 @@ def fit_training(
     step = made_step(workload.batch, slices_loss=False)
     classes = {name: Place(size, 0) for name, size in class_bytes(workload, hardware).items()}
     choices: tuple[UnitChoice, ...] = ()
-    slices_loss = False
-    planned, tried = _find_plan(step, hardware, room, policy.recomputes), step
-    if isinstance(planned, str) and policy.slices_losses:
+    logits = workload.tokens * workload.shape.vocabulary
+    slices_loss = policy.slices_losses and is_large_loss(logits, budget_bytes)
+    tried = made_step(workload.batch) if slices_loss else step
+    planned = _find_plan(tried, hardware, room, policy.recomputes)
+    if isinstance(planned, str) and policy.slices_losses and not slices_loss:
         slices_loss, tried = True, made_step(workload.batch)
         planned = _find_plan(tried, hardware, room, policy.recomputes)
     if isinstance(planned, str):

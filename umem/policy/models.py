@@ -417,7 +417,7 @@ class Policy(_Record):
     plan is faster so, and the host has proved that it gives the bits of torch's kernels), never."""
     slice_losses: Recompute = "auto"
     """Whether cross entropies may be computed in slices of their rows: auto (where no plan has room
-    for a loss, or it would take most of the budget), never."""
+    for a loss, or it would take a quarter of the budget), never."""
     share: tuple[ShareLibrary, ...] = Field(default=(), json_schema_extra={"uniqueItems": True})
     """Libraries whose arrays come from the same memory and count in the same statistics."""
     defaults: ClassRule = Field(default_factory=ClassRule)

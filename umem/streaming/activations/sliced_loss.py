@@ -48,7 +48,7 @@ from umem.streaming.plan.loss_memory import (
     LEAST_LOSS_BYTES,
     LOSS_REMEDY,
     LOSS_SLICE_BYTES,
-    WHOLE_LOSS_BYTES,
+    is_large_loss,
     logits_text,
     loss_slice_bytes,
 )
@@ -70,9 +70,6 @@ from umem.torch_compat import (
 __all__ = ["SeenLoss", "SlicedLosses"]
 
 _LOG = logging.getLogger("umem")
-
-_MOST_SHARE = 0.5
-"""Part of the budget from which on a loss is computed in slices at once."""
 
 _ALIGNMENT, _ALIGNED_ROWS = 16, 8
 """Kernels read so many bytes at a time, and sum a row in another order where it begins elsewhere in
@@ -110,7 +107,7 @@ class SeenLoss(NamedTuple):
 class SlicedLosses:
     """The cross entropies of a training, which are computed in slices once `is_on` is set.
 
-    That is by a plan, or at once for a loss that would take most of the budget: the first steps,
+    That is by a plan, or at once for a loss that would take much of the budget: the first steps,
     from which a plan is made, might have too little host memory for what has no room.
 
     Parameters
@@ -170,6 +167,8 @@ class SlicedLosses:
 
     def slice(self) -> None:
         """Compute losses in slices from now on."""
+        if self.is_on:
+            return
         self.is_on = True
         _LOG.info("umem: losses are computed in slices of rows where they are large")
 
@@ -191,9 +190,8 @@ class SlicedLosses:
 
     def wants(self, logits: torch.Tensor) -> bool:
         """Whether a loss of these is computed in slices."""
-        budget_bytes, whole_bytes = self._budget_bytes, WHOLE_LOSS_BYTES * logits.numel()
-        is_large = budget_bytes is not None and whole_bytes > _MOST_SHARE * budget_bytes
-        if is_large and not self.is_on:
+        budget_bytes = self._budget_bytes
+        if budget_bytes is not None and is_large_loss(logits.numel(), budget_bytes):
             self.slice()
         return self.is_on
 

@@ -9,6 +9,7 @@ __all__ = [
     "LOSS_REMEDY",
     "LOSS_SLICE_BYTES",
     "WHOLE_LOSS_BYTES",
+    "is_large_loss",
     "logits_text",
     "loss_slice_bytes",
     "sliced_loss_bytes",
@@ -30,6 +31,10 @@ LOSS_REMEDY = (
 LEAST_LOSS_BYTES = 256 << 20
 """Logits that take less in float32 are not sliced."""
 
+_LARGE_SHARE = 0.25
+"""Part of the budget from which on a loss is computed in slices at once: its logarithms take less
+time than what would leave for it."""
+
 _LEAST_SLICES = 16
 _FORWARD_SLICES, _BACKWARD_SLICES = 2, 4
 """Tensors of a slice at a time."""
@@ -41,6 +46,11 @@ def whole_loss_bytes(tokens: int, vocabulary: int) -> tuple[int, int]:
     Forward, logits in bfloat16 and float32, and their logarithms; backward, three in float32.
     """
     return 10 * tokens * vocabulary, WHOLE_LOSS_BYTES * tokens * vocabulary
+
+
+def is_large_loss(logits: int, budget_bytes: int) -> bool:
+    """Whether a loss of so many numbers is computed in slices before a plan asks for that."""
+    return WHOLE_LOSS_BYTES * logits > _LARGE_SHARE * budget_bytes
 
 
 def sliced_loss_bytes(tokens: int, vocabulary: int) -> tuple[int, int]:
