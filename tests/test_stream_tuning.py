@@ -7,7 +7,7 @@ import logging
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from measured_models import (
     Compute,
     Machine,
     Net,
+    RepeatableLayer,
     WallClockOf,
     batch,
 )
@@ -44,6 +45,7 @@ from umem.runtime.native_library import native
 from umem.runtime.program_waits import program_waits
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.streaming.activations import SlicedLosses
+from umem.streaming.plan import StreamUnit, TrainingPlan
 from umem.streaming.stage import CudaRoom
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import (
@@ -265,6 +267,7 @@ class Training:
         hardware: Hardware | None = None,
         has_weights: bool = False,
         losses: SlicedLosses | None = None,
+        may_recompute: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.machine = machine or Machine()
@@ -303,6 +306,7 @@ class Training:
             store,
             weights=self.weights,
             state_share=share,
+            may_recompute=may_recompute,
             losses=losses,
         )
         self.training = StreamedTraining(
@@ -913,6 +917,166 @@ def test_steps_that_are_always_slow_when_they_are_measured_lead_to_few_plans() -
     run.run(60)
     assert run.status.plans <= 4
     assert run.tuner.is_settled
+    # No step is shorter than its passes.
+    assert run.status.plan.predicted.compute_s == pytest.approx(COMPUTED_S, rel=1e-3)
+
+
+def test_passes_take_no_longer_than_a_step_that_was_measured() -> None:
+    def measured() -> MeasuredSteps:
+        steps = MeasuredSteps()
+        blocks = {name: MeasuredBlock(1.0, 3.0) for name in "ab"}
+        steps.add(MeasuredStep(blocks, other_s=2.0, batches=2), {})
+        return steps
+
+    def limited(step_s: float, again: str = "", left_out: str = "") -> tuple[float, ...]:
+        steps = measured()
+        steps.limit(step_s, again, left_out)
+        assert (found := steps.figures) is not None
+        block = found.blocks["a"]
+        return block.forward_s, block.backward_s, found.other_s, found.computed_s
+
+    whole = (1.0, 3.0, 2.0, 18.0)
+    assert limited(18.0) == limited(20.0, "a") == limited(14.0, left_out="ab") == whole
+    assert limited(9.0) == limited(11.0, "ab") == limited(8.0, left_out="a") == (0.5, 1.5, 1.0, 9.0)
+
+
+class LockingMover(LazyMover):
+    """Locks host memory, which takes the program longer than all passes."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+        self.locked = 0
+
+    def allocate_host(self, size_bytes: int) -> torch.Tensor:
+        self.locked += 1
+        self.machine.compute(1000.0)
+        return super().allocate_host(size_bytes)
+
+
+def with_repeatable_layers(machine: Machine) -> nn.Module:
+    return Net(machine, kind=RepeatableLayer)
+
+
+def running_twice(machine: SlowMachine, monkeypatch: Patch) -> Training:
+    """A training that seems slow when it is measured first, with blocks that its plan runs twice.
+
+    To copy what a block saves takes 160 s each way.
+    """
+    machine.factor = lambda: 4.0
+    run = Training(
+        machine,
+        make_model=with_repeatable_layers,
+        mover=LockingMover(machine),
+        hardware=replace(
+            SLOW_LINK,
+            copy_to_device_bytes_per_s=500,
+            copy_to_host_bytes_per_s=500,
+            copy_link_bytes_per_s=1000,
+        ),
+        streams_state=False,
+        may_recompute=True,
+    )
+    machine.away = int  # it counts what lives
+    monkeypatch.setattr(machine, "spilled_bytes", int)
+    run.run(3)
+    machine.factor = lambda: 1.0
+    assert run.status.plans == 1
+    assert run.status.recomputed_blocks > 0
+    assert run.status.copied_bytes < SAVED
+    return run
+
+
+def second_passes_s(run: Training) -> float:
+    return sum(run.model.get_submodule(it).forward_s for it in run.tuner._planning.recomputed)
+
+
+@pytest.mark.slow
+def test_blocks_that_run_twice_do_so_while_times_are_measured(monkeypatch: Patch) -> None:
+    """Copies in their place would have memory locked, and a plan of such times would copy."""
+    run = running_twice(SlowMachine(ROOM_TO_REPEAT), monkeypatch)
+    before = run.status
+    run.run(20)
+    assert run.losses == Training(make_model=with_repeatable_layers).run(23)[0]
+    status = run.status
+    assert status.recomputed_blocks == before.recomputed_blocks
+    assert status.activations.bytes_out == 20 * before.copied_bytes
+    computed_s = COMPUTED_S + second_passes_s(run)
+    assert status.measured_s == pytest.approx(computed_s)
+    assert status.plan.predicted.compute_s == pytest.approx(computed_s, rel=1e-3)
+    for unit in run.tuner._planning.units[1:-1]:
+        layer = run.model.get_submodule(unit.name)
+        assert unit.backward_s == pytest.approx(layer.backward_s + layer.forward_s)
+    assert run.tuner.is_settled
+
+
+ROOM_TO_REPEAT = 7 * SAVED // 4
+
+
+def without_repetition(
+    monkeypatch: Patch, step_s: float | None = None
+) -> list[Sequence[StreamUnit]]:
+    """Plans from now on have no blocks that run twice, and promise `step_s`."""
+    original, asked = planning.plan_with_recomputation, list[Sequence[StreamUnit]]()
+
+    def plan(units: Sequence[StreamUnit], freed: Any, *others: Any) -> TrainingPlan:
+        asked.append(units)
+        found = original(units, {}, *others)
+        predicted = replace(
+            found.stream.predicted, step_s=step_s or found.stream.predicted.step_s
+        )
+        return replace(found, stream=replace(found.stream, predicted=predicted))
+
+    monkeypatch.setattr(planning, "plan_with_recomputation", plan)
+    return asked
+
+
+@pytest.mark.slow
+def test_a_plan_stays_where_another_one_promises_longer_steps(
+    monkeypatch: Patch, caplog: Log
+) -> None:
+    caplog.set_level(logging.INFO, "umem")
+    run = running_twice(SlowMachine(ROOM_TO_REPEAT), monkeypatch)
+    before, asked = run.status, without_repetition(monkeypatch)
+    run.run(20)
+    status = run.status
+    assert asked
+    assert (status.state, status.plans) == (TuningState.PLANNED, 1)
+    assert status.recomputed_blocks == before.recomputed_blocks
+    assert status.predicted_s < before.predicted_s / 2
+    assert run.tuner.is_settled
+    (told,) = (it for it in caplog.messages if "plan 1 stays" in it)
+    assert f"{status.measured_s:.3f} s" in told
+
+
+@pytest.mark.slow
+def test_the_fastest_plan_that_was_measured_is_put_back(monkeypatch: Patch) -> None:
+    """Where a later one promised more than it holds."""
+    machine = SlowMachine(ROOM_TO_REPEAT)
+    run = running_twice(machine, monkeypatch)
+    before = run.status
+    machine.factor = lambda: 1.0 if run.status.recomputed_blocks else 2.0
+    without_repetition(monkeypatch, step_s=1.0)
+    run.run(60)
+    status = run.status
+    assert status.plans > 2
+    assert status.recomputed_blocks == before.recomputed_blocks
+    assert status.measured_s == pytest.approx(COMPUTED_S + second_passes_s(run))
+    assert run.tuner.is_settled
+
+
+@pytest.mark.slow
+def test_a_plan_under_which_memory_runs_short_is_not_put_back(monkeypatch: Patch) -> None:
+    machine = SlowMachine(ROOM_TO_REPEAT)
+    run = running_twice(machine, monkeypatch)
+    asked = without_repetition(monkeypatch)
+    run.run(20)
+    assert run.status.recomputed_blocks > 0
+    asked.clear()
+    monkeypatch.setattr(machine, "spilled_bytes", lambda: 1)
+    run.run(20)
+    assert asked
+    assert run.status.recomputed_blocks == 0
 
 
 def test_a_small_budget_has_a_plan_with_less_slack(monkeypatch: Patch) -> None:

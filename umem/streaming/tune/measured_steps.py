@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from umem.capture.live import NO_BLOCK
@@ -100,6 +100,26 @@ class MeasuredSteps:
         """Have the times of the next step count, and not those so far."""
         if self.figures is not None:
             self.figures.is_disturbed = True
+
+    def limit(self, step_s: float, again: Collection[str], left_out: Collection[str]) -> None:
+        """Shorten all passes to those of a step that took `step_s` under a plan.
+
+        No step is shorter than its passes. The plan has the units `again` run forward twice, and
+        those of `left_out` once in place of twice.
+        """
+        figures = self.figures
+        assert figures is not None
+        more_s = {name: block.forward_s for name, block in figures.blocks.items()}
+        passes_s = figures.computed_s + figures.batches * (
+            sum(more_s.get(name, 0.0) for name in again)
+            - sum(more_s.get(name, 0.0) for name in left_out)
+        )
+        if passes_s > step_s:
+            share = step_s / passes_s
+            figures.other_s *= share
+            for block in figures.blocks.values():
+                block.forward_s *= share
+                block.backward_s *= share
 
     def add_later_call(self, needed_bytes: int) -> None:
         """Count the memory that a later call of ``step()`` in a step has needed."""

@@ -73,7 +73,14 @@ class Measuring:
         self._activations = activations
         root = Block(NO_BLOCK, model)
         self._meter = StepMeter(
-            clock, room, root, blocks, lambda: shared.placed_bytes, self.away_bytes, self._stretch
+            clock,
+            room,
+            root,
+            blocks,
+            lambda: shared.placed_bytes,
+            self.away_bytes,
+            self._stretch,
+            frozenset if activations is None else lambda: activations.recomputed,
         )
         self._tracker = PhaseTracker(root, blocks, HookErrors(on_error), self._meter)
         if activations is not None:

@@ -238,7 +238,9 @@ class StreamTuner:
         # A deferred update would take memory and time of the next forward pass.
         self._optimizers.join()
         self._enter(event)
-        self._copy_activations()
+        # For times alone, steps run by the plan: in place of blocks that run twice, copies would
+        # have host memory locked amid the passes.
+        self._copy_activations(sees_saves=event is not TuningEvent.TIMES_DISTURBED)
         self._measuring.begin(Round(event, steps, peak_bytes, self._watching.spilled_bytes))
 
     def _start_over(self) -> None:
@@ -253,6 +255,11 @@ class StreamTuner:
     def _plan_measured(self, measured: Round) -> None:
         """Plan from a round that is complete."""
         ran_out = measured.occasion is TuningEvent.MEMORY_RAN_OUT
+        planning, measured_s = self._planning, self._watching.measured_s
+        if ran_out and planning.is_fastest:
+            planning.forget_fastest()
+        if measured.occasion is TuningEvent.TIMES_DISTURBED and measured_s is not None:
+            self._steps.limit(measured_s, planning.recomputed, planning.left_out)
         # What is used in host memory is slow: under a plan that has room for it, measure again.
         figures = self._steps.figures
         is_slow = figures is not None and figures.is_disturbed
@@ -265,13 +272,21 @@ class StreamTuner:
         )
 
     def _plan(self, *, more_slack_for: int | None = None, measures_again: bool = False) -> None:
+        plans = self._planning.plans
         event = self._planning.make(self._ending, more_slack_for)
-        spilled_bytes = None if self._weights is None else self._weights.spilled_bytes
-        self._watching.plan_begins(
-            spilled_bytes,
-            measures_again=measures_again,
-            overflows=event is TuningEvent.NO_PLAN_FITS,
-        )
+        stays = self._planning.plans == plans and event is not TuningEvent.CHANGED
+        self._follow(event, stays=stays, measures_again=measures_again)
+
+    def _follow(
+        self, event: TuningEvent, *, stays: bool = False, measures_again: bool = False
+    ) -> None:
+        """Have the next steps run by the plan, and watch them unless it was in force before."""
+        if not stays:
+            self._watching.plan_begins(
+                None if self._weights is None else self._weights.spilled_bytes,
+                measures_again=measures_again,
+                overflows=event is TuningEvent.NO_PLAN_FITS,
+            )
         if event is TuningEvent.CHANGED:
             self._start_over()
         else:
@@ -286,9 +301,14 @@ class StreamTuner:
             return
         if watching.measures_again or self._was_slowed():
             self._steps.distrust_times()
-            self._measure(TuningEvent.TIMES_DISTURBED, 1)
+            # There are few corrections, and one step may be interrupted.
+            steps = 1 if watching.measures_again else _MEASURED_STEPS
+            self._measure(TuningEvent.TIMES_DISTURBED, steps)
         elif planning.is_outdated():
+            planning.forget_fastest()
             self._plan()
+        elif planning.is_outdone:
+            self._follow(planning.put_back(self._ending))
         elif watching.runs_short and not planning.may_plan:
             watching.give_up(planning.plans)
         elif watching.runs_short:
@@ -309,6 +329,7 @@ class StreamTuner:
             measured_s,
             plan.predicted.step_s,
         )
+        self._planning.add_time(measured_s)
         # Without checkpoints of the program, passes take less than was measured.
         least_s = min(figures.computed_s, plan.predicted.compute_s)
         was_slowed = measured_s <= _SURELY_SHORTER * least_s
@@ -318,15 +339,15 @@ class StreamTuner:
         self._corrections += was_slowed
         return was_slowed
 
-    def _copy_activations(self) -> None:
+    def _copy_activations(self, *, sees_saves: bool = False) -> None:
         if self._activations is not None:
             named = self._planning.named
             self._activations.set_plan(
                 self._planning.copied,
                 1 if named is None else named.fetch_ahead,
-                is_measuring=self.is_measuring,
+                is_measuring=sees_saves,
                 recomputed=self._planning.recomputed,
-                left_out=self._planning.left_out,
+                left_out=() if self.is_measuring else self._planning.left_out,
             )
 
     def let_go(self) -> None:
