@@ -232,8 +232,10 @@ def test_the_room_counts_what_was_spilled_and_no_homes() -> None:
     room.find_homes()
     room.take_peak_bytes()
     assert (room.take_peak_bytes(), room.spilled_bytes()) == (40 << 20, 0)
-    saved = born(TensorClass.ACTIVATIONS, 30 << 20)  # beyond the budget
-    allocator.free(saved)
+    for number in range(2):
+        assert room.spills() == number
+        saved = born(TensorClass.ACTIVATIONS, 30 << 20)  # beyond the budget, then cached there
+        allocator.free(saved)
     assert room.take_peak_bytes() == 70 << 20
     assert room.take_peak_bytes() == 40 << 20
     assert room.spilled_bytes() >= 30 << 20
@@ -888,6 +890,26 @@ def test_a_plan_of_slowed_steps_under_which_nothing_moves_stays() -> None:
 
 
 TIGHT = 2 * LAYER_STATE + 4 * SAVED
+
+
+@pytest.mark.slow
+def test_steps_that_use_cached_host_memory_are_slow_too(monkeypatch: Patch) -> None:
+    """The plan of weights counts it as theirs, where the passes of earlier batches have left it."""
+    machine = SlowMachine(TIGHT)
+    run, spills = Training(machine), 0
+
+    def count_spills() -> int:
+        nonlocal spills
+        spills += run.status.plans == 0
+        return spills
+
+    monkeypatch.setattr(machine, "spilled_bytes", int)
+    monkeypatch.setattr(machine, "spills", count_spills)
+    machine.factor = lambda: 1.0 if run.status.plans else 1.05
+    run.run(8)
+    status = run.status
+    assert (status.state, status.plans) == (TuningState.PLANNED, 2)
+    assert status.plan.predicted.compute_s == pytest.approx(COMPUTED_S, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -51,6 +51,8 @@ class MeasuredStep:
     """Most bytes of live tensors, with what the plan has placed and without what it copies out."""
     spilled_bytes: int = 0
     """Host memory that is held because of the budget."""
+    spills: int = 0
+    """Tensors that the budget has put there meanwhile."""
     is_disturbed: bool = False
     """Whether times are longer than those of the same work with all that it uses on the device."""
 

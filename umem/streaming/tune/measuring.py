@@ -43,8 +43,9 @@ class Round:
         """Count a step, whose predecessors are known."""
         self.tried += 1
         self.left -= figures.peak_bytes >= AS_LARGE * self.least_bytes
-        # What is used in host memory makes times longer.
-        figures.is_disturbed = figures.spilled_bytes > self.spilled_bytes
+        # What is used in host memory makes times longer. That may be cached memory, which was in
+        # use for the same reason when the round began.
+        figures.is_disturbed = figures.spills > 0 or figures.spilled_bytes > self.spilled_bytes
         self.has_grown |= known is not None and figures.exceeds(known)
 
     @property

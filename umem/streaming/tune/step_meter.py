@@ -87,6 +87,8 @@ class StepMeter(StepListener):
         self._backward |= self._second
         self._phases: list[_Phase] = []
         self._is_usable = False
+        self._spills = 0
+        """Of the room, when the step began."""
         self._found: MeasuredStep | None = None
 
     def take(self) -> MeasuredStep | None:
@@ -133,6 +135,7 @@ class StepMeter(StepListener):
         self._room.take_peak_bytes()
         self._phases.clear()
         self._is_usable = True
+        self._spills = self._room.spills()
         self._found = None
 
     def phase_begins(self, label: str) -> None:
@@ -211,4 +214,5 @@ class StepMeter(StepListener):
             block.forward_s = forward_s[name] / found.batches
             block.backward_s = backward_s[name] / found.batches
         found.spilled_bytes = self._room.spilled_bytes()
+        found.spills = self._room.spills() - self._spills
         return found
