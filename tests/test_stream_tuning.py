@@ -943,6 +943,22 @@ def test_steps_that_are_always_slow_when_they_are_measured_lead_to_few_plans() -
     assert run.status.plan.predicted.compute_s == pytest.approx(COMPUTED_S, rel=1e-3)
 
 
+@pytest.mark.slow
+def test_a_plan_of_a_slow_time_is_looked_at_again_when_steps_have_become_fast() -> None:
+    machine = SlowMachine(TIGHT)
+    run = Training(machine)
+    machine.factor = lambda: 4.0
+    run.run(14)
+    status = run.status
+    assert status.measured_s == pytest.approx(4 * COMPUTED_S)
+    assert status.plan.predicted.compute_s == pytest.approx(4 * COMPUTED_S, rel=1e-3)
+    assert run.tuner.is_settled
+    machine.factor = lambda: 1.0
+    run.run(40)
+    assert run.status.measured_s == pytest.approx(COMPUTED_S)
+    assert run.status.plan.predicted.compute_s == pytest.approx(COMPUTED_S, rel=1e-3)
+
+
 def test_passes_take_no_longer_than_a_step_that_was_measured() -> None:
     def measured() -> MeasuredSteps:
         steps = MeasuredSteps()
@@ -953,7 +969,8 @@ def test_passes_take_no_longer_than_a_step_that_was_measured() -> None:
     def limited(step_s: float, again: str = "", left_out: str = "") -> tuple[float, ...]:
         steps = measured()
         steps.limit(step_s, again, left_out)
-        assert (found := steps.figures) is not None
+        found = steps.figures
+        assert found is not None
         block = found.blocks["a"]
         return block.forward_s, block.backward_s, found.other_s, found.computed_s
 
@@ -1044,9 +1061,7 @@ def without_repetition(
     def plan(units: Sequence[StreamUnit], freed: Any, *others: Any) -> TrainingPlan:
         asked.append(units)
         found = original(units, {}, *others)
-        predicted = replace(
-            found.stream.predicted, step_s=step_s or found.stream.predicted.step_s
-        )
+        predicted = replace(found.stream.predicted, step_s=step_s or found.stream.predicted.step_s)
         return replace(found, stream=replace(found.stream, predicted=predicted))
 
     monkeypatch.setattr(planning, "plan_with_recomputation", plan)

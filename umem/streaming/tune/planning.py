@@ -168,7 +168,7 @@ class Planning:
     def is_outdone(self) -> bool:
         """Whether steps under the plan take longer than they did under an earlier one."""
         limit_s = self._fastest_s / (1.0 - _LEAST_GAIN_S)
-        return self._fastest is not None and self._whole_s is not None and self._whole_s > limit_s
+        return not self.is_fastest and self._whole_s is not None and self._whole_s > limit_s
 
     def put_back(self, ending: TunedOptimizer | None) -> TuningEvent:
         """Put the plan with the shortest measured step in force again.
@@ -191,9 +191,12 @@ class Planning:
         """
         figures = self._steps.figures
         assert figures is not None
+        before = self._sizes, self._are_used_early, self.part
         self._sizes = self._tuned.state_sizes()
         self._are_used_early = self._tuned.are_used_early
         self.part = self._find_part()
+        if before != (self._sizes, self._are_used_early, self.part):
+            self.forget_fastest()
         units = self._steps.units(
             self._sizes,
             # A step in the backward pass frees them.
@@ -206,15 +209,14 @@ class Planning:
             whole, error = self._plan(units, figures, None)
         if error and (self._slice_losses(units) or self._move_parameters_to_host()):
             return TuningEvent.CHANGED
-        if self._fastest is not None and not self._is_for(units, figures):
+        fastest, stays = self._fastest, self.is_fastest
+        if fastest is None or not self._is_for(fastest, units):
             self.forget_fastest()
-        if self._fastest is not None and whole.step_s > (1.0 - _LEAST_GAIN_S) * self._fastest_s:
-            fastest = self._predict_again(self._fastest, units, figures)
-            if not self.is_fastest:
-                self._fastest = fastest
+        elif whole.step_s > (1.0 - _LEAST_GAIN_S) * self._fastest_s:
+            fastest = self._fastest = self._predict_again(fastest, units, figures)
+            if not stays:
                 return self.put_back(ending)
-            self._whole = self._fastest = fastest
-            self.stream, self.units = fastest.stream, fastest.units
+            self._whole, self.stream, self.units = fastest, fastest.stream, fastest.units
             _LOG.info(
                 "umem: plan %d stays: a step takes %.3f s, and %.3f s by another one's prediction",
                 self.plans,
@@ -245,11 +247,10 @@ class Planning:
         self._log(whole)
         return _fits(whole)
 
-    def _is_for(self, units: Sequence[StreamUnit], figures: MeasuredStep) -> bool:
-        """Whether earlier plans are for such steps, too."""
-        named = self.named
-        order = tuple(unit.name for unit in units)
-        return named is not None and (named.order, named.batches) == (order, figures.batches)
+    def _is_for(self, whole: TrainingPlan, units: Sequence[StreamUnit]) -> bool:
+        """Whether a plan is for these units, too."""
+        names, others = ([it.name for it in some] for some in (whole.units, units))
+        return names == others and (self._tuned.may_use_host or not whole.stream.hosts)
 
     def _predict_again(
         self, whole: TrainingPlan, units: Sequence[StreamUnit], figures: MeasuredStep

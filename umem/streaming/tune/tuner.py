@@ -305,7 +305,6 @@ class StreamTuner:
             steps = 1 if watching.measures_again else _MEASURED_STEPS
             self._measure(TuningEvent.TIMES_DISTURBED, steps)
         elif planning.is_outdated():
-            planning.forget_fastest()
             self._plan()
         elif planning.is_outdone:
             self._follow(planning.put_back(self._ending))
