@@ -1103,6 +1103,17 @@ def test_the_fastest_plan_that_was_measured_is_put_back(monkeypatch: Patch) -> N
 
 
 @pytest.mark.slow
+def test_a_measured_plan_does_not_stay_for_other_uses() -> None:
+    run = Training(Machine(TIGHT), share=0.0)
+    run.run(14)
+    before = run.status
+    assert before.measured_s is not None
+    read_weights_after_each_step(run)
+    run.run(12)
+    assert run.status.plans == before.plans + 1
+
+
+@pytest.mark.slow
 def test_a_plan_under_which_memory_runs_short_is_not_put_back(monkeypatch: Patch) -> None:
     machine = SlowMachine(ROOM_TO_REPEAT)
     run = running_twice(machine, monkeypatch)
