@@ -959,6 +959,17 @@ def test_a_plan_of_a_slow_time_is_looked_at_again_when_steps_have_become_fast() 
     assert run.status.plan.predicted.compute_s == pytest.approx(COMPUTED_S, rel=1e-3)
 
 
+@pytest.mark.slow
+def test_a_step_that_is_held_up_is_no_time_of_a_plan() -> None:
+    machine = SlowMachine(TIGHT)
+    run = Training(machine)
+    while run.status.measured_s is None:
+        machine.factor = lambda: 9.0 if run.steps % 3 == 0 else 1.0
+        run.step()
+        assert run.steps < 20
+    assert run.status.measured_s == pytest.approx(COMPUTED_S)
+
+
 def test_passes_take_no_longer_than_a_step_that_was_measured() -> None:
     def measured() -> MeasuredSteps:
         steps = MeasuredSteps()

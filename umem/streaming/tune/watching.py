@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise, starmap
+from statistics import median
 from typing import Any
 
 from umem.capture.live.timing import Clock
@@ -40,9 +42,9 @@ class Watching:
         self.measures_again = False
         """Whether steps are to be measured once more, now that host memory is not in use."""
         self.measured_s: float | None = None
-        """The mean time of the latest few steps that were timed under the plan; None before."""
+        """The middle one of the latest times that were taken under the plan; None before."""
         self._marks: list[Any] = []
-        """Before and after these. Read when they are past: nothing waits for the device."""
+        """Between these. Read when they are past: nothing waits for the device."""
         self._timed_from = _SETTLING_STEPS + 1
         """The step before which there is the first mark."""
         self._is_new = False
@@ -73,8 +75,8 @@ class Watching:
         self._steps, self.measures_again = 0, measures_again
         self.measured_s, self._is_new = None, False
         self._overflows, self._overflow_bytes = overflows, 0
+        self._time_later()
         self._timed_from = _SETTLING_STEPS + 1
-        self._forget_marks()
         if spilled_bytes is not None:
             self.spilled_bytes = spilled_bytes
 
@@ -102,24 +104,24 @@ class Watching:
         return are_over and (self.measured_s is not None or not self._marks)
 
     def take_measured_s(self) -> float | None:
-        """The mean time of a few steps, once when it is known."""
+        """The time of a step, once when it is known."""
         is_new, self._is_new = self._is_new, False
         return self.measured_s if is_new else None
 
     def _take_time(self) -> None:
         begun = self._steps - self._timed_from
-        if begun == 0 or (begun == _TIMED_STEPS and self._marks):
-            if self._clock.is_usable():
-                self._marks.append(self._clock.mark())
-            else:
-                self._forget_marks()
-        if len(self._marks) == 2 and self._clock.is_past(self._marks[1]):
-            self.measured_s = self._clock.seconds(*self._marks) / _TIMED_STEPS
+        if begun == len(self._marks) <= _TIMED_STEPS and self._clock.is_usable():
+            self._marks.append(self._clock.mark())
+        elif begun == _TIMED_STEPS:
+            self._time_later()
+        if len(self._marks) > _TIMED_STEPS and self._clock.is_past(self._marks[-1]):
+            # A step that something has held up tells nothing of the plan.
+            self.measured_s = median(starmap(self._clock.seconds, pairwise(self._marks)))
             self._is_new = True
-            self._timed_from = _TIMED_AGAIN * self._steps
-            self._forget_marks()
+            self._time_later()
 
-    def _forget_marks(self) -> None:
+    def _time_later(self) -> None:
+        self._timed_from = _TIMED_AGAIN * self._steps
         self._clock.release(self._marks)
         self._marks = []
 
