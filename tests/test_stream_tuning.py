@@ -45,7 +45,7 @@ from umem.runtime.native_library import native
 from umem.runtime.program_waits import program_waits
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.streaming.activations import SlicedLosses
-from umem.streaming.plan import StreamUnit, TrainingPlan
+from umem.streaming.plan import StreamUnit, TrainingPlan, plan_with_recomputation
 from umem.streaming.stage import CudaRoom
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import (
@@ -1067,11 +1067,11 @@ def without_repetition(
     monkeypatch: Patch, step_s: float | None = None
 ) -> list[Sequence[StreamUnit]]:
     """Plans from now on have no blocks that run twice, and promise `step_s`."""
-    original, asked = planning.plan_with_recomputation, list[Sequence[StreamUnit]]()
+    asked = list[Sequence[StreamUnit]]()
 
     def plan(units: Sequence[StreamUnit], freed: Any, *others: Any) -> TrainingPlan:
         asked.append(units)
-        found = original(units, {}, *others)
+        found = plan_with_recomputation(units, {}, *others)
         predicted = replace(found.stream.predicted, step_s=step_s or found.stream.predicted.step_s)
         return replace(found, stream=replace(found.stream, predicted=predicted))
 

@@ -103,21 +103,24 @@ class MeasuredSteps:
         if self.figures is not None:
             self.figures.is_disturbed = True
 
-    def limit(self, step_s: float, again: Collection[str], left_out: Collection[str]) -> None:
-        """Shorten all passes to those of a step that took `step_s` under a plan.
+    def passes_s(self, again: Collection[str], left_out: Collection[str]) -> float:
+        """Passes under a plan by which blocks run forward `again`, or no longer (`left_out`)."""
+        figures = self.figures
+        assert figures is not None
+        blocks = figures.blocks
+        more_s = sum(blocks[name].forward_s for name in again)
+        less_s = sum(blocks[name].forward_s for name in left_out)
+        return figures.computed_s + figures.batches * (more_s - less_s)
 
-        No step is shorter than its passes. The plan has the units `again` run forward twice, and
-        those of `left_out` once in place of twice.
+    def limit(self, step_s: float, again: Collection[str], left_out: Collection[str]) -> None:
+        """Shorten all passes to those of a step that took `step_s` under such a plan.
+
+        No step is shorter than its passes.
         """
         figures = self.figures
         assert figures is not None
-        more_s = {name: block.forward_s for name, block in figures.blocks.items()}
-        passes_s = figures.computed_s + figures.batches * (
-            sum(more_s.get(name, 0.0) for name in again)
-            - sum(more_s.get(name, 0.0) for name in left_out)
-        )
-        if passes_s > step_s:
-            share = step_s / passes_s
+        share = step_s / max(step_s, self.passes_s(again, left_out))
+        if share < 1.0:
             figures.other_s *= share
             for block in figures.blocks.values():
                 block.forward_s *= share

@@ -329,8 +329,9 @@ class StreamTuner:
             plan.predicted.step_s,
         )
         self._planning.add_time(measured_s)
-        # Without checkpoints of the program, passes take less than was measured.
-        least_s = min(figures.computed_s, plan.predicted.compute_s)
+        # In the backward pass, the times before updates moved there may be the shorter ones.
+        passes_s = self._steps.passes_s(self._planning.recomputed, self._planning.left_out)
+        least_s = min(passes_s, plan.predicted.compute_s)
         was_slowed = measured_s <= _SURELY_SHORTER * least_s
         # Where nothing moves, no other plan is better.
         was_slowed &= any(plan.predicted.to_host_bytes.values())
