@@ -40,7 +40,7 @@ _SURELY_SHORTER = 0.9
 slowed: no step is shorter than its passes."""
 
 _MOST_CORRECTIONS = 2
-"""How often plans are replaced because of that."""
+"""How often plans are replaced because of that at once. Later, each has run for a while."""
 
 
 class StreamTuner:
@@ -335,8 +335,10 @@ class StreamTuner:
         was_slowed = measured_s <= _SURELY_SHORTER * least_s
         # Where nothing moves, no other plan is better.
         was_slowed &= any(plan.predicted.to_host_bytes.values())
-        was_slowed &= self._planning.may_plan and self._corrections < _MOST_CORRECTIONS
-        self._corrections += was_slowed
+        is_late = self._watching.is_timed_again
+        was_slowed &= self._planning.may_plan
+        was_slowed &= is_late or self._corrections < _MOST_CORRECTIONS
+        self._corrections += was_slowed and not is_late
         return was_slowed
 
     def _copy_activations(self, *, sees_saves: bool = False) -> None:

@@ -47,6 +47,8 @@ class Watching:
         """Between these. Read when they are past: nothing waits for the device."""
         self._timed_from = _SETTLING_STEPS + 1
         """The step before which there is the first mark."""
+        self.is_timed_again = False
+        """Whether the time is of later steps than the first that were timed under the plan."""
         self._is_new = False
         """Whether nobody has taken it yet."""
         self._overflows = False
@@ -73,7 +75,7 @@ class Watching:
         that `overflows` uses more.
         """
         self._steps, self.measures_again = 0, measures_again
-        self.measured_s, self._is_new = None, False
+        self.measured_s, self._is_new, self.is_timed_again = None, False, False
         self._overflows, self._overflow_bytes = overflows, 0
         self._time_later()
         self._timed_from = _SETTLING_STEPS + 1
@@ -116,6 +118,7 @@ class Watching:
             self._time_later()
         if len(self._marks) > _TIMED_STEPS and self._clock.is_past(self._marks[-1]):
             # A step that something has held up tells nothing of the plan.
+            self.is_timed_again = self.measured_s is not None
             self.measured_s = median(starmap(self._clock.seconds, pairwise(self._marks)))
             self._is_new = True
             self._time_later()
