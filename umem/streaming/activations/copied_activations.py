@@ -290,12 +290,11 @@ class CopiedActivations(Listener):
             Whether to look at what other blocks save.
         recomputed
             Blocks, with proofs, whose calls run again in the backward pass. A call that is not like
-            the proved one is copied, and so are all while measuring: they leave as in `copied`.
+            the proved one is copied: it leaves as in `copied`.
         left_out
-            Blocks, with proofs, of which the program's checkpoints are left out, but for measuring.
+            Blocks, with proofs, of which the program's checkpoints are left out.
         """
-        self.recomputed = frozenset() if is_measuring else frozenset(recomputed)
-        self._left_out = frozenset() if is_measuring else frozenset(left_out)
+        self.recomputed, self._left_out = frozenset(recomputed), frozenset(left_out)
         leaving = {**recomputed, **copied}
         units = {it for cuts in (self._cuts or {}).values() for it in cuts.values()}
         units |= self.names | ({NO_BLOCK} if units else set())

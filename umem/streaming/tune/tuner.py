@@ -238,9 +238,9 @@ class StreamTuner:
         # A deferred update would take memory and time of the next forward pass.
         self._optimizers.join()
         self._enter(event)
-        # For times alone, steps run by the plan: in place of blocks that run twice, copies would
-        # have host memory locked amid the passes.
-        self._copy_activations(sees_saves=event is not TuningEvent.TIMES_DISTURBED)
+        # Only copies show how much memory a block takes that runs twice. Times are measured
+        # without: the copies would have host memory locked amid the passes.
+        self._copy_activations(copies_recomputed=event is not TuningEvent.TIMES_DISTURBED)
         self._measuring.begin(Round(event, steps, peak_bytes, self._watching.spilled_bytes))
 
     def _start_over(self) -> None:
@@ -341,15 +341,18 @@ class StreamTuner:
         self._corrections += was_slowed and not is_late
         return was_slowed
 
-    def _copy_activations(self, *, sees_saves: bool = False) -> None:
+    def _copy_activations(self, *, copies_recomputed: bool = False) -> None:
         if self._activations is not None:
-            named = self._planning.named
+            planning = self._planning
+            copied, recomputed, named = planning.copied, planning.recomputed, planning.named
+            if copies_recomputed:
+                copied, recomputed = {**recomputed, **copied}, {}
             self._activations.set_plan(
-                self._planning.copied,
+                copied,
                 1 if named is None else named.fetch_ahead,
-                is_measuring=sees_saves,
-                recomputed=self._planning.recomputed,
-                left_out=() if self.is_measuring else self._planning.left_out,
+                is_measuring=self.is_measuring,
+                recomputed=recomputed,
+                left_out=() if self.is_measuring else planning.left_out,
             )
 
     def let_go(self) -> None:
