@@ -106,6 +106,8 @@ class Planning:
         """Of the state that the plan is made for."""
         self._are_used_early = False
         """Whether the plan is for updates that are waited for before the next forward pass."""
+        self._are_slowed = False
+        """Whether the plan is made of times that are too long."""
         self._slack = 1
         self._has_warned = False
 
@@ -181,10 +183,17 @@ class Planning:
 
     # ------------------------------------------------------------------ a plan
 
-    def make(self, ending: TunedOptimizer | None, more_slack_for: int | None = None) -> TuningEvent:
+    def make(
+        self,
+        ending: TunedOptimizer | None,
+        more_slack_for: int | None = None,
+        *,
+        are_slowed: bool = False,
+    ) -> TuningEvent:
         """Plan anew, while a call of ``step()`` of the optimizer `ending` ends.
 
         If the plan so far has too little slack, `more_slack_for` are the bytes that were lacking.
+        If times `are_slowed`, others are measured next.
         The plan in force stays where it takes less time than a new one promises.
         Returns `PLAN_FITS`, `NO_PLAN_FITS`, or `CHANGED` if parameters had to move to the host:
         then steps are other ones now.
@@ -194,7 +203,7 @@ class Planning:
         before = self._sizes, self._are_used_early, self.part
         self._sizes = self._tuned.state_sizes()
         self._are_used_early = self._tuned.are_used_early
-        self.part = self._find_part()
+        self.part, self._are_slowed = self._find_part(), are_slowed
         if before != (self._sizes, self._are_used_early, self.part):
             self.forget_fastest()
         units = self._steps.units(
@@ -324,7 +333,12 @@ class Planning:
             )
             try:
                 found = plan_with_recomputation(
-                    units, freed_bytes, self._hardware, plan, saved_bytes
+                    units,
+                    freed_bytes,
+                    self._hardware,
+                    plan,
+                    saved_bytes,
+                    are_slowed=self._are_slowed,
                 )
             except PlanError as error:
                 errors.append(str(error))

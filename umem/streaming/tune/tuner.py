@@ -273,7 +273,7 @@ class StreamTuner:
 
     def _plan(self, *, more_slack_for: int | None = None, measures_again: bool = False) -> None:
         plans = self._planning.plans
-        event = self._planning.make(self._ending, more_slack_for)
+        event = self._planning.make(self._ending, more_slack_for, are_slowed=measures_again)
         stays = self._planning.plans == plans and event is not TuningEvent.CHANGED
         self._follow(event, stays=stays, measures_again=measures_again)
 
