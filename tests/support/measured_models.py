@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,8 @@ class Compute(torch.autograd.Function):
 
 
 class Layer(nn.Module):
+    compute: Any = Compute
+
     def __init__(self, machine: Machine, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.machine, self.forward_s, self.backward_s = machine, forward_s, backward_s
@@ -121,17 +124,48 @@ class Layer(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        compute: Any = Compute.apply
-        hidden = compute(self.up(x), self)
+        hidden = self.compute.apply(self.up(x), self)
         y: torch.Tensor = self.down(nn.functional.gelu(hidden))
         return y
 
 
+class ComputeAgain(torch.autograd.Function):
+    """Takes the seconds of a layer, and memory as long as its result's lives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
+        ctx.layer, y, size_bytes = layer, x.clone(), 5 * x.nbytes // 2
+        layer.machine.compute(layer.forward_s, size_bytes)
+        weakref.finalize(y.untyped_storage(), layer.machine.compute, 0.0, -size_bytes)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.layer.machine.compute(ctx.layer.backward_s)
+        return gradients[0], None
+
+
+class RepeatableLayer(Layer):
+    """May run twice: the machine, which changes, is out of its reach."""
+
+    compute = ComputeAgain
+
+    def __init__(self, machine: Machine, forward_s: float, backward_s: float) -> None:
+        super().__init__(machine, forward_s, backward_s)
+        del self.machine
+        self._machine = weakref.ref(machine)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._machine() if name == "machine" else super().__getattr__(name)
+
+
 class Net(nn.Module):
-    def __init__(self, machine: Machine, is_checkpointed: bool = False) -> None:
+    def __init__(
+        self, machine: Machine, is_checkpointed: bool = False, kind: type[Layer] = Layer
+    ) -> None:
         super().__init__()
         self.layers: Any = nn.ModuleList(
-            Layer(machine, 1.0 + number, 10.0 + number) for number in range(LAYERS)
+            kind(machine, 1.0 + number, 10.0 + number) for number in range(LAYERS)
         )
         self.is_checkpointed = is_checkpointed
 

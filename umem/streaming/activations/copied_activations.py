@@ -241,7 +241,8 @@ class CopiedActivations(Listener):
         self._errors = HookErrors(on_error)
         self._copied: Mapping[str, str | None] = {}
         self._planned: frozenset[str] = frozenset()
-        self._recomputed: frozenset[str] = frozenset()
+        self.recomputed: frozenset[str] = frozenset()
+        """Blocks whose calls run again in the backward pass."""
         self._left_out: frozenset[str] = frozenset()
         self._names = weakref.WeakKeyDictionary({b.module: n for n, b in self._blocks.items()})
         self._unproved = set(self._blocks) if may_recompute else set()
@@ -289,12 +290,11 @@ class CopiedActivations(Listener):
             Whether to look at what other blocks save.
         recomputed
             Blocks, with proofs, whose calls run again in the backward pass. A call that is not like
-            the proved one is copied, and so are all while measuring: they leave as in `copied`.
+            the proved one is copied: it leaves as in `copied`.
         left_out
-            Blocks, with proofs, of which the program's checkpoints are left out, but for measuring.
+            Blocks, with proofs, of which the program's checkpoints are left out.
         """
-        self._recomputed = frozenset() if is_measuring else frozenset(recomputed)
-        self._left_out = frozenset() if is_measuring else frozenset(left_out)
+        self.recomputed, self._left_out = frozenset(recomputed), frozenset(left_out)
         leaving = {**recomputed, **copied}
         units = {it for cuts in (self._cuts or {}).values() for it in cuts.values()}
         units |= self.names | ({NO_BLOCK} if units else set())
@@ -444,7 +444,7 @@ class CopiedActivations(Listener):
         if not (forward.is_watched or self._cuts):
             # A reentrant checkpoint makes the graph behind its block.
             forward.watch(tensors_in((args, kwargs)), self._errors)
-        is_recomputed = name in self._recomputed and self._may_run_again(name, args, kwargs)
+        is_recomputed = name in self.recomputed and self._may_run_again(name, args, kwargs)
         is_copied = name in (self._planned if is_recomputed else self._copied)
         running.call = call = _Call(name, is_copied, self._copied.get(name))
         if not self._cuts:

@@ -33,6 +33,10 @@ and out the state that is on the device in its place."""
 _LEAST_GAIN = 0.03
 """Part of the step that has to be gained: predictions are not exact to less."""
 
+_MOST_AGAIN = 1.5
+"""How much longer a step may seem in which blocks run twice, where times are too long to tell: a
+forward pass is a third of all passes, and copies that do not hide cost several times as much."""
+
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 _EQUAL = 0.005
@@ -110,6 +114,8 @@ def plan_with_recomputation(
     hardware: Hardware,
     plan: Callable[..., TrainingPlan],
     checkpointed_bytes: Mapping[str, int] = _NOTHING,
+    *,
+    are_slowed: bool = False,
 ) -> TrainingPlan:
     """Plan a training with the number of units that run again by which a step is shortest.
 
@@ -127,6 +133,9 @@ def plan_with_recomputation(
         `longest_s` it gets.
     checkpointed_bytes
         By name of each unit whose checkpoint may be left out, what is kept more of it then.
+    are_slowed
+        Whether the units' times are too long, which has copies seem to hide beside the passes, and
+        others are to come: all units run again that may, in place of copies.
 
     Raises
     ------
@@ -135,6 +144,11 @@ def plan_with_recomputation(
     """
     best, refusal = _try(plan, units)
     fits = best is not None and not best.overflow_bytes
+    names = frozenset(_useful(units, freed_bytes, None) if are_slowed else ())
+    if names and best is not None and best.stream.copied:
+        other, _ = _try(plan, with_recomputed(units, freed_bytes, names))
+        if other is not None and other.step_s < _MOST_AGAIN * best.step_s:
+            return replace(other, recomputed=names)
     if best is not None and fits and best.lost_s <= _LEAST_GAIN * best.step_s:
         return _leave_out(units, checkpointed_bytes, plan, best)
     # Where nothing fits, what saves no time may make room.

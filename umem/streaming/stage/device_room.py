@@ -24,5 +24,9 @@ class DeviceRoom(Protocol):
     def spilled_bytes(self) -> int:
         """Host memory that is held because of the budget."""
 
+    def spills(self) -> int:
+        """How many tensors the budget has put into host memory so far, cached memory or not."""
+        return 0
+
     def trim(self) -> None:
         """Give back all memory that no tensor has."""

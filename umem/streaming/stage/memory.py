@@ -157,6 +157,10 @@ class CudaRoom(DeviceRoom):
         kinds = self._allocator.kind_stats(self._device).values()
         return sum(kind["spilled_bytes"] for kind in kinds)
 
+    def spills(self) -> int:
+        """Requests that the host has served in the device's place."""
+        return int(self._allocator.stats(self._device)["served"]["spilled"])
+
     def trim(self) -> None:
         """Give cached segments back."""
         self._allocator.empty_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from umem.capture.live import NO_BLOCK
@@ -51,6 +51,8 @@ class MeasuredStep:
     """Most bytes of live tensors, with what the plan has placed and without what it copies out."""
     spilled_bytes: int = 0
     """Host memory that is held because of the budget."""
+    spills: int = 0
+    """Tensors that the budget has put there meanwhile."""
     is_disturbed: bool = False
     """Whether times are longer than those of the same work with all that it uses on the device."""
 
@@ -100,6 +102,29 @@ class MeasuredSteps:
         """Have the times of the next step count, and not those so far."""
         if self.figures is not None:
             self.figures.is_disturbed = True
+
+    def passes_s(self, again: Collection[str], left_out: Collection[str]) -> float:
+        """Passes under a plan by which blocks run forward `again`, or no longer (`left_out`)."""
+        figures = self.figures
+        assert figures is not None
+        blocks = figures.blocks
+        more_s = sum(blocks[name].forward_s for name in again)
+        less_s = sum(blocks[name].forward_s for name in left_out)
+        return figures.computed_s + figures.batches * (more_s - less_s)
+
+    def limit(self, step_s: float, again: Collection[str], left_out: Collection[str]) -> None:
+        """Shorten all passes to those of a step that took `step_s` under such a plan.
+
+        No step is shorter than its passes.
+        """
+        figures = self.figures
+        assert figures is not None
+        share = step_s / max(step_s, self.passes_s(again, left_out))
+        if share < 1.0:
+            figures.other_s *= share
+            for block in figures.blocks.values():
+                block.forward_s *= share
+                block.backward_s *= share
 
     def add_later_call(self, needed_bytes: int) -> None:
         """Count the memory that a later call of ``step()`` in a step has needed."""

@@ -43,8 +43,9 @@ class Round:
         """Count a step, whose predecessors are known."""
         self.tried += 1
         self.left -= figures.peak_bytes >= AS_LARGE * self.least_bytes
-        # What is used in host memory makes times longer.
-        figures.is_disturbed = figures.spilled_bytes > self.spilled_bytes
+        # What is used in host memory makes times longer. That may be cached memory, which was in
+        # use for the same reason when the round began.
+        figures.is_disturbed = figures.spills > 0 or figures.spilled_bytes > self.spilled_bytes
         self.has_grown |= known is not None and figures.exceeds(known)
 
     @property
@@ -73,7 +74,14 @@ class Measuring:
         self._activations = activations
         root = Block(NO_BLOCK, model)
         self._meter = StepMeter(
-            clock, room, root, blocks, lambda: shared.placed_bytes, self.away_bytes, self._stretch
+            clock,
+            room,
+            root,
+            blocks,
+            lambda: shared.placed_bytes,
+            self.away_bytes,
+            self._stretch,
+            frozenset if activations is None else lambda: activations.recomputed,
         )
         self._tracker = PhaseTracker(root, blocks, HookErrors(on_error), self._meter)
         if activations is not None:

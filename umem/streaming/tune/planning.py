@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,14 @@ from umem.core.units import format_bytes
 from umem.hardware import Hardware
 from umem.streaming.activations.repeatable import Proof
 from umem.streaming.plan.host_updates import plan_with_host_updates
-from umem.streaming.plan.recomputation import plan_with_recomputation
-from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes
+from umem.streaming.plan.recomputation import (
+    plan_with_recomputation,
+    with_recomputed,
+    without_checkpoints,
+)
+from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes, simulate_plan
 from umem.streaming.plan.step_timing import StreamUnit
-from umem.streaming.plan.training_plan import TrainingPlan, plan_training
+from umem.streaming.plan.training_plan import TrainingPlan, plan_training, with_weights
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
 from umem.streaming.tune.measured_steps import MeasuredStep, MeasuredSteps
@@ -39,6 +44,10 @@ _SLACK_SHARES = (1.0, 0.5, 0.25)
 
 _LEAST_GAIN = 128
 """Part of the budget that a training has to gain for a new plan when others leave it more."""
+
+_LEAST_GAIN_S = 0.03
+"""Part of a measured step by which another plan has to be faster: predictions are not exact to
+less, nor do measurements repeat to less."""
 
 _WITHOUT_STEP_IN_BACKWARD = (
     ". Without step_in_backward, trained weights can be streamed and gradients copied, too"
@@ -75,6 +84,13 @@ class Planning:
         self.units: Sequence[StreamUnit] = []
         """Those of the plan."""
         self.plans = 0
+        self._whole: TrainingPlan | None = None
+        """The plan in force."""
+        self._whole_s: float | None = None
+        """A step under it; None until it is measured."""
+        self._fastest: TrainingPlan | None = None
+        """The plan with the shortest measured step, as long as the steps are such and it fits."""
+        self._fastest_s = math.inf
         self.part = BudgetPart(None, 0)
         """Of the budget, that the plan is made for."""
         self._tuned, self._steps = tuned, steps
@@ -90,6 +106,8 @@ class Planning:
         """Of the state that the plan is made for."""
         self._are_used_early = False
         """Whether the plan is for updates that are waited for before the next forward pass."""
+        self._are_slowed = False
+        """Whether the plan is made of times that are too long."""
         self._slack = 1
         self._has_warned = False
 
@@ -117,6 +135,7 @@ class Planning:
     def begin_anew(self, *, of_other_steps: bool) -> None:
         """Count plans anew; of steps that have changed, with as little slack as at first."""
         self.plans = 0
+        self.forget_fastest()
         if of_other_steps:
             self._slack, self._changes = 1, self._shared.changes
 
@@ -130,21 +149,63 @@ class Planning:
         self.copied = self.recomputed = {}
         self.left_out = frozenset()
 
+    # ------------------------------------------------------------------ measured plans
+
+    def add_time(self, measured_s: float) -> None:
+        """Count a step under the plan in force."""
+        self._whole_s = measured_s
+        if measured_s < self._fastest_s:
+            self._fastest, self._fastest_s = self._whole, measured_s
+
+    def forget_fastest(self) -> None:
+        """Compare no plan with those so far: steps are other ones, or have no room under them."""
+        self._fastest, self._fastest_s = None, math.inf
+
+    @property
+    def is_fastest(self) -> bool:
+        """Whether no plan has a shorter measured step than the one in force."""
+        return self._whole is self._fastest
+
+    @property
+    def is_outdone(self) -> bool:
+        """Whether steps under the plan take longer than they did under an earlier one."""
+        limit_s = self._fastest_s / (1.0 - _LEAST_GAIN_S)
+        return not self.is_fastest and self._whole_s is not None and self._whole_s > limit_s
+
+    def put_back(self, ending: TunedOptimizer | None) -> TuningEvent:
+        """Put the plan with the shortest measured step in force again.
+
+        The parameters and the result are those of :meth:`make`.
+        """
+        assert self._fastest is not None
+        _LOG.info("umem: a step took %.3f s under an earlier plan, which follows", self._fastest_s)
+        return self._put_in_force(self._fastest, "", ending)
+
     # ------------------------------------------------------------------ a plan
 
-    def make(self, ending: TunedOptimizer | None, more_slack_for: int | None = None) -> TuningEvent:
+    def make(
+        self,
+        ending: TunedOptimizer | None,
+        more_slack_for: int | None = None,
+        *,
+        are_slowed: bool = False,
+    ) -> TuningEvent:
         """Plan anew, while a call of ``step()`` of the optimizer `ending` ends.
 
         If the plan so far has too little slack, `more_slack_for` are the bytes that were lacking.
+        If times `are_slowed`, others are measured next.
+        The plan in force stays where it takes less time than a new one promises.
         Returns `PLAN_FITS`, `NO_PLAN_FITS`, or `CHANGED` if parameters had to move to the host:
         then steps are other ones now.
         """
         figures = self._steps.figures
         assert figures is not None
-        self.plans += 1
+        before = self._sizes, self._are_used_early, self.part
         self._sizes = self._tuned.state_sizes()
         self._are_used_early = self._tuned.are_used_early
-        self.part = self._find_part()
+        self.part, self._are_slowed = self._find_part(), are_slowed
+        if before != (self._sizes, self._are_used_early, self.part):
+            self.forget_fastest()
         units = self._steps.units(
             self._sizes,
             # A step in the backward pass frees them.
@@ -157,6 +218,30 @@ class Planning:
             whole, error = self._plan(units, figures, None)
         if error and (self._slice_losses(units) or self._move_parameters_to_host()):
             return TuningEvent.CHANGED
+        fastest, stays = self._fastest, self.is_fastest
+        if fastest is None or not self._is_for(fastest, units):
+            self.forget_fastest()
+        elif whole.step_s > (1.0 - _LEAST_GAIN_S) * self._fastest_s:
+            fastest = self._fastest = self._predict_again(fastest, units, figures)
+            if not stays:
+                return self.put_back(ending)
+            self._whole, self.stream, self.units = fastest, fastest.stream, fastest.units
+            _LOG.info(
+                "umem: plan %d stays: a step takes %.3f s, and %.3f s by another one's prediction",
+                self.plans,
+                self._fastest_s,
+                whole.step_s,
+            )
+            return _fits(fastest)
+        return self._put_in_force(whole, error, ending)
+
+    def _put_in_force(
+        self, whole: TrainingPlan, error: str, ending: TunedOptimizer | None
+    ) -> TuningEvent:
+        figures = self._steps.figures
+        assert figures is not None
+        self.plans += 1
+        self._whole, self._whole_s = whole, None
         self.stream, self.units = whole.stream, whole.units
         self.overflow_bytes = whole.overflow_bytes
         self.named = NamedPlan.of(whole, figures.batches)
@@ -169,7 +254,44 @@ class Planning:
         if whole.overflow_bytes:
             self._warn(error, whole)
         self._log(whole)
-        return TuningEvent.NO_PLAN_FITS if whole.overflow_bytes else TuningEvent.PLAN_FITS
+        return _fits(whole)
+
+    def _is_for(self, whole: TrainingPlan, units: Sequence[StreamUnit]) -> bool:
+        """Whether a plan is for these units, too."""
+        names, others = ([it.name for it in some] for some in (whole.units, units))
+        return names == others and (self._tuned.may_use_host or not whole.stream.hosts)
+
+    def _predict_again(
+        self, whole: TrainingPlan, units: Sequence[StreamUnit], figures: MeasuredStep
+    ) -> TrainingPlan:
+        """The same plan, with what newer figures say of it."""
+        if whole.overflow_bytes:
+            return whole  # of units that were made to fit
+        freed_bytes, saved_bytes = self._proved_bytes()
+        changed = with_recomputed(units, freed_bytes, whole.recomputed)
+        changed = without_checkpoints(changed, saved_bytes, whole.left_out)
+        if whole.weights is not None and self._weights is not None:
+            changed = with_weights(changed, self._weights.units, whole.weights)
+        timing = simulate_plan(
+            changed,
+            whole.stream,
+            hardware=self._hardware,
+            other_s=figures.other_s,
+            is_deferred=not self._tuned.waits,
+            in_backward=self._tuned.in_backward,
+            batches=figures.batches,
+            weight_slots=0 if whole.weights is None else whole.weights.slots,
+            weights_ahead=min(next(iter(whole.extra.values()), (0, 0))),
+        )
+        return replace(whole, units=changed, stream=replace(whole.stream, predicted=timing))
+
+    def _proved_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """By name of each unit that may run twice, what that frees, and what a checkpoint does."""
+        proofs = self._proofs.items()
+        return (
+            {name: proof.freed_bytes for name, proof in proofs},
+            {name: proof.checkpointed_bytes for name, proof in proofs},
+        )
 
     def _plan(
         self, units: Sequence[StreamUnit], figures: MeasuredStep, more_slack_for: int | None
@@ -199,8 +321,7 @@ class Planning:
     ) -> tuple[TrainingPlan | None, str]:
         """A plan with the usual slack or, in a small budget, with less; or why none fits."""
         budget_bytes = self._room.budget_bytes
-        freed_bytes = {name: proof.freed_bytes for name, proof in self._proofs.items()}
-        saved_bytes = {name: proof.checkpointed_bytes for name, proof in self._proofs.items()}
+        freed_bytes, saved_bytes = self._proved_bytes()
         found, errors = None, []
         for share in _SLACK_SHARES:
             slack_bytes = int(share * slack * least_slack_bytes(budget_bytes))
@@ -212,7 +333,12 @@ class Planning:
             )
             try:
                 found = plan_with_recomputation(
-                    units, freed_bytes, self._hardware, plan, saved_bytes
+                    units,
+                    freed_bytes,
+                    self._hardware,
+                    plan,
+                    saved_bytes,
+                    are_slowed=self._are_slowed,
                 )
             except PlanError as error:
                 errors.append(str(error))
@@ -416,6 +542,10 @@ class Planning:
                 format_bytes(part.others_bytes),
                 len(self._shared.members) - 1,
             )
+
+
+def _fits(whole: TrainingPlan) -> TuningEvent:
+    return TuningEvent.NO_PLAN_FITS if whole.overflow_bytes else TuningEvent.PLAN_FITS
 
 
 def _is_fullest_at_loss(units: Sequence[StreamUnit]) -> bool:

@@ -99,8 +99,8 @@ class TuningStatus:
     predicted_s: float | None
     """A step under the plan, by prediction."""
     measured_s: float | None
-    """The first steps under the plan, once it is in force, on the device's clock; each, on average.
-    None before they are over."""
+    """A step under the plan, once it is in force, on the device's clock: the middle one of three.
+    None before these are over."""
     spilled_bytes: int
     """Host memory that is held because of the budget, beside weights that were made there."""
     activations: ActivationStatistics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -59,6 +59,8 @@ class StepMeter(StepListener):
         Returns the bytes of activations that are on the host only.
     stretch
         Returns the unit in which a pass is that is cut by what it saves; None for the block.
+    recomputed
+        Returns the blocks whose second forward pass is a plan's: no time of theirs.
     """
 
     def __init__(
@@ -70,18 +72,23 @@ class StepMeter(StepListener):
         placed_bytes: Callable[[], int],
         away_bytes: Callable[[], int],
         stretch: Callable[[], str | None] = lambda: None,
+        recomputed: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self._clock = clock
         self._room = room
         self._placed = placed_bytes
         self._away = away_bytes
         self._stretch = stretch
+        self._recomputed = recomputed
         every = (root, *blocks)
         self._forward = {block.forward: block.name for block in every}
         self._backward = {block.backward: block.name for block in every}
-        self._backward |= {block.recompute: block.name for block in every}
+        self._second = {block.recompute: block.name for block in every}
+        self._backward |= self._second
         self._phases: list[_Phase] = []
         self._is_usable = False
+        self._spills = 0
+        """Of the room, when the step began."""
         self._found: MeasuredStep | None = None
 
     def take(self) -> MeasuredStep | None:
@@ -128,6 +135,7 @@ class StepMeter(StepListener):
         self._room.take_peak_bytes()
         self._phases.clear()
         self._is_usable = True
+        self._spills = self._room.spills()
         self._found = None
 
     def phase_begins(self, label: str) -> None:
@@ -170,6 +178,7 @@ class StepMeter(StepListener):
                 blocks.setdefault(phase.name_in(self._forward), MeasuredBlock())
             found.batches += phase.label == BACKWARD_LOSS
         last = next(reversed(blocks))
+        recomputed = self._recomputed()
         forward = {**self._forward, FORWARD_LOSS: last}
         backward = {**self._backward, BACKWARD_LOSS: last}
         forward_s: defaultdict[str, float] = defaultdict(float)
@@ -193,7 +202,8 @@ class StepMeter(StepListener):
                 name = phase.name_in(backward)
                 before = name or before
                 block = blocks.setdefault(before, MeasuredBlock())
-                backward_s[name] += seconds
+                if self._second.get(phase.label) not in recomputed:
+                    backward_s[name] += seconds
                 block.backward_peak_bytes = max(block.backward_peak_bytes, need_bytes)
         self._room.find_homes()  # the step may have made state
         step_bytes = self._room.take_peak_bytes()
@@ -204,4 +214,5 @@ class StepMeter(StepListener):
             block.forward_s = forward_s[name] / found.batches
             block.backward_s = backward_s[name] / found.batches
         found.spilled_bytes = self._room.spilled_bytes()
+        found.spills = self._room.spills() - self._spills
         return found

@@ -40,7 +40,7 @@ _SURELY_SHORTER = 0.9
 slowed: no step is shorter than its passes."""
 
 _MOST_CORRECTIONS = 2
-"""How often plans are replaced because of that."""
+"""How often plans are replaced because of that at once. Later, each has run for a while."""
 
 
 class StreamTuner:
@@ -238,7 +238,9 @@ class StreamTuner:
         # A deferred update would take memory and time of the next forward pass.
         self._optimizers.join()
         self._enter(event)
-        self._copy_activations()
+        # Only copies show how much memory a block takes that runs twice. Times are measured
+        # without: the copies would have host memory locked amid the passes.
+        self._copy_activations(copies_recomputed=event is not TuningEvent.TIMES_DISTURBED)
         self._measuring.begin(Round(event, steps, peak_bytes, self._watching.spilled_bytes))
 
     def _start_over(self) -> None:
@@ -253,6 +255,11 @@ class StreamTuner:
     def _plan_measured(self, measured: Round) -> None:
         """Plan from a round that is complete."""
         ran_out = measured.occasion is TuningEvent.MEMORY_RAN_OUT
+        planning, measured_s = self._planning, self._watching.measured_s
+        if ran_out and planning.is_fastest:
+            planning.forget_fastest()
+        if measured.occasion is TuningEvent.TIMES_DISTURBED and measured_s is not None:
+            self._steps.limit(measured_s, planning.recomputed, planning.left_out)
         # What is used in host memory is slow: under a plan that has room for it, measure again.
         figures = self._steps.figures
         is_slow = figures is not None and figures.is_disturbed
@@ -265,13 +272,21 @@ class StreamTuner:
         )
 
     def _plan(self, *, more_slack_for: int | None = None, measures_again: bool = False) -> None:
-        event = self._planning.make(self._ending, more_slack_for)
-        spilled_bytes = None if self._weights is None else self._weights.spilled_bytes
-        self._watching.plan_begins(
-            spilled_bytes,
-            measures_again=measures_again,
-            overflows=event is TuningEvent.NO_PLAN_FITS,
-        )
+        plans = self._planning.plans
+        event = self._planning.make(self._ending, more_slack_for, are_slowed=measures_again)
+        stays = self._planning.plans == plans and event is not TuningEvent.CHANGED
+        self._follow(event, stays=stays, measures_again=measures_again)
+
+    def _follow(
+        self, event: TuningEvent, *, stays: bool = False, measures_again: bool = False
+    ) -> None:
+        """Have the next steps run by the plan, and watch them unless it was in force before."""
+        if not stays:
+            self._watching.plan_begins(
+                None if self._weights is None else self._weights.spilled_bytes,
+                measures_again=measures_again,
+                overflows=event is TuningEvent.NO_PLAN_FITS,
+            )
         if event is TuningEvent.CHANGED:
             self._start_over()
         else:
@@ -286,9 +301,13 @@ class StreamTuner:
             return
         if watching.measures_again or self._was_slowed():
             self._steps.distrust_times()
-            self._measure(TuningEvent.TIMES_DISTURBED, 1)
+            # There are few corrections, and one step may be interrupted.
+            steps = 1 if watching.measures_again else _MEASURED_STEPS
+            self._measure(TuningEvent.TIMES_DISTURBED, steps)
         elif planning.is_outdated():
             self._plan()
+        elif planning.is_outdone:
+            self._follow(planning.put_back(self._ending))
         elif watching.runs_short and not planning.may_plan:
             watching.give_up(planning.plans)
         elif watching.runs_short:
@@ -309,24 +328,31 @@ class StreamTuner:
             measured_s,
             plan.predicted.step_s,
         )
-        # Without checkpoints of the program, passes take less than was measured.
-        least_s = min(figures.computed_s, plan.predicted.compute_s)
+        self._planning.add_time(measured_s)
+        # In the backward pass, the times before updates moved there may be the shorter ones.
+        passes_s = self._steps.passes_s(self._planning.recomputed, self._planning.left_out)
+        least_s = min(passes_s, plan.predicted.compute_s)
         was_slowed = measured_s <= _SURELY_SHORTER * least_s
         # Where nothing moves, no other plan is better.
         was_slowed &= any(plan.predicted.to_host_bytes.values())
-        was_slowed &= self._planning.may_plan and self._corrections < _MOST_CORRECTIONS
-        self._corrections += was_slowed
+        is_late = self._watching.is_timed_again
+        was_slowed &= self._planning.may_plan
+        was_slowed &= is_late or self._corrections < _MOST_CORRECTIONS
+        self._corrections += was_slowed and not is_late
         return was_slowed
 
-    def _copy_activations(self) -> None:
+    def _copy_activations(self, *, copies_recomputed: bool = False) -> None:
         if self._activations is not None:
-            named = self._planning.named
+            planning = self._planning
+            copied, recomputed, named = planning.copied, planning.recomputed, planning.named
+            if copies_recomputed:
+                copied, recomputed = {**recomputed, **copied}, {}
             self._activations.set_plan(
-                self._planning.copied,
+                copied,
                 1 if named is None else named.fetch_ahead,
                 is_measuring=self.is_measuring,
-                recomputed=self._planning.recomputed,
-                left_out=self._planning.left_out,
+                recomputed=recomputed,
+                left_out=() if self.is_measuring else planning.left_out,
             )
 
     def let_go(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise, starmap
+from statistics import median
 from typing import Any
 
 from umem.capture.live.timing import Clock
@@ -23,6 +25,9 @@ _PATIENCE_STEPS = 4
 _TIMED_STEPS = 3
 """Steps to take the time of, once a plan is in force."""
 
+_TIMED_AGAIN = 4
+"""So many times as many steps later it is taken again: other programs may have slowed the first."""
+
 
 class Watching:
     """Sees whether memory runs short under a plan, and how long its steps take."""
@@ -37,9 +42,13 @@ class Watching:
         self.measures_again = False
         """Whether steps are to be measured once more, now that host memory is not in use."""
         self.measured_s: float | None = None
-        """The mean time of the first steps under the plan; None before they are over."""
+        """The middle one of the latest times that were taken under the plan; None before."""
         self._marks: list[Any] = []
-        """Before and after these steps. Read when they are past: nothing waits for the device."""
+        """Between these. Read when they are past: nothing waits for the device."""
+        self._timed_from = _SETTLING_STEPS + 1
+        """The step before which there is the first mark."""
+        self.is_timed_again = False
+        """Whether the time is of later steps than the first that were timed under the plan."""
         self._is_new = False
         """Whether nobody has taken it yet."""
         self._overflows = False
@@ -66,10 +75,10 @@ class Watching:
         that `overflows` uses more.
         """
         self._steps, self.measures_again = 0, measures_again
-        self.measured_s, self._is_new = None, False
+        self.measured_s, self._is_new, self.is_timed_again = None, False, False
         self._overflows, self._overflow_bytes = overflows, 0
-        self._clock.release(self._marks)
-        self._marks = []
+        self._time_later()
+        self._timed_from = _SETTLING_STEPS + 1
         if spilled_bytes is not None:
             self.spilled_bytes = spilled_bytes
 
@@ -81,7 +90,7 @@ class Watching:
             self.settle()
         elif self._overflows and self._steps == _SETTLING_STEPS + 1:
             self._overflow_bytes = self._room.spilled_bytes() - self.spilled_bytes
-        if not self.is_settling and self.measured_s is None:
+        if not self.is_settling:
             self._take_time()
 
     def settle(self) -> None:
@@ -94,20 +103,30 @@ class Watching:
     def is_timed(self) -> bool:
         """Whether the first steps are over, and how long they took is known, or never will be."""
         are_over = self._steps > _SETTLING_STEPS + _TIMED_STEPS
-        return are_over and (self.measured_s is not None or len(self._marks) < 2)
+        return are_over and (self.measured_s is not None or not self._marks)
 
     def take_measured_s(self) -> float | None:
-        """The mean time of steps, once when it is known."""
+        """The time of a step, once when it is known."""
         is_new, self._is_new = self._is_new, False
         return self.measured_s if is_new else None
 
     def _take_time(self) -> None:
-        begun = self._steps - _SETTLING_STEPS - 1
-        if begun in {0, _TIMED_STEPS} and self._clock.is_usable():
+        begun = self._steps - self._timed_from
+        if begun == len(self._marks) <= _TIMED_STEPS and self._clock.is_usable():
             self._marks.append(self._clock.mark())
-        if len(self._marks) == 2 and self._clock.is_past(self._marks[1]):
-            self.measured_s = self._clock.seconds(*self._marks) / _TIMED_STEPS
+        elif begun == _TIMED_STEPS:
+            self._time_later()
+        if len(self._marks) > _TIMED_STEPS and self._clock.is_past(self._marks[-1]):
+            # A step that something has held up tells nothing of the plan.
+            self.is_timed_again = self.measured_s is not None
+            self.measured_s = median(starmap(self._clock.seconds, pairwise(self._marks)))
             self._is_new = True
+            self._time_later()
+
+    def _time_later(self) -> None:
+        self._timed_from = _TIMED_AGAIN * self._steps
+        self._clock.release(self._marks)
+        self._marks = []
 
     @property
     def is_settling(self) -> bool:
@@ -123,7 +142,7 @@ class Watching:
     def has_been_patient(self) -> bool:
         """Whether the plan has been in force for as long as it takes to see that it holds."""
         has_waited = self._steps > max(_SETTLING_STEPS, self._patience)
-        return not self.measures_again and has_waited and self.is_timed
+        return not self.measures_again and has_waited and self.is_timed and not self._marks
 
     @property
     def has_room(self) -> bool:
