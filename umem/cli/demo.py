@@ -23,8 +23,7 @@ def demo() -> None:
     """Fine-tune a small Llama under umem on the GPU; without one, show what umem does.
 
     Without a GPU: the doctor's findings; whether Llama-2-7B fits a GPU with 80 GB, and a predicted
-    step of its training there; and the native allocator, over host memory, under the allocations of
-    a real SFT step recorded on the CPU.
+    step of its training there.
     """
     sys.path.insert(0, str(examples_folder()))
     raise typer.Exit(import_module("demo").main())
