@@ -98,9 +98,7 @@ def test_the_last_line_is_what_nvml_shows(
     monkeypatch.setattr("umem.cli.run_end.is_enabled", lambda: True)
     monkeypatch.setattr("umem.cli.run_end.runtime", lambda: state)
     free_bytes = None if free_gib is None else int(free_gib * gib)
-    monkeypatch.setattr(
-        "umem.cli.run_end.detect", lambda _: SimpleNamespace(free_bytes=free_bytes)
-    )
+    monkeypatch.setattr("umem.cli.run_end.detect", lambda _: SimpleNamespace(free_bytes=free_bytes))
     new_run(torch.nn.Linear(1, 1), "step", lambda: 0).ends(None, is_planned=False)
     line = (
         "NVML: GPU 0 has 7.75 GiB more in use than before: umem 7 GiB, of a budget of 8 GiB; the "
