@@ -199,7 +199,7 @@ def test_a_figure_has_a_source_that_says_it() -> None:
     """`make lint` checks the README so."""
     umem = "<!-- from h100-scale-lora.jsonl: llama-2-7b-lora: umem -->"
     stock = umem.replace("umem", "stock")
-    page = f"""umem: 98 %, `20 ms`, 2 x 4,096 tokens in 8 GiB, with 0.75 GiB {umem} and 16.8 GiB {stock}
+    page = f"""98 %, `20 ms`, 2 x 4,096 tokens in 8 GiB and 0.75 GiB {umem} and 16.8 GiB {stock}
 
 | a | 531 ms, 97 % and 523 ms {umem} 85 % <!-- from umem/hardware/host_memory.py: PINNED_SHARE -->
 | b | 3 GB, 2x as fast
@@ -210,7 +210,7 @@ def test_a_figure_has_a_source_that_says_it() -> None:
         (4, "3 GB has no source: add <!-- from FILE: TABLE: ROW -->"),
         (4, "2 x has no source: add <!-- from FILE: TABLE: ROW -->"),
     ]
-    with pytest.raises(SystemExit, match="h100-scale-lora.jsonl has no row llama-2-7b-lora: lost"):
+    with pytest.raises(SystemExit, match=r"h100-scale-lora\.jsonl has no row llama-2-7b-lora: lost"):
         list(fill_pages.problems(umem.replace("umem", "lost")))
 
 
