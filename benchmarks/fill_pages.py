@@ -15,10 +15,11 @@ in torch. Results that are text are shown as they are::
 
 With `--check`, pages are not written: the status is 1 if one would change, or has a figure without
 a source. A figure is a number with a unit, or a factor (3x), outside of reports and code. Its
-source stands after it in its paragraph: a row of a table of a report, whose medians count, or a
-constant::
+source stands after it in its paragraph: a row of a table of a report, whose medians count, with its
+variant where the table has several systems, or a constant::
 
     umem takes 1,444 ms <!-- from h100-scale-7b.jsonl: llama-2-7b-fp32: umem -->
+    and 93 % <!-- from h200-systems-sft-xlarge.jsonl: Systems: hf_trainer_sft, umem-budget -->
     85 % of it <!-- from umem/hardware/host_memory.py: PINNED_SHARE -->
 """
 
@@ -65,26 +66,24 @@ _IGNORED = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)", re.DOTALL | re.MULTI
 
 
 def _printed(found: re.Match[str]) -> str:
-    program, *words = shlex.split(found[2])
-    if words[:2] == ["bench", "report"]:
-        text = _report(tuple(words[2:]))
-    else:
-        command = [str(Path(sys.executable).with_name(program)), *words]
-        text = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=True, env=_ENVIRONMENT
-        ).stdout.strip()
-    return f"{found[1]}{text}\n{found[3]}"
+    return f"{found[1]}{_output(tuple(shlex.split(found[2])))}\n{found[3]}"
 
 
 @cache
-def _report(words: tuple[str, ...]) -> str:
-    """What ``umem bench report`` prints; in this process, which imports torch once."""
-    sys.path.insert(0, str(_FOLDER))
-    from umem_bench.cli import app
+def _output(words: tuple[str, ...]) -> str:
+    """What a command prints; ``umem bench report`` in this process, which imports torch once."""
+    program, *its = words
+    if words[:3] == ("umem", "bench", "report"):
+        sys.path.insert(0, str(_FOLDER))
+        from umem_bench.cli import app
 
-    with redirect_stdout(io.StringIO()) as printed:
-        app(["report", *words], standalone_mode=False)
-    return printed.getvalue().strip()
+        with redirect_stdout(io.StringIO()) as printed:
+            app(its[1:], standalone_mode=False)
+        return printed.getvalue().strip()
+    command = [str(Path(sys.executable).with_name(program)), *its]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=_ENVIRONMENT
+    ).stdout.strip()
 
 
 def _shown(found: re.Match[str]) -> str:
@@ -133,12 +132,16 @@ def _figures_of(file: str, place: str) -> list[tuple[float, str]]:
         values = re.findall(rf"^{place} = ([\d.]+)$", source, re.MULTILINE)
         return [(100 * float(value), "%") for value in values]
     table, _, name = place.partition(": ")
-    report = _report((str(_FOLDER / "results" / file), "--markdown"))
+    command: tuple[str, ...] = ("umem", "bench", "report")
+    if "systems" in file or "goals" in file:
+        matrix = str(_FOLDER.parent / "tests" / "systems" / "matrix.py")
+        command = ("python", matrix, *(["--goals"] if "goals" in file else []), "--report")
+    report = _output((*command, str(_FOLDER / "results" / file), "--markdown"))
     heading, *tables = re.split(r"^\*\*", report, flags=re.MULTILINE)
-    chosen = next((it for it in tables if it.startswith(f"{table}:")), "")
+    chosen = next((it for it in tables if re.match(rf"{re.escape(table)}[:;*]", it)), "")
     lines = [[it.strip() for it in line.split("|")[1:-1]] for line in chosen.splitlines()]
     columns = next(filter(None, lines), [])
-    row = next((it for it in lines if it[:1] == [name]), None)
+    row = next((it for it in lines if name in {", ".join(it[:1]), ", ".join(it[:2])}), None)
     if row is None:
         raise SystemExit(f"{file} has no row {place}")
     found = [(float(number.replace(",", "")), unit) for number, unit in _FIGURE.findall(heading)]

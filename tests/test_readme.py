@@ -203,12 +203,15 @@ def test_a_figure_has_a_source_that_says_it() -> None:
 
 | a | 531 ms, 97 % and 523 ms {umem} 85 % <!-- from umem/hardware/host_memory.py: PINNED_SHARE -->
 | b | 3 GB, 2x as fast
+
+92.8 % and 100 % <!-- from h200-systems-sft-xlarge.jsonl: Systems: hf_trainer_sft, umem-budget -->
 """
     assert list(fill_pages.problems(page)) == [
         (3, "97 % is not in h100-scale-lora.jsonl: llama-2-7b-lora: umem"),
         (3, "523 ms is not in h100-scale-lora.jsonl: llama-2-7b-lora: umem"),
         (4, "3 GB has no source: add <!-- from FILE: TABLE: ROW -->"),
         (4, "2 x has no source: add <!-- from FILE: TABLE: ROW -->"),
+        (6, "100 % is not in h200-systems-sft-xlarge.jsonl: Systems: hf_trainer_sft, umem-budget"),
     ]
     with pytest.raises(SystemExit, match="has no row llama-2-7b-lora: lost"):
         list(fill_pages.problems(umem.replace("umem", "lost")))
