@@ -107,7 +107,7 @@ lint: native
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
-	$(BIN)/python benchmarks/fill_pages.py --check README.md
+	$(BIN)/python benchmarks/fill_pages.py --check README.md docs/out-of-memory.md
 
 # Compiled and kept once: the workers of the tests would each do it, at the same time.
 planner: native

@@ -14,10 +14,12 @@ in torch. Results that are text are shown as they are::
     <!-- end of text -->
 
 With `--check`, pages are not written: the status is 1 if one would change, or has a figure without
-a source. A figure is a number with a unit, outside of reports and code. Its source stands after it
-in its paragraph: rows of a table of a report, whose medians count, or a constant::
+a source. A figure is a number with a unit, or a factor (3x), outside of reports and code. Its
+source stands after it in its paragraph: a row of a table of a report, whose medians count, with its
+variant where the table has several systems, or a constant::
 
-    umem takes 1,444 ms <!-- from h100-scale-7b.jsonl: llama-2-7b-fp32: umem, floor -->
+    umem takes 1,444 ms <!-- from h100-scale-7b.jsonl: llama-2-7b-fp32: umem -->
+    and 93 % <!-- from h200-systems-sft-xlarge.jsonl: Systems: hf_trainer_sft, umem-budget -->
     85 % of it <!-- from umem/hardware/host_memory.py: PINNED_SHARE -->
 """
 
@@ -52,37 +54,36 @@ _UNITS = {
     "MiB": ("bytes", 2.0**20),
     "GiB": ("bytes", 2.0**30),
     "tokens/s": ("rate", 1.0),
+    "x": ("factor", 1.0),
 }
 """Unit -> what it measures, and its factor."""
 
 _NUMBER = r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)"
-_UNIT = rf"({'|'.join(_UNITS)})(?![\w/])"
+_UNIT = rf"({'|'.join(_UNITS)})(?![\w/]| \d)"  # "4 x 2,048" is no factor
 _FIGURE = re.compile(rf"{_NUMBER} ?{_UNIT}")
 _SOURCE = re.compile(r"<!-- from (\S+): (.*?) -->")
 _IGNORED = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 
 
 def _printed(found: re.Match[str]) -> str:
-    program, *words = shlex.split(found[2])
-    if words[:2] == ["bench", "report"]:
-        text = _report(tuple(words[2:]))
-    else:
-        command = [str(Path(sys.executable).with_name(program)), *words]
-        text = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=True, env=_ENVIRONMENT
-        ).stdout.strip()
-    return f"{found[1]}{text}\n{found[3]}"
+    return f"{found[1]}{_output(tuple(shlex.split(found[2])))}\n{found[3]}"
 
 
 @cache
-def _report(words: tuple[str, ...]) -> str:
-    """What ``umem bench report`` prints; in this process, which imports torch once."""
-    sys.path.insert(0, str(_FOLDER))
-    from umem_bench.cli import app
+def _output(words: tuple[str, ...]) -> str:
+    """What a command prints; ``umem bench report`` in this process, which imports torch once."""
+    program, *its = words
+    if words[:3] == ("umem", "bench", "report"):
+        sys.path.insert(0, str(_FOLDER))
+        from umem_bench.cli import app
 
-    with redirect_stdout(io.StringIO()) as printed:
-        app(["report", *words], standalone_mode=False)
-    return printed.getvalue().strip()
+        with redirect_stdout(io.StringIO()) as printed:
+            app(its[1:], standalone_mode=False)
+        return printed.getvalue().strip()
+    command = [str(Path(sys.executable).with_name(program)), *its]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=_ENVIRONMENT
+    ).stdout.strip()
 
 
 def _shown(found: re.Match[str]) -> str:
@@ -130,21 +131,26 @@ def _figures_of(file: str, place: str) -> list[tuple[float, str]]:
         source = (_FOLDER.parent / file).read_text(encoding="utf-8")
         values = re.findall(rf"^{place} = ([\d.]+)$", source, re.MULTILINE)
         return [(100 * float(value), "%") for value in values]
-    table, _, names = place.partition(": ")
-    report = _report((str(_FOLDER / "results" / file), "--markdown"))
+    table, _, name = place.partition(": ")
+    command: tuple[str, ...] = ("umem", "bench", "report")
+    if "systems" in file or "goals" in file:
+        matrix = str(_FOLDER.parent / "tests" / "systems" / "matrix.py")
+        command = ("python", matrix, *(["--goals"] if "goals" in file else []), "--report")
+    report = _output((*command, str(_FOLDER / "results" / file), "--markdown"))
     heading, *tables = re.split(r"^\*\*", report, flags=re.MULTILINE)
-    (chosen,) = [it for it in tables if it.startswith(table)]
+    chosen = next((it for it in tables if re.match(rf"{re.escape(table)}[:;*]", it)), "")
     lines = [[it.strip() for it in line.split("|")[1:-1]] for line in chosen.splitlines()]
-    columns, _, *rows = filter(None, lines)
+    columns = next(filter(None, lines), [])
+    row = next((it for it in lines if name in {", ".join(it[:1]), ", ".join(it[:2])}), None)
+    if row is None:
+        raise SystemExit(f"{file} has no row {place}")
     found = [(float(number.replace(",", "")), unit) for number, unit in _FIGURE.findall(heading)]
-    for name in names.split(", "):
-        (row,) = [it for it in rows if it[0] == name]
-        for column, cell in zip(columns, row, strict=True):
-            unit = column.rpartition(", ")[2] if ", " in column else column
-            cell = re.sub(r"\[.*?\]", "", cell)  # the lowest and the highest
-            for number, own_unit in re.findall(rf"{_NUMBER}(?: ?{_UNIT})?", cell):
-                if (own_unit or unit) in _UNITS:
-                    found.append((float(number.replace(",", "")), own_unit or unit))
+    for column, cell in zip(columns, row, strict=True):
+        unit = column.rpartition(", ")[2] if ", " in column else column
+        cell = re.sub(r"\[.*?\]", "", cell)  # the lowest and the highest
+        for number, own_unit in re.findall(rf"{_NUMBER}(?: ?{_UNIT})?", cell):
+            if (own_unit or unit) in _UNITS:
+                found.append((float(number.replace(",", "")), own_unit or unit))
     return found
 
 

@@ -6,6 +6,7 @@ The figures here are made up.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from umem_bench.results import (
 )
 from umem_bench.scale import run as scales
 from umem_bench.scale import tables as scale_tables
-from umem_bench.tables import markdown
+from umem_bench.tables import markdown, notes_table
 from umem_bench.training.tables import (
     CARD_MARGIN_BYTES,
     checks,
@@ -120,6 +121,14 @@ def test_tables_of_allocators() -> None:
     assert markdown(times).splitlines()[2:4] == [
         "| case | torch | umem | rmm-pool |", "| --- | ---: | ---: | ---: |",
     ]  # fmt: skip
+
+
+def test_reasons_are_short_and_to_the_left() -> None:
+    failed: Any = SimpleNamespace(state="out of memory", reason=40 * "word ", notes=())
+    (table,) = notes_table([("7b, stock", "8 GiB", failed)])
+    *_, rule, row = markdown(table).splitlines()
+    assert rule == "| --- | ---: | ---: | --- |"
+    assert row == f"| 7b, stock | 8 GiB | out of memory | {31 * 'word '}… |"
 
 
 @pytest.mark.parametrize(
@@ -374,7 +383,7 @@ def test_rows_at_scale_are_beside_the_floor() -> None:
 
     assert rows["floor"][1:5] == ("1000 [900 to 1200]", "1033", "8,192", "100 %")
     assert rows["umem"][3:9] == (
-        "5,461", "66.7 %", "9", "71 GiB (1 GiB)", "70 GiB", "50 GiB (—)"
+        "5,461", "66.7 %", "9", "71 GiB (1 GiB)", "70 GiB", "50 GiB"
     )  # fmt: skip
     assert rows["torchao"][4] == "40 %"
     assert list(scale_tables.tables(made))[1].rows == [

@@ -180,6 +180,7 @@ def test_known_models_have_as_many_parameters_as_their_modules(name: str) -> Non
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
         ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseek-r1-distill-llama-8b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "qwen2.5-32b"),
     ],
 )
 def test_names_of_the_hub_are_known(name: str, known: str) -> None:
@@ -766,6 +767,7 @@ def test_what_does_not_fit_gets_advice(run: Run, tmp_path: Path) -> None:
         (["llama-2-7b", "--gpu", "h100-sxm", "--output", "mine"], "--output"),
         (["llama-2-7b", "--host-ram", "much"], "--host-ram"),
         (["llama-2-7b", "--gpu", "h100-sxm", "--budget", "200GiB"], "--budget"),
+        (["llama-2-70b", "--batch", 4096, "--seq", 2**24, "--gpu", "h100-sxm"], "--batch"),
     ],
 )
 def test_bad_input_names_the_place(run: Run, arguments: list[str], named: str) -> None:

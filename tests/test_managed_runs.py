@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +76,35 @@ def test_steps_whose_memory_had_to_be_made_free(monkeypatch: pytest.MonkeyPatch)
         "0.25 s of each step went to memory that had to be made free or put together first: a "
         "larger budget needs less of that"
     )
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "managed_bytes", "says"),
+    [(71.25, 0, True), (None, 0, False), (71.25, 1, False)],
+)
+def test_the_last_line_is_what_nvml_shows(
+    monkeypatch: pytest.MonkeyPatch, free_gib: float | None, managed_bytes: int, says: bool
+) -> None:
+    """Beside the budget; pages that have left stay in NVML's count."""
+    gib = 1 << 30
+    kinds = {"device": 7 * gib, "managed": managed_bytes}
+    state = SimpleNamespace(
+        allocator=SimpleNamespace(
+            kind_stats=lambda _: {name: {"reserved_bytes": it} for name, it in kinds.items()}
+        ),
+        device_budgets=(8 * gib,),
+        capabilities=(SimpleNamespace(free_bytes=79 * gib, integrated=False),),
+    )
+    monkeypatch.setattr("umem.cli.run_end.is_enabled", lambda: True)
+    monkeypatch.setattr("umem.cli.run_end.runtime", lambda: state)
+    free_bytes = None if free_gib is None else int(free_gib * gib)
+    monkeypatch.setattr("umem.cli.run_end.detect", lambda _: SimpleNamespace(free_bytes=free_bytes))
+    new_run(torch.nn.Linear(1, 1), "step", lambda: 0).ends(None, is_planned=False)
+    line = (
+        "NVML: GPU 0 has 7.75 GiB more in use than before: umem 7 GiB, of a budget of 8 GiB; the "
+        "rest is CUDA's context, libraries, and other processes"
+    )
+    assert end_lines()[3:] == [line] * says
 
 
 def test_runs_are_known_without_their_model() -> None:

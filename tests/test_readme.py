@@ -197,17 +197,24 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_a_figure_has_a_source_that_says_it() -> None:
     """`make lint` checks the README so."""
-    source = "<!-- from h100-scale-lora.jsonl: llama-2-7b-lora: umem, stock -->"
-    page = f"""Stock: 16.8 GiB and `20 ms`, umem 98 % in 8 GiB, with 0.75 GiB of context. {source}
+    umem = "<!-- from h100-scale-lora.jsonl: llama-2-7b-lora: umem -->"
+    stock = umem.replace("umem", "stock")
+    page = f"""98 %, `20 ms`, 2 x 4,096 tokens in 8 GiB and 0.75 GiB {umem} and 16.8 GiB {stock}
 
-| a | 531 ms, 97 % and 532 ms {source} 85 % <!-- from umem/hardware/host_memory.py: PINNED_SHARE -->
-| b | 3 GB
+| a | 531 ms, 97 % and 523 ms {umem} 85 % <!-- from umem/hardware/host_memory.py: PINNED_SHARE -->
+| b | 3 GB, 2x as fast
+
+92.8 % and 100 % <!-- from h200-systems-sft-xlarge.jsonl: Systems: hf_trainer_sft, umem-budget -->
 """
     assert list(fill_pages.problems(page)) == [
-        (3, "97 % is not in h100-scale-lora.jsonl: llama-2-7b-lora: umem, stock"),
-        (3, "532 ms is not in h100-scale-lora.jsonl: llama-2-7b-lora: umem, stock"),
+        (3, "97 % is not in h100-scale-lora.jsonl: llama-2-7b-lora: umem"),
+        (3, "523 ms is not in h100-scale-lora.jsonl: llama-2-7b-lora: umem"),
         (4, "3 GB has no source: add <!-- from FILE: TABLE: ROW -->"),
+        (4, "2 x has no source: add <!-- from FILE: TABLE: ROW -->"),
+        (6, "100 % is not in h200-systems-sft-xlarge.jsonl: Systems: hf_trainer_sft, umem-budget"),
     ]
+    with pytest.raises(SystemExit, match="has no row llama-2-7b-lora: lost"):
+        list(fill_pages.problems(umem.replace("umem", "lost")))
 
 
 def test_texts_on_pages_are_the_committed_ones() -> None:

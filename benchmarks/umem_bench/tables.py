@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -28,6 +29,9 @@ __all__ = [
 
 NOTHING = "—"
 """The text of a cell without a figure."""
+
+_MOST_WORDS = 160
+"""Letters of a reason: an out of memory's ends in advice."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def times_table(title: str, measurements: Sequence[Measurement], scale: float) -
 def notes_table(runs: Iterable[tuple[str, str, ProcessResult]]) -> list[Table]:
     """Why processes measured nothing, and their notes, by name and budget; no table without any."""
     rows = [
-        (name, budget, state, words)
+        (name, budget, state, shorten(words, _MOST_WORDS, placeholder=" …"))
         for name, budget, it in runs
         for state, words in ((it.state, it.reason), *(("note", note) for note in it.notes))
         if words
@@ -133,7 +137,7 @@ def print_tables(heading: str, tables: Iterable[Table], *, as_markdown: bool) ->
 
 def markdown(table: Table) -> str:
     """A table for a document."""
-    rule = ["---", *["---:"] * (len(table.columns) - 1)]
+    rule = ["---", *("---" if it == "why" else "---:" for it in table.columns[1:])]
     rows = [
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
         for row in (table.columns, rule, *table.rows)

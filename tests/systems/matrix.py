@@ -479,7 +479,7 @@ def tables(matrix: Matrix) -> Iterator[Table]:
     columns = (
         *("system", "variant", "losses, weights", "of stock's speed (fastest step)"),
         "at equal speed of the processor",
-        *("card's peak (base)", "budget", "plan", "host (process, locked)"),
+        *("card's peak (base)", "budget", "plan", "host (process)"),
     )
     # What keeps a system from running at all is said once.
     told = [it for it in matrix.results if it.state not in _ABSENT or it.variant == "stock"]
@@ -559,8 +559,6 @@ def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
         size = size_text(result.budget_bytes)
         return (result.system, result.variant, words, *[NOTHING] * 3, size, NOTHING, NOTHING)
     stock = matrix.row(result.system, "stock")
-    sizes = (result.host_bytes, result.host_process_bytes, result.host_locked_bytes)
-    host, process, locked = map(size_text, sizes)
     return (
         result.system,
         result.variant,
@@ -570,7 +568,7 @@ def _cells(matrix: Matrix, result: SystemResult) -> tuple[str, ...]:
         peak_and_base(result, stock),
         size_text(result.budget_bytes),
         {None: NOTHING, True: "yes", False: "no"}[result.plan_running],
-        f"{host} ({process}, {locked})",
+        f"{size_text(result.host_bytes)} ({size_text(result.host_process_bytes)})",
     )
 
 

@@ -103,7 +103,7 @@ def measure(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure the GPU and the host of this machine, and write their profile.
+    """Measure this machine, and write its profile.
 
     Takes about two minutes, in which nothing else should use the GPU. Afterwards
     umem fit, predictions and trainings on this machine use these figures.

@@ -86,11 +86,14 @@ Mode = Annotated[
     str | None, typer.Option(help="How the model is trained: lora or sft (default: sft).")
 ]
 Batch = Annotated[
-    int | None, typer.Option(min=1, help=f"Sequences in a batch of the model (default: {BATCH}).")
+    int | None,
+    typer.Option(min=1, max=4096, help=f"Sequences in a batch of the model (default: {BATCH})."),
 ]
-Seq = Annotated[int | None, typer.Option(min=1, help=f"Tokens in a sequence (default: {SEQ}).")]
+Seq = Annotated[
+    int | None, typer.Option(min=1, max=2**24, help=f"Tokens in a sequence (default: {SEQ}).")
+]
 Accumulate = Annotated[
-    int | None, typer.Option(min=1, help=f"Batches in a step (default: {ACCUMULATE}).")
+    int | None, typer.Option(min=1, max=1024, help=f"Batches in a step (default: {ACCUMULATE}).")
 ]
 Checkpoint = Annotated[
     bool | None,

@@ -1,13 +1,16 @@
-"""The last lines of `umem run`: steps, their speed beside the prediction, and what was copied."""
+"""The last lines of `umem run`: steps, their speed beside the prediction, copies, and the card."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 
+from umem.core.errors import UmemError
 from umem.core.units import format_bytes
+from umem.hardware.capabilities import detect
 from umem.runtime.copies import copy_counts
 from umem.runtime.managed_runs import ManagedRun, managed_runs
+from umem.runtime.state import is_enabled, runtime
 
 __all__ = ["end_lines"]
 
@@ -21,7 +24,7 @@ def end_lines() -> list[str]:
     if not runs:
         return []
     most = max(runs, key=lambda run: run.count)
-    return [_counts(most, len(runs) - 1), _speed(most), *_waited(most), _copied()]
+    return [_counts(most, len(runs) - 1), _speed(most), *_waited(most), _copied(), *_cards()]
 
 
 def _counts(run: ManagedRun, others: int) -> str:
@@ -61,3 +64,36 @@ def _copied() -> str:
         for name, sizes in by_class.items()
     )
     return f"copied to the device and to the host: {', '.join(parts)}"
+
+
+def _cards() -> Iterator[str]:
+    """What each card shows more than before; not under managed memory, whose pages stay there."""
+    if not is_enabled():
+        return
+    state = runtime()
+    for number, before in enumerate(state.capabilities):
+        kinds = state.allocator.kind_stats(number)
+        try:
+            free_bytes = detect(number).free_bytes
+        except UmemError:  # the driver refuses all after an illegal access
+            return
+        if (
+            not kinds["device"]["reserved_bytes"]
+            or kinds["managed"]["reserved_bytes"]
+            or before.integrated
+            or before.free_bytes is None
+            or free_bytes is None
+        ):
+            continue
+        held, used, budget = map(
+            format_bytes,
+            (
+                kinds["device"]["reserved_bytes"],
+                before.free_bytes - free_bytes,
+                state.device_budgets[number] or before.total_bytes,
+            ),
+        )
+        yield (
+            f"NVML: GPU {number} has {used} more in use than before: umem {held}, of a budget of "
+            f"{budget}; the rest is CUDA's context, libraries, and other processes"
+        )

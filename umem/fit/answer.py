@@ -174,8 +174,8 @@ class _Room(NamedTuple):
         needed = (device_bytes, host_bytes)
         for where, size_bytes, there in zip(("device", "host"), needed, self, strict=True):
             if size_bytes > there:
-                size = format_bytes(size_bytes)
-                return f"{size} of {where} memory needed, {format_bytes(max(0, there))} there"
+                size, room = format_bytes(size_bytes), format_bytes(max(0, there))
+                return f"needs {size} of {where} memory; {room} available"
         return ""
 
     def way(

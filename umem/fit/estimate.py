@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from umem.capture.offline import LORA_RANK, LORA_TARGETS
 from umem.core.errors import HardwareError, UmemError
+from umem.core.units import format_bytes
 from umem.fit.shapes import Layer, Matrix, ModelShape
 from umem.hardware import Hardware
 from umem.predict.stream_prediction import StreamedStep
@@ -51,6 +52,9 @@ ALL_LINEAR = "all-linear"
 
 _BLOCK_8BIT, _LEAST_8BIT = 256, 4096
 """bitsandbytes' 8-bit state: a float32 scale for each block; smaller tensors have float32."""
+
+_MOST_BYTES = 1 << 60
+"""Of a unit's pass: plans add up several in 64 bits."""
 
 LEAST_MOVED_BYTES = 1 << 20
 """Smaller tensors stay on the device, by ``min_bytes`` of the policies sft and lora."""
@@ -227,7 +231,8 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
     HardwareError
         If the machine has no throughput for bfloat16.
     UmemError
-        For experts in ``fp32-autocast``, which torch cannot run.
+        For experts in ``fp32-autocast``, which torch cannot run, and for a batch whose bytes no
+        64-bit number holds.
     """
     if workload.shape.has_experts and workload.autocasts:
         raise UmemError(
@@ -237,6 +242,11 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
     seconds = _roofline(hardware)
     parts, launch_s = _with_waits(_parts(workload, seconds), workload, hardware)
     peaks_forward, peaks_backward, step_peak_bytes = _peaks(workload, parts, deferred=True)
+    if (most_bytes := max(*peaks_forward, *peaks_backward)) > _MOST_BYTES:
+        raise UmemError(
+            f"a batch of {workload.tokens:,} tokens takes {format_bytes(most_bytes)}: give a "
+            "smaller --batch or --seq"
+        )
     units, weights = [], {}
     # A layer that runs twice keeps its input.
     input_bytes = workload.tokens * workload.shape.hidden * workload.hidden_width

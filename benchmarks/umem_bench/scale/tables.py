@@ -145,7 +145,7 @@ def tables(run: Run) -> Iterator[Table]:
         columns = (
             *("variant", "step, ms", "mean, ms", "tokens/s", "of the floor"),
             *(("of stock",) if of_variant(run, case, "stock") else ()),
-            *("first step, s", "card's peak (base)", "budget", "host (locked)", "loss"),
+            *("first step, s", "card's peak (base)", "budget", "host", "loss"),
         )
         yield Table(title(run, case), columns, [_row(run, it) for it in measured(run, case)])
     yield from notes_table(
@@ -199,7 +199,7 @@ def _row(run: Run, result: ScaleResult) -> tuple[str, ...]:
         f"{result.first_step_s or 0:.3g}",
         peak_and_base(result, _plain(run, result)),
         size_text(result.budget_bytes),
-        f"{size_text(result.host_bytes)} ({size_text(result.host_locked_bytes)})",
+        size_text(result.host_bytes),
         _losses(run, result),
     )
 
