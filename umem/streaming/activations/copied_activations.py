@@ -556,7 +556,7 @@ class CopiedActivations(Listener):
 
     def _may_run_again(self, name: str, *arguments: object) -> bool:
         """Whether a call is like the one that was proved."""
-        signature = call_signature(self._blocks[name].module)
+        signature = call_signature(self._blocks[name].module, arguments)
         return (
             self._store.may_open_group()
             and signature == self.proofs[name].signature
