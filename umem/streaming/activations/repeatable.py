@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from umem.adapters import is_filled
 from umem.capture.live.saved_tensors import SavedTensorHooks
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
-from umem.adapters import is_filled
 from umem.streaming.activations.arguments import Arguments, filled_tensors, told_of_filled
 from umem.streaming.activations.buffer_values import BufferValues, have_equal_bits
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting

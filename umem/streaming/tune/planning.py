@@ -22,6 +22,7 @@ from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
 from umem.streaming.tune.measured_steps import MeasuredStep, MeasuredSteps
 from umem.streaming.tune.named_plan import NamedPlan
 from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
+from umem.streaming.tune.remaking import Remaking
 from umem.streaming.tune.states import TuningEvent
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Planning:
         shared: SharedBudget,
         state_share: float,
         proofs: Mapping[str, Proof],
+        remaking: Remaking,
         losses: SlicedLosses | None,
     ) -> None:
         self.stream: StreamPlan | None = None
@@ -85,7 +87,7 @@ class Planning:
         self._changes = 0
         """Of the budget's members, when measurements began."""
         self._state_share = state_share
-        self._proofs, self._losses = proofs, losses
+        self._proofs, self._remaking, self._losses = proofs, remaking, losses
         self._sizes: dict[str, tuple[int, ...]] = {}
         """Of the state that the plan is made for."""
         self._are_used_early = False
@@ -157,6 +159,10 @@ class Planning:
             whole, error = self._plan(units, figures, None)
         if error and (self._slice_losses(units) or self._move_parameters_to_host()):
             return TuningEvent.CHANGED
+        stock_s = figures.computed_s + sum(unit.update_s for unit in units)
+        # The times of steps before updates moved into the backward pass are of kept results.
+        if not self._tuned.in_backward and self._remaking.changes_steps(units, stock_s, whole):
+            return TuningEvent.CHANGED
         self.stream, self.units = whole.stream, whole.units
         self.overflow_bytes = whole.overflow_bytes
         self.named = NamedPlan.of(whole, figures.batches)
@@ -199,7 +205,8 @@ class Planning:
     ) -> tuple[TrainingPlan | None, str]:
         """A plan with the usual slack or, in a small budget, with less; or why none fits."""
         budget_bytes = self._room.budget_bytes
-        freed_bytes = {name: proof.freed_bytes for name, proof in self._proofs.items()}
+        proved = {name: proof.freed_bytes for name, proof in self._proofs.items()}
+        freed_bytes, more_bytes = self._remaking.second_passes(units, proved)
         saved_bytes = {name: proof.checkpointed_bytes for name, proof in self._proofs.items()}
         found, errors = None, []
         for share in _SLACK_SHARES:
@@ -212,7 +219,7 @@ class Planning:
             )
             try:
                 found = plan_with_recomputation(
-                    units, freed_bytes, self._hardware, plan, saved_bytes
+                    units, freed_bytes, self._hardware, plan, saved_bytes, more_bytes
                 )
             except PlanError as error:
                 errors.append(str(error))
