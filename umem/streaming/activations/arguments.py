@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
 from umem.adapters import is_filled
 
-__all__ = ["Arguments", "filled_tensors", "told_of_filled"]
+__all__ = ["Arguments", "told_of_filled"]
 
 
 class Arguments:
@@ -57,11 +58,10 @@ class _Place(int):
     """The number of a tensor that was there."""
 
 
-class _Emptied:
+class _Emptied(NamedTuple):
     """What a call fills, without its tensors."""
 
-    def __init__(self, value: object) -> None:
-        self.value = value
+    value: object
 
 
 def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -75,50 +75,36 @@ def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _emptied(value: Any) -> Any:
-    """A copy of an object and all that it holds, with None for each tensor."""
+    """A copy of an object and all that it holds, with None in the place of each tensor."""
     if isinstance(value, torch.Tensor):
         return None
     if type(value) in (tuple, list):
         return type(value)(map(_emptied, value))
     if type(value) is dict:
         return {name: _emptied(it) for name, it in value.items()}
-    if not _has_attributes(value):
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
         return value
     copy = object.__new__(type(value))
-    vars(copy).update({name: _emptied(it) for name, it in vars(value).items()})
+    vars(copy).update(_emptied(vars(value)))
     return copy
 
 
-def _has_attributes(value: object) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, type)
-
-
-def told_of_filled(value: Any) -> tuple[object, ...]:
-    """What there is in arguments that calls fill, but for the contents of tensors."""
-    found = (() if isinstance(it, torch.Tensor) else it for it in _held_by_filled(value))
-    return tuple((type(it), it if isinstance(it, _TOLD) else None) for it in found)
-
-
-def filled_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in arguments that calls fill."""
-    return [it for it in _held_by_filled(value) if isinstance(it, torch.Tensor)]
-
-
-_TOLD = (bool, int, str)
-
-
-def _held_by_filled(value: Any, *, is_within: bool = False) -> Iterator[object]:
+def told_of_filled(
+    value: Any, tensors: list[torch.Tensor], *, is_within: bool = False
+) -> tuple[object, ...]:
+    """What there is in arguments that calls fill: all but the tensors, which are added to these."""
     is_within = is_within or is_filled(value)
-    if is_within:
-        yield value
+    if isinstance(value, torch.Tensor):
+        tensors += [value] * is_within
+        return ()
+    parts: Iterable[Any] = ()
     if isinstance(value, tuple | list):
-        parts: Any = value
+        parts = value
     elif isinstance(value, dict):
-        parts = (it for pair in value.items() for it in pair)
-    else:
-        parts = vars(value).values() if is_within and _has_attributes(value) else ()
-    for part in parts:
-        if not isinstance(part, torch.Tensor):
-            yield from _held_by_filled(part, is_within=is_within)
-        elif is_within:
-            yield part
+        parts = chain.from_iterable(value.items())
+    elif is_within and hasattr(value, "__dict__") and not isinstance(value, type):
+        parts = [vars(value)]
+    own = (
+        (type(value), value if isinstance(value, int | float | str) else None) if is_within else ()
+    )
+    return *own, *(told_of_filled(it, tensors, is_within=is_within) for it in parts)

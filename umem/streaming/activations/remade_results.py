@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,45 +33,53 @@ __all__ = ["RemadeResults"]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
-_Find = Callable[[], torch.UntypedStorage]
-
-
-class _Before(NamedTuple):
-    """What a call that is to prove a module has begun with."""
-
-    argument: torch.Tensor
-    random: RandomStates
-    reachable: Reachable
-
-    @classmethod
-    def of(cls, module: nn.Module, argument: torch.Tensor) -> _Before:
-        return cls(argument, RandomStates([argument]), Reachable([module], module.buffers()))
-
-    def is_now(self, module: nn.Module) -> bool:
-        return self[1:] == _Before.of(module, self.argument)[1:]
-
 
 class _Call:
-    """A call of a cheap module, on one argument."""
+    """A call of a cheap module on one argument, and how to fill another storage with its result."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    """That of the result."""
+    result_version: int
+    find_argument: Callable[[], torch.UntypedStorage]
+    """Finds the contents of the argument's storage."""
 
     def __init__(
-        self, name: str, module: nn.Module, x: torch.Tensor, source: _Result | None, stream: object
+        self, name: str, module: nn.Module, x: torch.Tensor, source: _Call | None, stream: object
     ) -> None:
         self.name, self.source, self.stream = name, source, stream
-        self.before: _Before | None = None
+        self.before: tuple[torch.Tensor, object] | None = None
+        """A copy of the argument and the state then, where the call is to prove the module."""
+        self.is_tried = False
+        """Whether it was to: what is saved of the result stays, and is compared."""
         self.saved: list[SavedHandle] = []
         self.key, self.version = storage_address(x), version_counter(x)
-        self._layout = x.storage_offset(), x.size(), x.stride()
-        self._dtype, self._weights = (
-            x.dtype,
-            [(it, version_counter(it)) for it in module.parameters()],
-        )
+        self._dtype, self._layout = x.dtype, (x.storage_offset(), x.size(), x.stride())
+        self._weights = [(it, version_counter(it)) for it in module.parameters()]
         kind = x.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._function: Callable[..., torch.Tensor] = module.forward
         if type(module) in _BATCH_NORMS and module.training:  # its averages change once
-            own: Any = module
-            self._function = partial(_batch_norm, own)
+            self._function = partial(_batch_norm, module)
+        self._made: torch.UntypedStorage | None = None
+
+    def ends(self, output: torch.Tensor, store: ActivationStore) -> bool:
+        """Note the result; whether it is one that can be made again.
+
+        What the call itself has saved of its argument, autograd checks before the result is used.
+        """
+        is_in_place = storage_address(output) == self.key
+        saved = (it for it in self.saved if it.is_of(self.key, self.version))
+        argument = None if is_in_place else next(saved, None)
+        if self.source is not None:
+            self.find_argument = self.source.make if argument is None else self.source.find
+        elif argument is not None:
+            self.find_argument = partial(store.storage_of, argument)
+        else:
+            return False
+        self.storage = weakref.ref(output.untyped_storage())
+        self.result_version = version_counter(output)
+        self.saved, self.source = [], None
+        return not is_in_place or self.result_version != self.version  # and no view
 
     def again(self, x: torch.Tensor) -> torch.Tensor:
         """Call the module's function once more."""
@@ -80,40 +88,14 @@ class _Call:
         with torch.no_grad(), torch.autocast(*self._autocast, cache_enabled=False):
             return self._function(x)
 
-    def again_on(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The same on the contents of the argument's storage."""
+    def make(self) -> torch.UntypedStorage:
+        """The result in new memory, which is the caller's."""
+        storage = self.find_argument()
         x = torch.empty(0, dtype=self._dtype, device=storage.device)
         return self.again(x.set_(storage, *self._layout)).untyped_storage()
 
-    def find_source(self, store: ActivationStore, *, is_in_place: bool) -> _Find | None:
-        """What finds the argument's contents; None if nothing keeps them.
-
-        What the call itself has saved of its argument, autograd checks before the result is used.
-        """
-        saved = (it for it in self.saved if it.is_of(self.key, self.version))
-        argument = None if is_in_place else next(saved, None)
-        if self.source is not None:
-            return self.source.make if argument is None else self.source.find
-        return None if argument is None else partial(store.storage_of, argument)
-
-
-class _Result:
-    """A storage that a call has filled, and how to fill another one alike."""
-
-    def __init__(self, call: _Call, output: torch.Tensor, find_source: _Find) -> None:
-        self.name, self.is_tried, self.stream = call.name, call.before is not None, call.stream
-        self.version = version_counter(output)
-        self.storage = weakref.ref(output.untyped_storage())
-        self._call, self._find_source = call, find_source
-        self._made: torch.UntypedStorage | None = None
-        call.source, call.saved, call.before = None, [], None
-
-    def make(self) -> torch.UntypedStorage:
-        """The contents in new memory, which is the caller's."""
-        return self._call.again_on(self._find_source())
-
     def find(self) -> torch.UntypedStorage:
-        """The contents in memory that all users share, for as long as one is to come."""
+        """The result in memory that all users share, for as long as one is to come."""
         if self._made is None:
             self._made = self.make()
         return self._made
@@ -144,8 +126,8 @@ class RemadeResults(Listener):
         self._model, self._store, self._on_error = weakref.ref(model), store, on_error
         self._signatures: dict[str, object] = {}
         """By module that was tried, how it was called; None for one that is not made again."""
-        self._results: dict[int, _Result] = {}
-        """By the address of a storage, for the present pass."""
+        self._results: dict[int, _Call] = {}
+        """By the address of the result's storage, for the present pass."""
         self._running = _Running()
         self._modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         self._hearing: Hearing | None = None
@@ -204,7 +186,7 @@ class RemadeResults(Listener):
         call = _Call(name, module, x, source, stream)
         if is_new:
             self._signatures[name], self.has_tried = None, True
-            call.before = _Before.of(module, x.detach().clone())
+            call.before, call.is_tried = (x.detach().clone(), _state(module, x)), True
         self._running.call = call
 
     def block_ends(self, name: str, now: Pass, output: Any, *, failed: bool) -> None:
@@ -212,40 +194,38 @@ class RemadeResults(Listener):
         call, self._running.call = self._running.call, None
         if call is None or failed or type(output) is not torch.Tensor:
             return
-        if call.before is not None:
+        before, call.before = call.before, None
+        if before is not None:
             module = self._modules[name]
-            if not _is_repeated(module, call, call.before, output):
+            if not _is_repeated(module, call, *before, output):
                 return
             self._signatures[name] = call_signature(module)
-        key, version = storage_address(output), version_counter(output)
-        is_in_place = key == call.key
-        saved, find = call.saved, call.find_source(self._store, is_in_place=is_in_place)
-        # A result at the same version is a view.
-        if find is not None and not (is_in_place and version == call.version):
-            self._results[key] = _Result(call, output, find)
+        saved = call.saved
+        if call.ends(output, self._store):
+            self._results[key := storage_address(output)] = call
             for handle in saved:
-                if handle.is_of(key, version):
-                    self._remake(handle, self._results[key], output)
+                if handle.is_of(key, call.result_version):
+                    self._remake(handle, call, output)
 
-    def _find(self, key: int, version: int, stream: object) -> _Result | None:
+    def _find(self, key: int, version: int, stream: object) -> _Call | None:
         """What has made, for work of a stream, the contents that a storage has at a version."""
         found = self._results.get(key)
         if found is None or found.storage() is None:
             return None
-        return found if (found.version, found.stream) == (version, stream) else None
+        return found if (found.result_version, found.stream) == (version, stream) else None
 
     def _saved(self, handle: SavedHandle, tensor: torch.Tensor) -> None:
         if self._running.call is not None:
             self._running.call.saved.append(handle)
-        result = self._find(handle.key, handle.version, handle.group.stream)
-        if result is not None:
-            self._remake(handle, result, tensor)
+        call = self._find(handle.key, handle.version, handle.group.stream)
+        if call is not None:
+            self._remake(handle, call, tensor)
 
-    def _remake(self, handle: SavedHandle, result: _Result, tensor: torch.Tensor) -> None:
-        if not result.is_tried:
-            handle.remake_by(result.find)
-        elif not have_equal_bits(handle.rebuild(result.make()), tensor):
-            self._signatures[result.name] = None  # something changes it past autograd
+    def _remake(self, handle: SavedHandle, call: _Call, tensor: torch.Tensor) -> None:
+        if not call.is_tried:
+            handle.remake_by(call.find)
+        elif not have_equal_bits(handle.rebuild(call.make()), tensor):
+            self._signatures[call.name] = None  # something changes it past autograd
 
 
 def _is_cheap(module: nn.Module) -> bool:
@@ -260,13 +240,20 @@ def _batch_norm(own: Any, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.batch_norm(x, None, None, own.weight, own.bias, True, 0.0, own.eps)
 
 
-def _is_repeated(module: nn.Module, call: _Call, before: _Before, output: torch.Tensor) -> bool:
+def _state(module: nn.Module, x: torch.Tensor) -> object:
+    return RandomStates([x]), Reachable([module], module.buffers())
+
+
+def _is_repeated(
+    module: nn.Module, call: _Call, x: torch.Tensor, before: Any, output: torch.Tensor
+) -> bool:
     """Whether a call has changed nothing but its argument, and another one is the same."""
-    if not before.is_now(module):
+    if _state(module, x) != before:
         return False
-    with before.random.put_back():
-        other = call.again(before.argument)
-        is_alike = before.is_now(module) and type(other) is torch.Tensor
-    layouts = ((it.dtype, it.storage_offset(), it.size(), it.stride()) for it in (output, other))
+    with before[0].put_back():
+        other = call.again(x)
+        if _state(module, x) != before or type(other) is not torch.Tensor:
+            return False
+    layouts = {(it.dtype, it.storage_offset(), it.size(), it.stride()) for it in (output, other)}
     sizes = {it.untyped_storage().nbytes() for it in (output, other)}
-    return is_alike and len(set(layouts)) == len(sizes) == 1 and have_equal_bits(other, output)
+    return len(layouts) == len(sizes) == 1 and have_equal_bits(other, output)

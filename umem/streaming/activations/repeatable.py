@@ -30,7 +30,7 @@ from umem.capture.live.saved_tensors import SavedTensorHooks
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
-from umem.streaming.activations.arguments import Arguments, filled_tensors, told_of_filled
+from umem.streaming.activations.arguments import Arguments, told_of_filled
 from umem.streaming.activations.buffer_values import BufferValues, have_equal_bits
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting
 from umem.streaming.activations.random_states import RandomStates
@@ -74,7 +74,7 @@ def call_signature(module: nn.Module, arguments: object = ()) -> tuple[Any, ...]
     """
     if every_call_is_seen():
         return None
-    found: list[object] = [*told_of_filled(arguments)]
+    found: list[object] = [told_of_filled(arguments, [])]
     for part in module.modules():
         attributes = vars(part)
         # umem's own hooks are beside the entries.
@@ -249,7 +249,9 @@ class WatchedCall:
         """Bytes of the storages that nothing but autograd holds from the end of the call on."""
         held = {*map(_storage, self._arguments()), *map(_storage, tensors_in(output))}
         held.update(map(_storage, (*self._module.parameters(), *self._module.buffers())))
-        held.update(map(_storage, filled_tensors((self._args, self._kwargs))))
+        filled: list[torch.Tensor] = []
+        told_of_filled((self._args, self._kwargs), filled)
+        held.update(map(_storage, filled))
         sizes = {
             _storage(tensor): tensor.untyped_storage().nbytes()
             for tensor, stays in saved
