@@ -413,7 +413,7 @@ class ActivationStore:
         else:
             self._stays = addresses
 
-    def stream(self) -> Any:
+    def current_stream(self) -> Any:
         """The stream of this thread's work on the device."""
         return self._mover.stream()
 

@@ -181,7 +181,7 @@ class RemadeResults(Listener):
             return
         if any(map(is_lent, module.parameters())):  # they may be away in the backward pass
             return
-        stream = self._store.stream()
+        stream = self._store.current_stream()
         source = self._find(storage_address(x), version_counter(x), stream)
         call = _Call(name, module, x, source, stream)
         if is_new:
