@@ -64,6 +64,8 @@ def test_a_late_block_that_saves_much_is_cut_as_the_last_one_of_a_u_net() -> Non
     # "down.0" saves as large a part, but runs twice, which makes room for nearly all of the step.
     assert find_cuts(every) == {"up.0": {2 * it: f"up.0..{it + 1}" for it in range(1, 8)}}
     assert find_cuts(saves(*sides, ("up.0", 8), ("head", 1))) == {}
+    # Nor a head, whose logits the loss uses at once.
+    assert find_cuts(saves(*sides, ("head", 16)), last="head") == {}
 
 
 def test_later_calls_and_the_model_itself_count_for_the_stretch_that_began_last() -> None:

@@ -620,7 +620,8 @@ class CopiedActivations(Listener):
                 ]
         if saves:
             was_cut = bool(self._cuts)
-            self._cuts, self._cut_saves = find_cuts(saves), forward.counts.total()
+            self._cuts = find_cuts(saves, last=block_of(last))
+            self._cut_saves = forward.counts.total()
             self.is_unusual = self.has_cut = was_cut or bool(self._cuts)
             for block in self._cuts:  # a part of its call cannot run twice
                 self.proofs.pop(block, None)

@@ -49,11 +49,12 @@ def block_of(name: str) -> str:
     return name.partition(_STRETCH)[0]
 
 
-def find_cuts(saves: Iterable[Save], outside: str = "") -> Cuts:
+def find_cuts(saves: Iterable[Save], outside: str = "", last: str | None = None) -> Cuts:
     """Where the stretches of later passes begin; nowhere if blocks do as units.
 
     A stretch begins with the first call of each block as well. What later calls save, and the model
-    outside of blocks, which is named `outside`, counts for the stretch that has begun last.
+    outside of blocks, which is named `outside`, counts for the stretch that has begun last. The
+    `last` block called has the loss, too: nothing of it is away for long.
     """
     units: list[list[Save]] = [[]]
     seen = {outside}
@@ -70,7 +71,8 @@ def find_cuts(saves: Iterable[Save], outside: str = "") -> Cuts:
     behind_bytes = all_bytes
     for its, size_bytes in zip(units, sizes, strict=True):
         behind_bytes -= size_bytes
-        if size_bytes <= max(most_bytes, behind_bytes) or len(its) < _LEAST_SAVES:
+        share_bytes = all_bytes / 2 if its and its[0].unit == last else most_bytes
+        if size_bytes <= max(share_bytes, behind_bytes) or len(its) < _LEAST_SAVES:
             continue
         since_bytes = 0
         for save in its:
