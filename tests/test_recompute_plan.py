@@ -202,3 +202,20 @@ def test_some_are_left_out_where_there_is_less(machine: Hardware) -> None:
 
 def test_none_is_left_out_without_room(machine: Hardware) -> None:
     assert not planned_without(500, machine).left_out
+
+
+def test_early_blocks_run_again_where_second_passes_of_late_ones_have_no_room(
+    machine: Hardware,
+) -> None:
+    units = blocks()
+    late = {unit.name for unit in units[11:]}
+    free = {name: size // (1 + (name not in late)) for name, size in freed(units).items()}
+    more = dict.fromkeys(late, 4_000 * MIB)
+    changed = with_recomputed(units, free, late, more)
+    before = sum(free[unit.name] for unit in units[11:13])
+    assert changed[13].backward_peak_bytes == units[13].backward_peak_bytes - before + 4_000 * MIB
+    assert changed[13].forward_peak_bytes == units[13].forward_peak_bytes - before
+    plan = partial(plan_training, weights=None, budget_bytes=1_600 * MIB, hardware=machine)
+    best = plan_with_recomputation(units, free, machine, plan, more_bytes=more)
+    assert best.recomputed
+    assert not best.recomputed & late

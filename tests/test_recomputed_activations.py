@@ -354,3 +354,72 @@ def test_an_argument_that_comes_twice_does_so_again() -> None:
     activations = managed(model)
     assert run(model, plan(activations)) == stock
     assert set(NAMES) <= activations.proofs.keys()
+
+
+def _translate(begin: Callable[[int], None], model: Any, *, twice: bool) -> list[bytes]:
+    """Gradients, and the keys and values that blocks have put into caches, of three steps.
+
+    With `twice`, each but the first goes on from the cache that the pass before has filled.
+    """
+    found: list[torch.Tensor] = []
+    for number in range(3):
+        begin(number)
+        torch.manual_seed(number)
+        source, target = torch.randint(2, 32, (2, 2, 6)).unbind()
+        model.zero_grad()
+        output = model(input_ids=source, decoder_input_ids=target)
+        if twice and number:
+            past = output.past_key_values
+            output = model(input_ids=source, decoder_input_ids=target, past_key_values=past)
+        output.logits.square().mean().backward()
+        caches = output.past_key_values.self_attention_cache, output.past_key_values
+        layers = (*caches[0].layers, *caches[1].cross_attention_cache.layers)
+        found += [it for layer in layers for it in (layer.keys, layer.values)]
+        found += [it.grad for it in model.parameters() if it.grad is not None]
+    return [it.detach().numpy().tobytes() for it in found]
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["filled", "filled already"])
+def test_blocks_that_fill_a_cache_run_twice(twice: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        **dict.fromkeys(("d_model", "d_ff", "vocab_size"), 32),
+        **dict.fromkeys(("num_layers", "num_heads"), 2),
+        d_kv=16,
+    )
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return transformers.T5ForConditionalGeneration(config).train()
+
+    model = made()
+    activations = managed(model)
+    found = _translate(plan(activations), model, twice=twice)
+    assert found == _translate(lambda _: None, made(), twice=twice)
+    names = {f"{side}.block.{number}" for side in ("encoder", "decoder") for number in range(2)}
+    assert names <= activations.proofs.keys()
+
+
+def test_a_block_that_reads_what_others_have_put_into_a_cache_does_not_run_twice() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Reading(Layer):
+        def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+            if len(cache.layers) > 1:
+                x = x + cache.layers[0].keys.view_as(x)
+            y = super().forward(x)
+            cache.update(y[None, None], y[None, None], len(cache.layers))
+            return y
+
+    class Cached(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cache, x = transformers.DynamicCache(), self.stem(x)
+            for layer in self.layers:
+                x = layer(x, cache)
+            y: torch.Tensor = self.head(x)
+            return y
+
+    model = Cached(Reading)
+    activations = managed(model)
+    assert run(model, plan(activations)) == run(Cached(Reading), lambda _: None)
+    assert activations.proofs.keys() & set(NAMES) == set(NAMES[:2])

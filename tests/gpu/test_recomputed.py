@@ -34,5 +34,11 @@ def test_all_bits_equal_the_stock_run(mode: str, start: Start) -> None:
     assert compare(mode, SHARE, start, SLOW_LINK="1")["recomputed"] > 0
 
 
+def test_results_of_cheap_modules_are_made_again(start: Start) -> None:
+    """Copies take so long that a plan without loses time."""
+    found = compare("modules", SHARE, start, SLOW_LINK="1")
+    assert found["remakes"] or found["recomputed"]
+
+
 def test_checkpoints_are_left_out_where_there_is_room(start: Start) -> None:
     assert compare("checkpoints", ROOM, start)["left_out"] > 0

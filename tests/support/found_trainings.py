@@ -85,6 +85,8 @@ class Streams:
         Of the lanes: whether work may run before anything waits for it.
     recomputes
         Whether blocks run forward again in the backward pass, all that can; the others are copied.
+    remakes
+        Whether results of cheap modules are made again instead; all blocks are copied.
     streams_weights
         Whether the weights of every model that is called are away between their uses.
     """
@@ -97,11 +99,14 @@ class Streams:
         also: Iterable[torch.Tensor] = (),
         eagerness: float = 0.3,
         recomputes: bool = False,
+        remakes: bool = False,
         streams_weights: bool = False,
     ) -> None:
         self.trainings: list[StreamedTraining] = []
         self.status: list[StreamedStatus] = []
         """Of the trainings at the end of the script."""
+        self.made_again = 0
+        """Trainings whose results were made again at the end."""
         self.weights: dict[nn.Module, ModelWeights] = {}
         """Those of each model, if they are streamed."""
         self._shared: dict[StreamedTraining, tuple[LazyLanes, HostStateMemory]] = {}
@@ -110,7 +115,8 @@ class Streams:
         """Those of each training that runs blocks again."""
         self._weights_parts: dict[nn.Module, tuple[LazyLanes, HostStateMemory]] = {}
         """What they share with its weights."""
-        self._recomputes, self._streams_weights = recomputes, streams_weights
+        self._recomputes, self._streams_weights = recomputes or remakes, streams_weights
+        self._remakes = remakes
         self._more_bytes = more_bytes
         self._in_backward = in_backward
         self._eagerness = eagerness
@@ -173,13 +179,15 @@ class Streams:
         """Prove in the next step which blocks may run twice, which they do from then on."""
         blocks = find_blocks(model)
         activations = CopiedActivations(model, blocks, store, _raise, may_recompute=True)
+        if self._remakes and activations.remade is not None:
+            activations.remade.begin()
         activations.set_plan({}, 1, is_measuring=True)
         self.activations.append(activations)
 
         def plan(*_: object) -> None:
             handle.remove()
-            kept = dict.fromkeys(activations.names - activations.proofs.keys())
-            again = dict.fromkeys(activations.proofs)
+            again = {} if self._remakes else dict.fromkeys(activations.proofs)
+            kept = dict.fromkeys(activations.names - again.keys())
             activations.set_plan(kept, 1, is_measuring=False, recomputed=again)
 
         handle = optimizer.register_step_post_hook(plan)
@@ -192,6 +200,7 @@ class Streams:
         for weights in self.weights.values():
             weights.close()
         for activations in self.activations:
+            self.made_again += activations.remade is not None and activations.remade.is_on
             activations.close()
 
 

@@ -19,7 +19,14 @@ from umem.adapters.transformers import Transformers
 from umem.runtime.model_loading import LoadingMemory
 from umem.runtime.model_parts import plain_tensors
 
-__all__ = ["ADAPTERS", "adapt_loading", "adapter_of", "find_gathering", "weight_parts"]
+__all__ = [
+    "ADAPTERS",
+    "adapt_loading",
+    "adapter_of",
+    "find_gathering",
+    "is_filled",
+    "weight_parts",
+]
 
 ADAPTERS: tuple[Adapter, ...] = (Bitsandbytes(), DeepSpeed(), FSDP(), TorchAO(), Transformers())
 
@@ -44,6 +51,12 @@ def weight_parts(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     adapter = adapter_of(type(weight))
     for tensor in () if adapter is None else adapter.more_tensors(weight):
         yield from plain_tensors(tensor)
+
+
+def is_filled(value: object) -> bool:
+    """Whether an argument is a library's store that a block's call fills for later ones."""
+    adapter = adapter_of(type(value))
+    return adapter is not None and adapter.is_filled(value)
 
 
 def adapt_loading(memory: LoadingMemory | None) -> bool:

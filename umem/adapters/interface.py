@@ -84,6 +84,13 @@ class Adapter(Protocol):
         """Tensors that a weight of one of the library's classes has beside those inside it."""
         return iter(())
 
+    def is_filled(self, value: object) -> bool:
+        """Whether an argument of the library's classes is a store that a block's call fills.
+
+        With what it is before the call, but for its tensors, a second call has to be the same.
+        """
+        return False
+
     def adapt_loading(self, memory: LoadingMemory | None) -> bool:
         """Have models loaded within the budget and, with a memory for them, by umem's threads.
 

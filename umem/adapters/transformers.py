@@ -1,4 +1,4 @@
-"""transformers, as of 5.23: ``from_pretrained`` within a budget.
+"""transformers, as of 5.23: ``from_pretrained`` within a budget, and caches of keys.
 
 https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py
 
@@ -24,11 +24,21 @@ __all__ = ["Transformers"]
 
 _LOG = logging.getLogger("umem")
 
+_CACHE = "transformers.cache_utils.Cache"
+
 
 class Transformers(Adapter):
-    """Its loading: without the warm-up and, with a memory for them, with weights by umem."""
+    """Its loading, without the warm-up and, with a memory for them, with weights by umem.
+
+    And its caches, which models make and fill in a training, too, unless ``use_cache`` is off.
+    """
 
     module = "transformers"
+
+    def is_filled(self, value: object) -> bool:
+        """Whether an argument is one of its caches."""
+        kinds = type(value).__mro__
+        return any(f"{it.__module__}.{it.__name__}" == _CACHE for it in kinds)
 
     def adapt_loading(self, memory: LoadingMemory | None) -> bool:
         """Replace two of its functions, once it has been imported."""

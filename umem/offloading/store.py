@@ -44,6 +44,7 @@ __all__ = [
     "ActivationStatistics",
     "ActivationStore",
     "BeforeSave",
+    "SavedHandle",
     "warn_once",
 ]
 
@@ -167,7 +168,7 @@ class _Group:
         self,
         chosen: Container[int] | None,
         stream: Any,
-        admit: Callable[[_Group, torch.Tensor], _Handle | None],
+        admit: Callable[[_Group, torch.Tensor], SavedHandle | None],
     ) -> None:
         self.stream = stream
         self.reference = weakref.ref(self)
@@ -179,7 +180,7 @@ class _Group:
         # Weak: each storage goes with its last handle, while the block's backward pass goes on.
         self._stored: dict[int, weakref.ref[_Stored]] = {}
 
-    def pack(self, tensor: torch.Tensor) -> _Handle | Kept:
+    def pack(self, tensor: torch.Tensor) -> SavedHandle | Kept:
         """Replace a tensor that autograd saves."""
         ordinal = self._count
         self._count = ordinal + 1
@@ -191,15 +192,16 @@ class _Group:
                 warn_once("activations stay on the device", f"{type(error).__name__}: {error}")
                 return keep(tensor)
             if handle is not None:
-                self._stored[ordinal] = weakref.ref(handle.stored)
+                if handle.stored is not None:
+                    self._stored[ordinal] = weakref.ref(handle.stored)
                 return handle
         return keep(tensor)
 
-    def pack_in_turn(self, before_save: BeforeSave, tensor: torch.Tensor) -> _Handle | Kept:
+    def pack_in_turn(self, before_save: BeforeSave, tensor: torch.Tensor) -> SavedHandle | Kept:
         """The same, where the group may be split before."""
         before_use = before_save()
         packed = (self.follower or self).pack(tensor)
-        if isinstance(packed, _Handle):
+        if isinstance(packed, SavedHandle):
             packed.before_use = before_use
         return packed
 
@@ -236,23 +238,38 @@ def warn_once(what: str, error: str) -> None:
     _LOG.warning("umem: %s: %s", what, error)
 
 
-class _Handle:
+class SavedHandle:
     """Stands for a saved tensor: its storage, and its shape within the storage."""
 
-    __slots__ = ("_dtype", "_layout", "_probe", "_version", "before_use", "group", "stored")
+    __slots__ = (
+        *("_dtype", "_layout", "_probe", "version", "before_use", "group", "key", "remake"),
+        "stored",
+    )
 
     def __init__(self, tensor: torch.Tensor, stored: _Stored, group: _Group) -> None:
-        self.stored = stored
+        self.stored: _Stored | None = stored
         self.group = group
+        self.key = storage_address(tensor)
+        """Of the storage, while it is alive."""
+        self.remake: Callable[[], torch.UntypedStorage] | None = None
+        """Makes the contents again, for the current stream: they are not stored then."""
         self.before_use: Callable[[], None] | None = None
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-        self._version = version_counter(tensor)
+        self.version = version_counter(tensor)
         self._probe = probe_of(tensor)
+
+    def is_of(self, key: int, version: int) -> bool:
+        """Whether it is of a storage, with the contents that it had at a version."""
+        return self.key == key and self.version == version
+
+    def remake_by(self, remake: Callable[[], torch.UntypedStorage]) -> None:
+        """Store the contents no longer: they will be made again."""
+        self.remake, self.stored = remake, None
 
     def check(self) -> None:
         """Raise autograd's error if the tensor was modified in place since it was saved."""
-        check_version(self._probe, self._version, self._layout[1])
+        check_version(self._probe, self.version, self._layout[1])
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The saved tensor, as a view of a storage."""
@@ -368,6 +385,8 @@ class ActivationStore:
         self._on_device: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
         self._hooks = _HookStack()
         self._totals = ActivationStatistics()
+        self.on_save: Callable[[SavedHandle, torch.Tensor], None] | None = None
+        """Called for each tensor that may leave; it may have the contents made again."""
 
     def keep(self, tensors: Iterable[torch.Tensor], *, permanent: bool = False) -> None:
         """Let the storages of these tensors stay, instead of those of the call before.
@@ -393,6 +412,10 @@ class ActivationStore:
             self._always_stays = addresses
         else:
             self._stays = addresses
+
+    def current_stream(self) -> Any:
+        """The stream of this thread's work on the device."""
+        return self._mover.stream()
 
     def may_open_group(self) -> bool:
         """Whether :meth:`open_group` would install hooks now, in this thread."""
@@ -473,7 +496,7 @@ class ActivationStore:
         """
         self._hooks.pop_to(left_open)
 
-    def _admit(self, group: _Group, tensor: torch.Tensor) -> _Handle | None:
+    def _admit(self, group: _Group, tensor: torch.Tensor) -> SavedHandle | None:
         if tensor.device != self.device or not may_leave(tensor) or is_lent(tensor):
             return None
         address = storage_address(tensor)
@@ -500,19 +523,29 @@ class ActivationStore:
                 self._on_device[address] = stored
             stored.version = version
             stored.wanted_by.add(group.reference)
-        return _Handle(tensor, stored, group)
+        handle = SavedHandle(tensor, stored, group)
+        if self.on_save is not None:
+            self.on_save(handle, tensor)
+        return handle
 
-    def _unpack(self, packed: _Handle | Kept) -> torch.Tensor:
-        if not isinstance(packed, _Handle):
+    def _unpack(self, packed: SavedHandle | Kept) -> torch.Tensor:
+        if not isinstance(packed, SavedHandle):
             return unpack_kept(packed)
         packed.check()
         if packed.before_use is not None:
             packed.before_use()
-        stored = packed.stored
+        return packed.rebuild(self.storage_of(packed))
+
+    def storage_of(self, saved: SavedHandle) -> torch.UntypedStorage:
+        """The contents that a handle stands for, for the current stream."""
+        if saved.remake is not None:
+            return saved.remake()
+        stored = saved.stored
+        assert stored is not None
         with self._lock:
             stream = self._mover.stream()
             if stored.storage is None:
-                stored.wanted_by.add(packed.group.reference)
+                stored.wanted_by.add(saved.group.reference)
                 if not stored.find_on_device():
                     self._totals.late_fetches += 1
                     self._copy_in([stored], stream)
@@ -523,7 +556,7 @@ class ActivationStore:
             elif stored.is_arriving:
                 self._mover.wait(stream, stored.event)
                 self._mover.record_use(storage, stream)
-        return packed.rebuild(storage)
+        return storage
 
     def saved_count(self, key: Hashable) -> int:
         """How many tensors a group has so far, which is the ordinal of its next one."""

@@ -479,6 +479,7 @@ def _with_stretches(
             for phase, name, number in places(0, ends[0])
         ),
         outside=names[0],
+        last=names[-1],
     )
     if not cuts:
         return unit, {name: number for number, name in enumerate(names)}, frozenset()

@@ -1,7 +1,7 @@
 """A language model written by hand, stock or within a budget: ``recomputing.py MODE [STEPS]``.
 
 Its modes: ``dropout``, ``accumulated``, ``float32``, ``recurrent`` with layers of cuDNN that drop,
-and ``checkpoints`` of its own.
+``modules`` where functions are modules, and ``checkpoints`` of its own.
 
 The last line is JSON: what its steps were, how long they took, and what the plan did.
 """
@@ -28,8 +28,9 @@ LAYERS, WIDTH, HEADS, TOKENS, ROWS, WORDS = 12, 1024, 16, 1024, 8, 16384
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, act: Any = nn.functional.gelu) -> None:
         super().__init__()
+        self.act = act
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.project = nn.Linear(WIDTH, WIDTH)
@@ -44,17 +45,21 @@ class Block(nn.Module):
         y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         y = self.project(y.transpose(1, 2).reshape(rows, tokens, WIDTH))
         x = x + nn.functional.dropout(y, self.dropout, self.training)
-        y = self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+        y = self.down(self.act(self.up(self.norm_2(x))))
         return x + nn.functional.dropout(y, self.dropout, self.training)
 
 
 class Model(nn.Module):
-    def __init__(self, dropout: float, *, checkpoints: bool, cells: bool) -> None:
+    def __init__(
+        self, dropout: float, *, checkpoints: bool, cells: bool, has_modules: bool
+    ) -> None:
         super().__init__()
         self.checkpoints = checkpoints
         self.cells = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.1) if cells else None
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(
+            Block(dropout, nn.GELU() if has_modules else nn.functional.gelu) for _ in range(LAYERS)
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
 
@@ -86,7 +91,12 @@ def main(mode: str, steps: int) -> dict[str, Any]:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(0)
     dropout = 0.1 if mode in ("dropout", "recurrent", "checkpoints") else 0.0
-    model = Model(dropout, checkpoints=mode == "checkpoints", cells=mode == "recurrent").cuda()
+    model = Model(
+        dropout,
+        checkpoints=mode == "checkpoints",
+        cells=mode == "recurrent",
+        has_modules=mode == "modules",
+    ).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     batches, rows = (2, ROWS // 2) if mode == "accumulated" else (1, ROWS)
     if mode == "float32":
@@ -120,6 +130,7 @@ def main(mode: str, steps: int) -> dict[str, Any]:
             {
                 "recomputed": it.recomputed_blocks,
                 "left_out": it.left_out_checkpoints,
+                "remakes": it.remakes_results,
                 "slices": it.slices_losses,
                 "overflow": it.overflow_bytes,
                 "copied": it.copied_blocks,

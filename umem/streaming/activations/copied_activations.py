@@ -38,6 +38,7 @@ from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.activations import program_checkpoints
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint
 from umem.streaming.activations.recomputed import RecomputedCall
+from umem.streaming.activations.remade_results import RemadeResults
 from umem.streaming.activations.repeatable import (
     Proof,
     WatchedCall,
@@ -253,6 +254,10 @@ class CopiedActivations(Listener):
         self._with_buffers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """The modules that had some when the plan was set: to search all of them takes long."""
         self._hearing: Hearing | None = None
+        self.remade: RemadeResults | None = None
+        """Makes results again; None where nothing may run twice."""
+        if may_recompute and not is_compiled(model):
+            self.remade = RemadeResults(model, store, on_error)
         self._running = _Running()
         self._released_bytes = self._returned_bytes = 0
         if may_recompute:
@@ -306,13 +311,18 @@ class CopiedActivations(Listener):
             self.saved_bytes, self._unread = {}, Counter()
         self._stop_hearing()
         model = self._model()
-        if (self._copied or self._left_out or is_measuring) and model is not None:
+        listens = self._copied or self._left_out or is_measuring or self._remakes
+        if listens and model is not None:
             self._store.keep(model.parameters(), permanent=True)
             self._with_buffers = weakref.WeakSet(
                 it for it in model.modules() if buffers_of(it, recurse=False)
             )
             blocks = {name: it.module for name, it in self._blocks.items()}
             self._hearing = Hearing(self, Order.ACTIVATIONS, self._errors.on_error, model, blocks)
+
+    @property
+    def _remakes(self) -> bool:
+        return self.remade is not None and self.remade.is_on
 
     def begin_step(self) -> None:
         """Count what is away from now on; nothing is between steps."""
@@ -331,6 +341,8 @@ class CopiedActivations(Listener):
     def close(self) -> None:
         """Copy nothing more and give host memory back; graphs that are alive keep working."""
         self._stop_hearing()
+        if self.remade is not None:
+            self.remade.end()
         self._store.close()
 
     def _stop_hearing(self) -> None:
@@ -460,7 +472,7 @@ class CopiedActivations(Listener):
             call.watched = self._watch(name, module, args, kwargs)
         if call.watched is not None:
             self.is_unusual = True
-        elif is_recomputed or call.is_copied or self._is_measuring or self._cuts:
+        elif is_recomputed or call.is_copied or self._is_measuring or self._cuts or self._remakes:
             key, call.is_open = object(), True
             if forward.stretch is not None:
                 forward.stretch.parts.append((key, None))
@@ -523,7 +535,9 @@ class CopiedActivations(Listener):
         self._end_stretch(forward)
         self._release(forward, None)
         forward.watch(tensors_in(output), self._errors)
-        if self._is_measuring:
+        if self.remade is not None and self.remade.has_tried:  # and kept what it makes again later
+            self.is_unusual, self.remade.has_tried = True, False
+        elif self._is_measuring:
             self._measure_stretches(forward)
             if not self._finds_cuts(forward):
                 self._end_measuring(forward, output)
@@ -556,7 +570,7 @@ class CopiedActivations(Listener):
 
     def _may_run_again(self, name: str, *arguments: object) -> bool:
         """Whether a call is like the one that was proved."""
-        signature = call_signature(self._blocks[name].module)
+        signature = call_signature(self._blocks[name].module, arguments)
         return (
             self._store.may_open_group()
             and signature == self.proofs[name].signature
@@ -606,7 +620,8 @@ class CopiedActivations(Listener):
                 ]
         if saves:
             was_cut = bool(self._cuts)
-            self._cuts, self._cut_saves = find_cuts(saves), forward.counts.total()
+            self._cuts = find_cuts(saves, last=block_of(last))
+            self._cut_saves = forward.counts.total()
             self.is_unusual = self.has_cut = was_cut or bool(self._cuts)
             for block in self._cuts:  # a part of its call cannot run twice
                 self.proofs.pop(block, None)

@@ -25,11 +25,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from umem.adapters import is_filled
 from umem.capture.live.saved_tensors import SavedTensorHooks
 from umem.runtime.model_parts import tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
-from umem.streaming.activations.arguments import Arguments
+from umem.streaming.activations.arguments import Arguments, told_of_filled
 from umem.streaming.activations.buffer_values import BufferValues, have_equal_bits
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting
 from umem.streaming.activations.random_states import RandomStates
@@ -66,11 +67,14 @@ class Proof:
     """Names of the block's buffers that a call changes: a second one has to leave them alone."""
 
 
-def call_signature(module: nn.Module) -> tuple[Any, ...] | None:
-    """Modes and hooks of a block's modules; None where the program's would run twice."""
+def call_signature(module: nn.Module, arguments: object = ()) -> tuple[Any, ...] | None:
+    """Modes and hooks of a block's modules; None where the program's would run twice.
+
+    With the arguments that a call is to have, also what there is in those that it fills.
+    """
     if every_call_is_seen():
         return None
-    found: list[bool] = []
+    found: list[object] = [told_of_filled(arguments, [])]
     for part in module.modules():
         attributes = vars(part)
         # umem's own hooks are beside the entries.
@@ -81,14 +85,17 @@ def call_signature(module: nn.Module) -> tuple[Any, ...] | None:
 
 
 def is_plain(value: object, depth: int = 4) -> bool:
-    """Whether an argument is a tensor of torch's own, a number or so, or a container of these."""
+    """Whether an argument is a tensor of torch's own, a number or so, or what a call fills.
+
+    Or a container of these.
+    """
     if type(value) in (torch.Tensor, nn.Parameter) or isinstance(value, _PLAIN):
         return True
     if depth and type(value) in (tuple, list):
         return all(is_plain(it, depth - 1) for it in value)  # type: ignore[attr-defined]
     if depth and type(value) is dict:
         return all(is_plain(it, depth - 1) for it in value.values())
-    return False
+    return is_filled(value)
 
 
 def drops_between_cells(module: nn.Module) -> bool:
@@ -135,7 +142,9 @@ class WatchedCall:
         around: ProgramCheckpoint | None = None,
     ) -> None:
         self._module, self._args, self._kwargs = module, args, kwargs
-        self._signature = call_signature(module)
+        self._given = Arguments(args, kwargs)
+        self._tensors = self._given.take_tensors()
+        self._signature = call_signature(module, (args, kwargs))
         self._held = self._look()
         self._buffers = {name: (it, it.detach().clone()) for name, it in module.named_buffers()}
         self._random = RandomStates(self._arguments())
@@ -227,9 +236,8 @@ class WatchedCall:
         try:
             with self._random.put_back(), after.put_back_at_end():
                 self._before.put_back()
-                given = Arguments(self._args, self._kwargs)
                 # As in the backward pass, whose tensors are other objects.
-                args, kwargs = given.with_tensors([it.view_as(it) for it in given.take_tensors()])
+                args, kwargs = self._given.with_tensors([it.view_as(it) for it in self._tensors])
                 output = self._module.forward(*args, **kwargs)
                 if not after.are_there():
                     raise ValueError("a second call leaves other values in buffers")
@@ -241,6 +249,9 @@ class WatchedCall:
         """Bytes of the storages that nothing but autograd holds from the end of the call on."""
         held = {*map(_storage, self._arguments()), *map(_storage, tensors_in(output))}
         held.update(map(_storage, (*self._module.parameters(), *self._module.buffers())))
+        filled: list[torch.Tensor] = []
+        told_of_filled((self._args, self._kwargs), filled)
+        held.update(map(_storage, filled))
         sizes = {
             _storage(tensor): tensor.untyped_storage().nbytes()
             for tensor, stays in saved

@@ -27,6 +27,7 @@ from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
 from umem.streaming.tune.measured_steps import MeasuredStep, MeasuredSteps
 from umem.streaming.tune.named_plan import NamedPlan
 from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
+from umem.streaming.tune.remaking import Remaking
 from umem.streaming.tune.states import TuningEvent
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Planning:
         shared: SharedBudget,
         state_share: float,
         proofs: Mapping[str, Proof],
+        remaking: Remaking,
         losses: SlicedLosses | None,
     ) -> None:
         self.stream: StreamPlan | None = None
@@ -101,7 +103,7 @@ class Planning:
         self._changes = 0
         """Of the budget's members, when measurements began."""
         self._state_share = state_share
-        self._proofs, self._losses = proofs, losses
+        self._proofs, self._remaking, self._losses = proofs, remaking, losses
         self._sizes: dict[str, tuple[int, ...]] = {}
         """Of the state that the plan is made for."""
         self._are_used_early = False
@@ -218,6 +220,8 @@ class Planning:
             whole, error = self._plan(units, figures, None)
         if error and (self._slice_losses(units) or self._move_parameters_to_host()):
             return TuningEvent.CHANGED
+        if self._remakes_otherwise(units, figures, whole):
+            return TuningEvent.CHANGED
         fastest, stays = self._fastest, self.is_fastest
         if fastest is None or not self._is_for(fastest, units):
             self.forget_fastest()
@@ -267,8 +271,8 @@ class Planning:
         """The same plan, with what newer figures say of it."""
         if whole.overflow_bytes:
             return whole  # of units that were made to fit
-        freed_bytes, saved_bytes = self._proved_bytes()
-        changed = with_recomputed(units, freed_bytes, whole.recomputed)
+        freed_bytes, saved_bytes, more_bytes = self._proved_bytes(units)
+        changed = with_recomputed(units, freed_bytes, whole.recomputed, more_bytes)
         changed = without_checkpoints(changed, saved_bytes, whole.left_out)
         if whole.weights is not None and self._weights is not None:
             changed = with_weights(changed, self._weights.units, whole.weights)
@@ -285,13 +289,28 @@ class Planning:
         )
         return replace(whole, units=changed, stream=replace(whole.stream, predicted=timing))
 
-    def _proved_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """By name of each unit that may run twice, what that frees, and what a checkpoint does."""
-        proofs = self._proofs.items()
-        return (
-            {name: proof.freed_bytes for name, proof in proofs},
-            {name: proof.checkpointed_bytes for name, proof in proofs},
-        )
+    def _proved_bytes(
+        self, units: Sequence[StreamUnit]
+    ) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+        """Bytes by name of each unit that may run twice.
+
+        What that frees, what leaving out its checkpoint takes, and what its second pass takes more.
+        """
+        proved = {name: proof.freed_bytes for name, proof in self._proofs.items()}
+        freed_bytes, more_bytes = self._remaking.second_passes(units, proved)
+        saved_bytes = {name: proof.checkpointed_bytes for name, proof in self._proofs.items()}
+        return freed_bytes, saved_bytes, more_bytes
+
+    def _remakes_otherwise(
+        self, units: Sequence[StreamUnit], figures: MeasuredStep, whole: TrainingPlan
+    ) -> bool:
+        """Whether results are made again from now on, or no longer, by what a plan says."""
+        # The times of steps before updates moved into the backward pass are of kept results, and
+        # of times that are too long nothing follows.
+        if self._tuned.in_backward or self._are_slowed:
+            return False
+        stock_s = figures.computed_s + sum(unit.update_s for unit in units)
+        return self._remaking.changes_steps(units, stock_s, whole)
 
     def _plan(
         self, units: Sequence[StreamUnit], figures: MeasuredStep, more_slack_for: int | None
@@ -321,7 +340,7 @@ class Planning:
     ) -> tuple[TrainingPlan | None, str]:
         """A plan with the usual slack or, in a small budget, with less; or why none fits."""
         budget_bytes = self._room.budget_bytes
-        freed_bytes, saved_bytes = self._proved_bytes()
+        freed_bytes, saved_bytes, more_bytes = self._proved_bytes(units)
         found, errors = None, []
         for share in _SLACK_SHARES:
             slack_bytes = int(share * slack * least_slack_bytes(budget_bytes))
@@ -338,6 +357,7 @@ class Planning:
                     self._hardware,
                     plan,
                     saved_bytes,
+                    more_bytes,
                     are_slowed=self._are_slowed,
                 )
             except PlanError as error:

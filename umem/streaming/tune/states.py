@@ -86,6 +86,8 @@ class TuningStatus:
     copied_blocks: int
     recomputed_blocks: int
     """Blocks that run forward again in the backward pass."""
+    remakes_results: bool
+    """Whether results of cheap modules are made again in the backward pass."""
     left_out_checkpoints: int
     """Blocks without the checkpoints that the program has there."""
     slices_losses: bool

@@ -20,6 +20,7 @@ from umem.streaming.tune.measured_steps import MeasuredSteps
 from umem.streaming.tune.measuring import Measuring, Round
 from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
 from umem.streaming.tune.planning import Planning
+from umem.streaming.tune.remaking import Remaking
 from umem.streaming.tune.states import TRANSITIONS, TuningEvent, TuningState, TuningStatus
 from umem.streaming.tune.watching import Watching
 from umem.streaming.weights.model_weights import ModelWeights
@@ -104,8 +105,10 @@ class StreamTuner:
             model, blocks, steps, clock, room, activations, shared, self._fail
         )
         proofs = {} if activations is None else activations.proofs
+        self._remaking = Remaking(None if activations is None else activations.remade)
         self._planning = Planning(
-            self._optimizers, steps, hardware, room, shared, state_share, proofs, losses
+            self._optimizers,
+            *(steps, hardware, room, shared, state_share, proofs, self._remaking, losses),
         )
         self._watching = Watching(room, clock, 0 if weights is None else weights.spilled_bytes)
         self._corrections = 0
@@ -450,6 +453,7 @@ class StreamTuner:
             copied_bytes=planning.copied_bytes,
             copied_blocks=len(planning.copied),
             recomputed_blocks=len(planning.recomputed),
+            remakes_results=self._remaking.is_on,
             left_out_checkpoints=len(planning.left_out),
             slices_losses=planning.slices_losses,
             copied_gradients_bytes=planning.gradient_bytes(optimizers.copied_gradients),
