@@ -84,6 +84,14 @@ class CountingInABuffer(Layer):
         return super().forward(x) * (1.0 + 0.01 * self.calls)
 
 
+class SavingItsBuffer(CountingInABuffer):
+    """Another call would change what autograd has saved, and says is changed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1.0
+        return Layer.forward(self, x) * self.calls
+
+
 class SaveUnset(torch.autograd.Function):
     """Saves memory as it is found, as attention without dropout does."""
 
@@ -319,7 +327,7 @@ REPEATABLE = [
     *(DroppingWithUnusedMemory, ReadingAnObject, *CHANGING_BUFFERS),
 ]
 OTHERS = [
-    *(InPlaceHead, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
+    *(SavingItsBuffer, InPlaceHead, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
     *(DroppingWithUnsetMemory, Drifting, CountingInAGlobal, SummingInAGlobal, Hooked),
     *(
         CountingInAnObject,

@@ -35,7 +35,12 @@ from umem.streaming.activations.buffer_values import BufferValues, have_equal_bi
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint, leaving_out, noting
 from umem.streaming.activations.random_states import RandomStates
 from umem.streaming.activations.reachable import Reachable
-from umem.torch_compat import every_call_is_seen, is_distributed, storage_key
+from umem.torch_compat import (
+    every_call_is_seen,
+    is_distributed,
+    storage_key,
+    version_counter,
+)
 
 __all__ = ["Proof", "WatchedCall", "call_signature", "drops_between_cells", "is_plain", "watch"]
 
@@ -147,6 +152,7 @@ class WatchedCall:
         self._signature = call_signature(module, (args, kwargs))
         self._held = self._look()
         self._buffers = {name: (it, it.detach().clone()) for name, it in module.named_buffers()}
+        self._versions = {name: version_counter(it) for name, it in module.named_buffers()}
         self._random = RandomStates(self._arguments())
         self._around = around
         self._saved: list[_Saved] = []
@@ -174,6 +180,14 @@ class WatchedCall:
 
     def _prove(self, output: object) -> Proof | None:
         """Run the block again, and compare."""
+        # Of a change that is counted, autograd would tell the program, in the backward pass.
+        counted = {
+            _storage(it)
+            for name, (it, _) in self._buffers.items()
+            if version_counter(it) != self._versions[name]
+        }
+        if any(_storage(it) in counted for it, _ in self._saved):
+            return None
         # Some kernels change statistics without a count of changes.
         changed = {name: pair for name, pair in self._buffers.items() if not have_equal_bits(*pair)}
         self._before = BufferValues(dict(changed.values()))
