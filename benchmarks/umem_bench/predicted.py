@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -107,6 +108,9 @@ _FLASH = {64: (256e12, 214e12), 128: (284e12, 257e12)}
 _LEFT_OUT = datetime(2026, 11, 29, 20, 51, tzinfo=UTC)
 """From then on umem's plans leave a program's checkpoints out."""
 
+_SLICED = datetime(2026, 11, 30, 2, 50, tzinfo=UTC)
+"""From then on umem computes large losses in slices by default."""
+
 
 class NotPredictedError(Exception):
     """Why umem predicts nothing for a row."""
@@ -158,7 +162,8 @@ def _settled(header: Header, times_s: Any) -> list[float]:
 def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
     """Seconds of a row by its shape; raises `NotPredictedError` without one."""
     hardware, settings, variant = _profile(header.machine.gpu), header.settings, row["variant"]
-    recomputes = datetime.fromisoformat(str(header.date)) >= _LEFT_OUT
+    date = datetime.fromisoformat(str(header.date))
+    options = {"recomputes": date >= _LEFT_OUT, "slices_losses": date >= _SLICED}
     budget_bytes = row.get("budget_bytes")
     if header.benchmark == "load":
         raise NotPredictedError("umem predicts no loading of files")
@@ -179,12 +184,12 @@ def _fit_s(header: Header, row: Mapping[str, Any]) -> float:
         method, shape = "lora" if case in LORA_CASES else "sft", settings.cases[case]
         accumulate = settings.batches(case)
         return predict_training(
-            shape, method, variant, hardware, budget_bytes, accumulate, recomputes=recomputes
+            shape, method, variant, hardware, budget_bytes, accumulate, options=options
         )
     assert isinstance(settings, dict), header.benchmark
     asked, shape = system_workload(row["system"], settings)
     plain = "stock" if variant == "umem" else variant.removesuffix("-budget")
-    return _step_s(asked, plain, _with_flash(hardware, shape), budget_bytes, recomputes)
+    return _step_s(asked, plain, _with_flash(hardware, shape), budget_bytes, options)
 
 
 def system_workload(system: str, settings: Mapping[str, Any]) -> tuple[Workload, LlamaShape]:
@@ -228,11 +233,11 @@ def predict_training(
     budget_bytes: int | None,
     accumulate: int = 1,
     *,
-    recomputes: bool = True,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> float:
     """Seconds of a training step, as `umem fit` has them.
 
-    Without `recomputes`, a plan leaves the program's checkpoints in and makes none.
+    `options` are those of the resolved policy that the row was measured without, or with.
 
     Raises an error for a variant that umem predicts nothing of, and where nothing fits.
     """
@@ -247,7 +252,7 @@ def predict_training(
         rank=shape.lora_rank,
         targets=shape.lora_targets,
     )
-    return _step_s(workload, variant, hardware, budget_bytes, recomputes)
+    return _step_s(workload, variant, hardware, budget_bytes, options)
 
 
 def _step_s(
@@ -255,7 +260,7 @@ def _step_s(
     variant: str,
     hardware: Hardware,
     budget_bytes: int | None,
-    recomputes: bool,
+    options: Mapping[str, Any],
 ) -> float:
     """Seconds of a step; errors as of :func:`predict_training`."""
     budget = budget_bytes or hardware.device_bytes
@@ -278,8 +283,7 @@ def _step_s(
     if variant != "umem":
         raise NotPredictedError(_OTHERS)
     policy = replace(resolve(load_policy(workload.mode), hardware, {}), device_budget_bytes=budget)
-    policy = replace(policy, recomputes=recomputes)
-    way = fit_training(workload, hardware, policy).umem
+    way = fit_training(workload, hardware, replace(policy, **options)).umem
     if way.time_s is None:
         raise NotPredictedError(way.why_not)
     return way.time_s
