@@ -637,8 +637,8 @@ def test_all_bits_are_stocks(name: str, ranks: list[Runs]) -> None:
         assert len(set(stock["seen"])) > len(USES)
         assert streamed["in_line"] == 0
         assert streamed["early"] > len(USES)
-        # The step after state was loaded may be measured.
-        assert streamed["deferred"].count(False) <= 1
+        # The step after state was loaded may be measured, and one more where that was slowed.
+        assert streamed["deferred"].count(False) <= 2
     assert ranks[0][name][0]["seen"] != ranks[1][name][0]["seen"]
 
 
@@ -647,8 +647,9 @@ def test_only_aliases_and_measured_steps_wait(name: str, ranks: list[Runs]) -> N
     for _, streamed in (runs[name] for runs in ranks):
         # Measured steps do not count: they are planned as what they will be.
         assert streamed["waits"] == [False] * MEASURED
-        # The program has a part, a view of one, a view of a gradient, and two on one memory.
-        assert 0 < streamed["waited"] <= 3 * UNITS + 8
+        # The program has a part, a view of one, a view of a gradient, and two on one memory. A step
+        # more is measured where the first ones were slowed.
+        assert 0 < streamed["waited"] <= 4 * UNITS + 8
 
 
 def test_a_step_returns_before_its_updates(ranks: list[Runs]) -> None:
