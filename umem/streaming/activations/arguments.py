@@ -107,4 +107,5 @@ def told_of_filled(
     own = (
         (type(value), value if isinstance(value, int | float | str) else None) if is_within else ()
     )
-    return *own, *(told_of_filled(it, tensors, is_within=is_within) for it in parts)
+    found = (told_of_filled(it, tensors, is_within=is_within) for it in parts)
+    return *own, *(it for it in found if is_within or it)
