@@ -299,6 +299,7 @@ class _Saved:
                 self.total_weight,
             )
             made[rows].copy_(log_softmax_backward(gradient.to(how.dtype), known, 1, how.dtype))
+            del known, gradient  # not beside the next slice's
         return made
 
 
@@ -418,6 +419,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         for rows in how.slices(*logits.shape):
             known = how.log_probabilities(saved.kept.logits[rows])
             picked[rows].copy_(known.gather(1, index[rows]))
+            del known
         # One class is left of each row: the sum over rows is torch's own.
         loss, total_weight = _aten.nll_loss_forward(
             picked.to(how.summed_dtype),
