@@ -90,16 +90,20 @@ def test_copies_that_hide_are_not_replaced(machine: Hardware) -> None:
 def test_copies_that_seem_to_hide_beside_slowed_passes_are_replaced(machine: Hardware) -> None:
     """All of them, but where that would take far longer, or nothing is copied."""
 
-    def recomputed(budget_mib: int, **changes: Any) -> int:
+    def recomputed(budget_mib: int, more_mib: int = 0, **changes: Any) -> int:
         units = blocks(**changes)
         options: dict[str, Any] = {"budget_bytes": budget_mib * MIB, "hardware": machine}
         plan = partial(plan_training, weights=None, **options)
-        found = plan_with_recomputation(units, freed(units), machine, plan, are_slowed=True)
+        more_bytes = {it.name: more_mib * MIB for it in units}
+        found = plan_with_recomputation(
+            units, freed(units), machine, plan, more_bytes=more_bytes, are_slowed=True
+        )
         assert found.device_bytes <= budget_mib * MIB
         return len(found.recomputed)
 
-    slowed = {"forward_s": 20 * MS, "backward_s": 40 * MS}
+    slowed: Any = {"forward_s": 20 * MS, "backward_s": 40 * MS}
     assert recomputed(1_600, **slowed) == COUNT - 1
+    assert recomputed(1_600, more_mib=2_000, **slowed) == 0  # second passes have no room
     assert recomputed(8_000, **slowed) == 0
     assert recomputed(1_600, forward_s=40 * MS, backward_s=40 * MS) == COUNT - 1
     assert recomputed(1_600, forward_s=80 * MS, backward_s=40 * MS) == 0

@@ -154,16 +154,16 @@ def plan_with_recomputation(
     """
     best, refusal = _try(plan, units)
     fits = best is not None and not best.overflow_bytes
+    recomputing = partial(with_recomputed, units, freed_bytes, more_bytes=more_bytes)
     names = frozenset(_useful(units, freed_bytes, None) if are_slowed else ())
     if names and best is not None and best.stream.copied:
-        other, _ = _try(plan, with_recomputed(units, freed_bytes, names))
+        other, _ = _try(plan, recomputing(names))
         if other is not None and other.step_s < _MOST_AGAIN * best.step_s:
             return replace(other, recomputed=names)
     if best is not None and fits and best.lost_s <= _LEAST_GAIN * best.step_s:
         return _leave_out(units, checkpointed_bytes, plan, best)
     # Where nothing fits, what saves no time may make room.
     order = _useful(units, freed_bytes, hardware if fits else None)
-    recomputing = partial(with_recomputed, units, freed_bytes, more_bytes=more_bytes)
     limit_s = math.inf if best is None else (1.0 - _LEAST_GAIN) * best.step_s
     # Of two choices that trials find, a whole plan may be faster for the one with the longer trial.
     for names in _best_in_trials(units, recomputing, order, plan) if order else ():
