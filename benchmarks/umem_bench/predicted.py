@@ -56,6 +56,7 @@ __all__ = [
     "run_predicted",
     "system_workload",
     "tables",
+    "training_workload",
 ]
 
 USUAL_PERCENT = 10.0
@@ -241,7 +242,13 @@ def predict_training(
 
     Raises an error for a variant that umem predicts nothing of, and where nothing fits.
     """
-    workload = Workload(
+    workload = training_workload(shape, method, accumulate)
+    return _step_s(workload, variant, hardware, budget_bytes, options)
+
+
+def training_workload(shape: LlamaShape, method: str, accumulate: int) -> Workload:
+    """What the suites train, as `umem fit` is asked for it."""
+    return Workload(
         _model_shape(shape),
         method,
         shape.batch,
@@ -252,7 +259,6 @@ def predict_training(
         rank=shape.lora_rank,
         targets=shape.lora_targets,
     )
-    return _step_s(workload, variant, hardware, budget_bytes, options)
 
 
 def _step_s(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from umem import PlanError, load_hardware, load_policy
 from umem.core.units import format_bytes
-from umem.fit import Workload, training_step
+from umem.fit import training_step
 from umem.hardware import Hardware
 from umem.hardware.cards import CARDS
 from umem.policy import resolve
@@ -27,9 +27,8 @@ from umem.streaming.plan import (
     plan_with_host_updates,
 )
 from umem.streaming.plan.recomputation import plan_with_recomputation
-from umem.streaming.plan.state_plan import simulate_plan
 from umem_bench.machine import header
-from umem_bench.predicted import _model_shape
+from umem_bench.predicted import training_workload
 from umem_bench.results import Measurement, Run, ScaleCase, read_results
 from umem_bench.scale.run import Row
 from umem_bench.scale.small_cards import CASES, Case
@@ -115,17 +114,9 @@ def predict_case(name: ScaleCase, case: Case, hardware: Hardware, way: str) -> M
     up to 1 where something waits that none of them makes shorter.
     """
     told: dict[str, Any] = {"benchmark": hardware.name, "case": name, "subject": way}
-    shape, slack_bytes = case.shape, least_slack_bytes(case.budget_bytes)
-    workload = Workload(
-        _model_shape(shape),
-        case.method,
-        shape.batch,
-        shape.tokens,
-        "fp32-autocast" if shape.weights == "float32" else "bf16",
-        shape.checkpoint,
-        accumulate=case.accumulate,
-        rank=shape.lora_rank,
-        targets=shape.lora_targets,
+    slack_bytes = least_slack_bytes(case.budget_bytes)
+    workload = replace(
+        training_workload(case.shape, case.method, case.accumulate),
         slices_loss=WAYS[way].slices_loss,
     )
     step = training_step(workload, hardware, largest_slot_bytes(case.budget_bytes))
@@ -190,15 +181,8 @@ def _shares(made: StreamPrediction, hardware: Hardware) -> dict[str, float]:
 
 
 def _again_s(step: StreamedStep, training: TrainingPlan, hardware: Hardware) -> float:
-    weights = training.weights
-    return simulate_plan(
-        training.units,
-        training.stream,
-        hardware=hardware,
-        other_s=step.other_s,
-        batches=step.batches,
-        weight_slots=0 if weights is None else weights.slots,
-        weights_ahead=min(next(iter(training.extra.values()), (0, 0))),
+    return training.predict_again(
+        training.units, hardware, other_s=step.other_s, batches=step.batches
     ).step_s
 
 

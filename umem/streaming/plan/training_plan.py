@@ -23,7 +23,7 @@ from umem.streaming.plan.state_plan import (
     plan_stream,
     simulate_plan,
 )
-from umem.streaming.plan.step_timing import StreamUnit
+from umem.streaming.plan.step_timing import StreamTiming, StreamUnit
 from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights
 
 __all__ = ["WEIGHT_SLOTS", "TrainingPlan", "plan_training", "with_weights"]
@@ -91,6 +91,23 @@ class TrainingPlan:
     def most_extra(self) -> int:
         """The most further buffers at a time."""
         return max(map(max, self.extra.values()), default=0)
+
+    def predict_again(
+        self, units: Sequence[StreamUnit], hardware: Hardware, **options: Any
+    ) -> StreamTiming:
+        """Predict the step of this plan for other figures of its units.
+
+        `options` are those of :func:`umem.streaming.plan.state_plan.simulate_plan` but for weights.
+        """
+        return simulate_plan(
+            units,
+            self.stream,
+            hardware=hardware,
+            weight_slots=0 if self.weights is None else self.weights.slots,
+            # As many of the first units' weights as are kept from one pass to the next.
+            weights_ahead=min(next(iter(self.extra.values()), (0, 0))),
+            **options,
+        )
 
 
 def with_weights(
@@ -263,21 +280,18 @@ def _plan_beside(
     if placed is not None and problem.most_state_bytes is None:
         extra, peak_bytes = _extra_slots(problem, stream, placed)
         device_bytes = max(device_bytes, peak_bytes)
-    if placed is not None and extra:
-        timing = simulate_plan(
-            units,
-            stream,
-            hardware=problem.hardware,
-            other_s=problem.other_s,
-            is_deferred=problem.is_deferred,
-            in_backward=problem.in_backward,
-            batches=problem.batches,
-            weight_slots=placed.slots,
-            # As many of the first units' weights as are kept from one pass to the next.
-            weights_ahead=min(next(iter(extra.values()))),
-        )
-        stream = replace(stream, predicted=timing)
-    return TrainingPlan(units, stream, placed, extra, placed_bytes + device_bytes)
+    plan = TrainingPlan(units, stream, placed, extra, placed_bytes + device_bytes)
+    if not extra:
+        return plan
+    timing = plan.predict_again(
+        units,
+        problem.hardware,
+        other_s=problem.other_s,
+        is_deferred=problem.is_deferred,
+        in_backward=problem.in_backward,
+        batches=problem.batches,
+    )
+    return replace(plan, stream=replace(stream, predicted=timing))
 
 
 def _plan_with_overflow(

@@ -19,7 +19,7 @@ from umem.streaming.plan.recomputation import (
     with_recomputed,
     without_checkpoints,
 )
-from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes, simulate_plan
+from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.training_plan import TrainingPlan, plan_training, with_weights
 from umem.streaming.stage.device_room import DeviceRoom
@@ -276,16 +276,13 @@ class Planning:
         changed = without_checkpoints(changed, saved_bytes, whole.left_out)
         if whole.weights is not None and self._weights is not None:
             changed = with_weights(changed, self._weights.units, whole.weights)
-        timing = simulate_plan(
+        timing = whole.predict_again(
             changed,
-            whole.stream,
-            hardware=self._hardware,
+            self._hardware,
             other_s=figures.other_s,
             is_deferred=not self._tuned.waits,
             in_backward=self._tuned.in_backward,
             batches=figures.batches,
-            weight_slots=0 if whole.weights is None else whole.weights.slots,
-            weights_ahead=min(next(iter(whole.extra.values()), (0, 0))),
         )
         return replace(whole, units=changed, stream=replace(whole.stream, predicted=timing))
 
