@@ -246,10 +246,9 @@ class SavedHandle:
         "stored",
     )
 
-    def __init__(self, tensor: torch.Tensor, stored: _Stored, group: _Group) -> None:
+    def __init__(self, tensor: torch.Tensor, stored: _Stored, group: _Group, key: int) -> None:
         self.stored: _Stored | None = stored
-        self.group = group
-        self.key = storage_address(tensor)
+        self.group, self.key = group, key
         """Of the storage, while it is alive."""
         self.remake: Callable[[], torch.UntypedStorage] | None = None
         """Makes the contents again, for the current stream: they are not stored then."""
@@ -523,7 +522,7 @@ class ActivationStore:
                 self._on_device[address] = stored
             stored.version = version
             stored.wanted_by.add(group.reference)
-        handle = SavedHandle(tensor, stored, group)
+        handle = SavedHandle(tensor, stored, group, address)
         if self.on_save is not None:
             self.on_save(handle, tensor)
         return handle

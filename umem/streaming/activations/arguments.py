@@ -93,10 +93,10 @@ def told_of_filled(
     value: Any, tensors: list[torch.Tensor], *, is_within: bool = False
 ) -> tuple[object, ...]:
     """What there is in arguments that calls fill: all but the tensors, which are added to these."""
-    is_within = is_within or is_filled(value)
     if isinstance(value, torch.Tensor):
         tensors += [value] * is_within
         return ()
+    is_within = is_within or is_filled(value)
     parts: Iterable[Any] = ()
     if isinstance(value, tuple | list):
         parts = value
