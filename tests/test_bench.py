@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import GIB, TINY, made_up_header, settings
+from training_runs import GIB, TINY, have_a_card, settings
 from typer.testing import CliRunner
 from umem_bench.allocators import worker_limit_bytes
 from umem_bench.bounds import BUDGETS_PERCENT
@@ -43,7 +43,6 @@ from umem_bench.scale.run import BUDGETS_BYTES, CASES, parse_rows, run_scale
 from umem_bench.training.run import run_training
 
 from umem import PolicyError, UmemError, UnsupportedError
-from umem.cuda import bindings
 from umem.pages.plan import PLANNERS
 
 CPU = torch.device("cpu")
@@ -294,11 +293,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             return {"state": "failed", "reason": "OutOfMemoryError: CUDA out of memory.\n\nHint"}
         return {"state": "measured", "steps_s": (1.0, 1.0), "wall_s": 2.0, "process_s": 5.0}
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(bindings, "device_pci_address", lambda _: "0000:01:00.0")
-    monkeypatch.setattr(bindings, "nvml_memory_bytes", lambda _: (80 * GIB, 79 * GIB))
-    monkeypatch.setattr("umem_bench.scale.run.header", made_up_header)
-    monkeypatch.setattr("umem_bench.scale.run.ask_worker", ask)
+    have_a_card(monkeypatch, 80, ask)
     return seen
 
 

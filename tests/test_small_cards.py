@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from training_runs import GIB, made_up_header
+from training_runs import GIB, have_a_card
 from typer.testing import CliRunner
 from umem_bench.cli import app
 from umem_bench.results import LlamaShape, Measurement, Run, read_results
@@ -19,7 +18,6 @@ from umem_bench.scale.small_predictions import PREDICTED, WAYS, committed_predic
 from umem_bench.tables import markdown
 
 from umem import load_hardware
-from umem.cuda import bindings
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILES = ("h200", "rtx-3090", "rtx-4090", "rtx-5090")
@@ -36,11 +34,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, bool], Any]:
         steps_s = (STEPS_S[job.variant],) * 2
         return {"state": "measured", "steps_s": steps_s, "wall_s": sum(steps_s), "process_s": 95.0}
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(bindings, "device_pci_address", lambda _: "0000:01:00.0")
-    monkeypatch.setattr(bindings, "nvml_memory_bytes", lambda _: (140 * GIB, 139 * GIB))
-    monkeypatch.setattr("umem_bench.scale.run.header", made_up_header)
-    monkeypatch.setattr("umem_bench.scale.run.ask_worker", ask)
+    have_a_card(monkeypatch, 140, ask)
     return seen
 
 

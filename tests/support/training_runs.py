@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
 from umem_bench.results import (
     METHODS,
     Header,
@@ -17,6 +20,8 @@ from umem_bench.results import (
     Variant,
     Workload,
 )
+
+from umem.cuda import bindings
 
 GIB = 1 << 30
 TINY = LlamaShape(
@@ -86,6 +91,17 @@ def result(
         "process_s": 7.0,
     }
     return TrainingResult.model_validate(made | more)
+
+
+def have_a_card(
+    monkeypatch: pytest.MonkeyPatch, gib: int, ask: Callable[..., dict[str, Any]]
+) -> None:
+    """Have rows at scale run on a card of so many GiB, one of them in use; `ask` is its worker."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(bindings, "device_pci_address", lambda _: "0000:01:00.0")
+    monkeypatch.setattr(bindings, "nvml_memory_bytes", lambda _: (gib << 30, (gib - 1) << 30))
+    monkeypatch.setattr("umem_bench.scale.run.header", made_up_header)
+    monkeypatch.setattr("umem_bench.scale.run.ask_worker", ask)
 
 
 def made_up_header(benchmark: Any, settings: Any) -> Header:
