@@ -355,7 +355,7 @@ class ScaleResult(ProcessResult):
     host_process_bytes: int | None = None
     """VmHWM. Page-locked memory that the driver allocates is not in it."""
     host_locked_bytes: int | None = None
-    """VmLck and VmPin, at the end."""
+    """Of older files: VmLck and VmPin, in which the driver's page-locked memory is not."""
     predicted_s: float | None = None
     """A step by committed predictions, where they have the case and the card."""
 
@@ -394,7 +394,7 @@ class TextResult(ProcessResult):
     """VmHWM. Page-locked memory that the driver allocates is not in it, and mapped pages of files
     are."""
     host_locked_bytes: int | None = None
-    """VmLck and VmPin, at the end."""
+    """Of older files: VmLck and VmPin, in which the driver's page-locked memory is not."""
     streamed_bytes: int | None = None
     """Weights that umem stages for each use, at the end."""
     resident_bytes: int | None = None

@@ -231,7 +231,7 @@ class SystemResult(ProcessResult):
     host_process_bytes: int | None = None
     """VmHWM. Page-locked memory that the driver allocates is not in it."""
     host_locked_bytes: int | None = None
-    """VmLck and VmPin, after the last step."""
+    """Of older files: VmLck and VmPin, in which the driver's page-locked memory is not."""
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ class Runner:
             told["plan_running"] = bool(_PLAN.search(words)) and not any(
                 end in note for note in told["notes"] for end in _PLAN_ENDS
             )
-        kept = ("peak_allocated_bytes", "host_process_bytes", "host_locked_bytes", "parameters")
+        kept = ("peak_allocated_bytes", "host_process_bytes", "parameters")
         return (
             told
             | {field: found.get(field) for field in kept}

@@ -273,7 +273,4 @@ def host_figures() -> dict[str, int]:
     """Memory of this process on the host, as the kernel counts it."""
     text = Path("/proc/self/status").read_text()
     kib = {name: int(size) for name, size in re.findall(r"^(Vm\w+):\s+(\d+) kB$", text, re.M)}
-    return {
-        "host_process_bytes": kib.get("VmHWM", 0) << 10,
-        "host_locked_bytes": (kib.get("VmLck", 0) + kib.get("VmPin", 0)) << 10,
-    }
+    return {"host_process_bytes": kib.get("VmHWM", 0) << 10}
