@@ -637,7 +637,7 @@ def test_all_bits_are_stocks(name: str, ranks: list[Runs]) -> None:
         assert len(set(stock["seen"])) > len(USES)
         assert streamed["in_line"] == 0
         assert streamed["early"] > len(USES)
-        # The step after state was loaded may be measured, and one more where that was slowed.
+        # The step after state was loaded may be measured: two, where times were too long before.
         assert streamed["deferred"].count(False) <= 2
     assert ranks[0][name][0]["seen"] != ranks[1][name][0]["seen"]
 
@@ -647,8 +647,8 @@ def test_only_aliases_and_measured_steps_wait(name: str, ranks: list[Runs]) -> N
     for _, streamed in (runs[name] for runs in ranks):
         # Measured steps do not count: they are planned as what they will be.
         assert streamed["waits"] == [False] * MEASURED
-        # The program has a part, a view of one, a view of a gradient, and two on one memory. A step
-        # more is measured where the first ones were slowed.
+        # The program has a part, a view of one, a view of a gradient, and two on one memory. Two
+        # steps are measured, in place of one, where times were too long before.
         assert 0 < streamed["waited"] <= 4 * UNITS + 8
 
 
