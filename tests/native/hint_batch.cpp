@@ -45,7 +45,8 @@ TEST(an_entry_without_an_address_is_skipped) {
   batch.set_address(2, at(100));
   TicketSpan span = machine.engine.submit_batch(batch, 7);
   CHECK_EQUAL(span.last - span.first, 2U);
-  machine.expect_done(span.last);
+  // Two workers end them, in any order.
+  machine.expect_done(span.first, span.first + 1, span.last);
   const std::vector<HintCall> calls = machine.driver.calls();
   CHECK_EQUAL(std::count_if(calls.begin(), calls.end(),
                             [](const HintCall& call) { return call.range == blocks(100, 1); }),
