@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -79,11 +80,24 @@ def test_steps_whose_memory_had_to_be_made_free(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
+    ("own_gib", "whose", "rest"),
+    [
+        (7.5, "this process has 7.5 GiB of GPU 0 in use", " and libraries"),
+        (None, "GPU 0 has 7.75 GiB more in use than before", ", libraries, and other processes"),
+    ],
+)
+@pytest.mark.parametrize(
     ("free_gib", "managed_bytes", "says"),
     [(71.25, 0, True), (None, 0, False), (71.25, 1, False)],
 )
 def test_the_last_line_is_what_nvml_shows(
-    monkeypatch: pytest.MonkeyPatch, free_gib: float | None, managed_bytes: int, says: bool
+    monkeypatch: pytest.MonkeyPatch,
+    free_gib: float | None,
+    managed_bytes: int,
+    says: bool,
+    own_gib: float | None,
+    whose: str,
+    rest: str,
 ) -> None:
     """Beside the budget; pages that have left stay in NVML's count."""
     gib = 1 << 30
@@ -97,13 +111,13 @@ def test_the_last_line_is_what_nvml_shows(
     )
     monkeypatch.setattr("umem.cli.run_end.is_enabled", lambda: True)
     monkeypatch.setattr("umem.cli.run_end.runtime", lambda: state)
+    monkeypatch.setattr("umem.cli.run_end.device_pci_address", str)
     free_bytes = None if free_gib is None else int(free_gib * gib)
     monkeypatch.setattr("umem.cli.run_end.detect", lambda _: SimpleNamespace(free_bytes=free_bytes))
+    processes = {1: gib} | ({} if own_gib is None else {os.getpid(): int(own_gib * gib)})
+    monkeypatch.setattr("umem.cli.run_end.nvml_process_bytes", lambda _: processes)
     new_run(torch.nn.Linear(1, 1), "step", lambda: 0).ends(None, is_planned=False)
-    line = (
-        "NVML: GPU 0 has 7.75 GiB more in use than before: umem 7 GiB, of a budget of 8 GiB; the "
-        "rest is CUDA's context, libraries, and other processes"
-    )
+    line = f"NVML: {whose}: umem 7 GiB, of a budget of 8 GiB; the rest is CUDA's context{rest}"
     assert end_lines()[3:] == [line] * says
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from umem.core.units import format_bytes
 from umem.cuda import bindings
@@ -78,19 +77,12 @@ class MemorySampler:
 
     def __init__(self, card: Card | None) -> None:
         self._card = card
-        self._pynvml: Any = None
         self._card_bytes = self._process_bytes = self._host_bytes = 0
         self._host_before_bytes = _host_used_bytes()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def __enter__(self) -> Self:
-        if self._card is not None:
-            try:
-                self._pynvml = importlib.import_module("pynvml")
-                self._pynvml.nvmlInit()
-            except Exception:  # the card's figures do without it
-                self._pynvml = None
         self._thread.start()
         return self
 
@@ -120,21 +112,16 @@ class MemorySampler:
                 self._card_bytes = max(self._card_bytes, self._card.used_bytes())
             if ended or samples % _SLOW_EVERY == 0:
                 self._host_bytes = max(self._host_bytes, _host_used_bytes())
-                self._process_bytes = max(self._process_bytes, self._accounted_bytes())
+                if self._card is not None:
+                    self._process_bytes = max(self._process_bytes, self._accounted_bytes())
             if ended:
                 return
             samples += 1
 
     def _accounted_bytes(self) -> int:
         """What NVML accounts to processes; 0 where it does not."""
-        if self._pynvml is None or self._card is None:
-            return 0
-        try:
-            handle = self._pynvml.nvmlDeviceGetHandleByPciBusId(self._card.pci_address)
-            processes = self._pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except self._pynvml.NVMLError:
-            return 0
-        return sum(it.usedGpuMemory or 0 for it in processes)
+        assert self._card is not None
+        return sum(bindings.nvml_process_bytes(self._card.pci_address).values())
 
 
 def _host_used_bytes() -> int:

@@ -21,10 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from card_processes import Peaks
 from drawn_readers import reader_programs
 from small_trainings import Program, Verdict
 from sound_programs import KINDS, PROGRAMS
+from umem_bench.card_processes import Peaks
 from umem_bench.machine import git_commit, header
 from umem_bench.processes import end_status, environment
 from umem_bench.results import Header, Record, read_records, write_records

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from card_processes import find_own_number
 from drawn_readers import readers_program
 from small_trainings import DEVICE_SIZE, HOST_SIZE, Program, Run
 from sound_programs import PROGRAMS
+from umem_bench.card_processes import find_own_number
 
 _MOST_WARNINGS, _MOST_LETTERS = 6, 300
 

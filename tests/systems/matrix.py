@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from umem_bench.card import Card, MemorySampler
+from umem_bench.card_processes import Peaks
 from umem_bench.machine import git_commit, header
 from umem_bench.processes import end_status, environment
 from umem_bench.results import Header, ProcessResult, read_records, write_records
@@ -278,6 +279,8 @@ class Runner:
     say: Callable[[str], None]
     forked: ForkedPrograms | None = None
     """Starts the systems that can be forked; without it all are started anew."""
+    peaks: Peaks | None = None
+    """Of processes, where other programs use the first card meanwhile; else all of it is read."""
 
     def measure(
         self, row: Row, known: Sequence[SystemResult], tried: SystemResult | None
@@ -319,6 +322,8 @@ class Runner:
         return ""
 
     def _why_not_idle(self) -> str:
+        if self.peaks is not None:
+            return ""
         end_s = time.monotonic() + CARD_PATIENCE_S
         reasons = (it.why_not_idle(end_s - time.monotonic()) for it in self.cards)
         return next(filter(None, reasons), "")
@@ -326,7 +331,9 @@ class Runner:
     def _run(
         self, name: str, variant: Variant, budget_bytes: int | None, left_s: float
     ) -> dict[str, Any]:
-        card = self.cards[SYSTEMS[name].writer].between_processes() if self.cards else None
+        card = self.cards[SYSTEMS[name].writer] if self.cards else None
+        if card is not None and self.peaks is None:
+            card = card.between_processes()
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="umem-systems-") as folder:
             output, log = Path(folder, "output.json"), Path(folder, "log")
@@ -353,7 +360,11 @@ class Runner:
             return told | {"state": "failed", "timed_out": True, "reason": reason}
         if status != 0 or not found:
             return told | {"state": "failed", "reason": _reason(words, status)}
-        if card is not None and not variant.startswith("umem"):
+        if self.peaks is not None:
+            process_bytes = self.peaks.take(found["process"])
+            told |= {"card_peak_bytes": process_bytes, "process_bytes": process_bytes}
+            told["outside_bytes"] = (process_bytes or 0) - found["reserved_bytes"]
+        elif card is not None and not variant.startswith("umem"):
             told["outside_bytes"] = (
                 found["card_used_bytes"] - card.idle_bytes - found["reserved_bytes"]
             )
@@ -698,6 +709,12 @@ def main() -> int:
         help="fork processes where that can be, from one that has imported transformers: for "
         "tests, as the host's memory is not that of a program which Python starts",
     )
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="other programs use the card meanwhile: read what NVML counts for each row's process, "
+        "and believe no time",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="print its tables, run nothing")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
@@ -711,20 +728,24 @@ def main() -> int:
     names = [name.strip() for name in (options.systems or ",".join(usual)).split(",")]
     if unknown := [name for name in names if name not in can_run]:
         parser.error(f"{', '.join(unknown)}: none of {', '.join(can_run)}")
+    if options.shared and (options.cpu or options.ranks > 1):
+        parser.error("--shared is for one GPU")
     if not options.cpu:
         require_gpu("the matrix")
         if (gpus := bindings.device_count()) < options.ranks:
             parser.error(f"--ranks {options.ranks}: CUDA sees {gpus} GPUs")
     output = options.output or options.continued
+    cards = () if options.cpu else tuple(map(Card.find, range(options.ranks)))
     runner = Runner(
         size=options.size,
         steps=options.steps or STEPS[options.size],
         deterministic=options.deterministic,
-        cards=() if options.cpu else tuple(map(Card.find, range(options.ranks))),
+        cards=cards,
         ranks=options.ranks,
         end_s=time.monotonic() + 60 * options.minutes,
         say=lambda words: print(words, file=sys.stderr, flush=True),
         forked=_forked(options.ranks) if options.forked else None,
+        peaks=Peaks(cards[0].pci_address) if options.shared else None,
     )
     variants = GOAL_VARIANTS if options.goals else GPU_VARIANTS
     variants = CPU_VARIANTS if options.cpu else variants

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 
 from umem.core.errors import UmemError
 from umem.core.units import format_bytes
+from umem.cuda.bindings import device_pci_address, nvml_process_bytes
 from umem.hardware.capabilities import detect
 from umem.runtime.copies import copy_counts
 from umem.runtime.managed_runs import ManagedRun, managed_runs
@@ -67,7 +69,10 @@ def _copied() -> str:
 
 
 def _cards() -> Iterator[str]:
-    """What each card shows more than before; not under managed memory, whose pages stay there."""
+    """What this process has on each card; not under managed memory, whose pages stay there.
+
+    Where NVML does not tell processes apart: what the card shows more than before.
+    """
     if not is_enabled():
         return
     state = runtime()
@@ -85,15 +90,20 @@ def _cards() -> Iterator[str]:
             or free_bytes is None
         ):
             continue
+        own_bytes = nvml_process_bytes(device_pci_address(number)).get(os.getpid())
         held, used, budget = map(
             format_bytes,
             (
                 kinds["device"]["reserved_bytes"],
-                before.free_bytes - free_bytes,
+                before.free_bytes - free_bytes if own_bytes is None else own_bytes,
                 state.device_budgets[number] or before.total_bytes,
             ),
         )
+        whose, rest = (
+            (f"GPU {number} has {used} more in use than before", ", libraries, and other processes")
+            if own_bytes is None
+            else (f"this process has {used} of GPU {number} in use", " and libraries")
+        )
         yield (
-            f"NVML: GPU {number} has {used} more in use than before: umem {held}, of a budget of "
-            f"{budget}; the rest is CUDA's context, libraries, and other processes"
+            f"NVML: {whose}: umem {held}, of a budget of {budget}; the rest is CUDA's context{rest}"
         )

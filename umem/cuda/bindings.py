@@ -45,6 +45,7 @@ __all__ = [
     "nvml_memory_bytes",
     "nvml_nvlink_c2c",
     "nvml_pcie_link",
+    "nvml_process_bytes",
     "prefetch",
     "range_location",
     "relaxed_capture",
@@ -55,6 +56,10 @@ _CUDA_12_2 = 12020
 
 _CUDA_13 = 13000
 """First driver with discard."""
+
+_MOST_PROCESSES = 256
+_UNKNOWN_BYTES = 1 << 60
+"""NVML's word for a process's memory that it does not know is a larger number."""
 
 _HOST_DEVICE_NUMBER = -1  # cudaCpuDeviceId
 _INVALID_DEVICE_NUMBER = -2  # cudaInvalidDeviceId
@@ -216,6 +221,15 @@ class _NvmlMemory(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
+class _NvmlProcess(ctypes.Structure):
+    _fields_ = [
+        ("number", ctypes.c_uint),
+        ("used_bytes", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
 def _nvml_handle(library: ctypes.CDLL, pci_address: str) -> ctypes.c_void_p | None:
     handle = ctypes.c_void_p()
     found = library.nvmlDeviceGetHandleByPciBusId_v2(pci_address.encode(), ctypes.byref(handle))
@@ -253,6 +267,27 @@ def nvml_memory_bytes(pci_address: str) -> tuple[int, int] | None:
     if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
         return None
     return int(memory.total), int(memory.free)
+
+
+def nvml_process_bytes(pci_address: str) -> dict[int, int]:
+    """Return each process's bytes on the card, CUDA's own among them, by NVML's number of it.
+
+    Empty where NVML cannot say. In a container without the host's processes, the numbers are the
+    host's.
+    """
+    library = _nvml()
+    handle = None if library is None else _nvml_handle(library, pci_address)
+    read = getattr(library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
+    if handle is None or read is None:
+        return {}
+    count, found = ctypes.c_uint(_MOST_PROCESSES), (_NvmlProcess * _MOST_PROCESSES)()
+    if read(handle, ctypes.byref(count), found) != 0:
+        return {}
+    return {
+        each.number: each.used_bytes
+        for each in found[: count.value]
+        if each.used_bytes < _UNKNOWN_BYTES
+    }
 
 
 def nvml_pcie_link(pci_address: str) -> tuple[int, int] | None:

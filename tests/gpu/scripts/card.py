@@ -1,19 +1,24 @@
-"""What is in use on the card. Nothing else may use it meanwhile."""
+"""What this process has in use on the card. Where NVML does not tell processes apart, nothing else
+may use the card meanwhile."""
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import cache
 
 import torch
 from torch import nn
 
-from umem.cuda.bindings import device_pci_address, nvml_memory_bytes
+from umem.cuda.bindings import device_pci_address, nvml_memory_bytes, nvml_process_bytes
 
 _address = cache(device_pci_address)
 
 
 def _in_use_bytes() -> int:
+    own_bytes = nvml_process_bytes(_address(0)).get(os.getpid())
+    if own_bytes is not None:
+        return own_bytes
     total, free = nvml_memory_bytes(_address(0)) or (0, 0)
     return total - free
 

@@ -225,6 +225,7 @@ class Program:
         else:
             took_s = [end - begin for begin, end in pairwise(self._marks)]
         found |= {
+            "process": os.getpid(),
             "losses": [float(loss).hex() for loss in self._losses],
             "seconds": took_s,
             "work_seconds": self._work_s[1:],
