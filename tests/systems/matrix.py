@@ -45,6 +45,8 @@ GOAL_PERCENT = 80
 """Of stock's speed, within `BUDGET_PERCENT`."""
 
 MANAGED_LIMIT = "8GiB"
+SHARED_MANAGED_LIMIT = "512MiB"
+"""Where other programs use the card, too: all together stay below a machine's limit."""
 
 PROCESS_LIMIT_S = 240.0
 """For one run; what is compiled on a machine's first run counts."""
@@ -339,7 +341,8 @@ class Runner:
             output, log = Path(folder, "output.json"), Path(folder, "log")
             command = [*self.command(name, variant), "--output", str(output)]
             limit_s = max(1.0, min(PROCESS_LIMIT_S, left_s))
-            variables = _variables(budget_bytes, self.ranks)
+            limit = MANAGED_LIMIT if self.peaks is None else SHARED_MANAGED_LIMIT
+            variables = _variables(budget_bytes, self.ranks, limit)
             with MemorySampler(card) as sampler, log.open("wb") as log_file:
                 if self.forked is not None and SYSTEMS[name].can_be_forked:
                     is_umem = command[: len(UMEM)] == [*UMEM]
@@ -413,11 +416,13 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def _variables(budget_bytes: int | None, ranks: int) -> dict[str, str]:
+def _variables(
+    budget_bytes: int | None, ranks: int, managed_limit: str = MANAGED_LIMIT
+) -> dict[str, str]:
     every = ",".join(map(str, range(ranks)))
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")[:ranks]
     more = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "HF_HUB_OFFLINE": "1"}
-    return environment(budget_bytes, MANAGED_LIMIT, **more)
+    return environment(budget_bytes, managed_limit, **more)
 
 
 def _reason(log: str, status: int) -> str:
