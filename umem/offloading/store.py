@@ -557,6 +557,10 @@ class ActivationStore:
                 self._mover.record_use(storage, stream)
         return storage
 
+    def has_graphs(self) -> bool:
+        """Whether a backward pass may still ask for something that was saved in a group."""
+        return any(True for _ in self._groups.values())
+
     def saved_count(self, key: Hashable) -> int:
         """How many tensors a group has so far, which is the ordinal of its next one."""
         group = self._groups.get(key)

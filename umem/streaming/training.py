@@ -295,10 +295,7 @@ class StreamedTraining(Listener):
         for owner in (model, optimizer):
             weakref.finalize(owner, _weakly(self._owner_is_gone)).atexit = False
         if self._streams_state:
-            undo = before_work(_weakly(self.work_begins))
-            self._undo.append(undo)
-            # Collected together with the model, it is not closed.
-            weakref.finalize(self, undo).atexit = False
+            self._undo.append(before_work(self.work_begins))
 
     def move_into_backward(self) -> None:
         """Update parameters in the backward pass, once two complete steps show that it is exact.

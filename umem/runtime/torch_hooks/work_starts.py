@@ -8,53 +8,71 @@ something listens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 from umem import patches
 
-__all__ = ["STARTS", "before_work"]
+__all__ = ["CAPTURES", "STARTS", "before_work"]
+
+CAPTURES = ("graph_capture_begin", "accelerator_graph_capture_begin")
+"""The begins of captures into CUDA graphs, by the keys of :data:`umem.patches.PATCHES`."""
 
 STARTS = (
     # Below torch.cuda.CUDAGraph, whose bound methods a program may have stored before. Graphed
     # callables and torch.cuda.graph call these too.
+    *CAPTURES,
     "graph_replay",
-    "graph_capture_begin",
     "accelerator_graph_replay",
-    "accelerator_graph_capture_begin",
     "scripted_method",
     # Below backward() and grad(), which programs import by name.
     "run_backward",
     "run_backward_of_graph",
 )
-"""All that is replaced, by the keys of :data:`umem.patches.PATCHES`."""
+"""All that is replaced."""
 
-_listeners: tuple[Callable[[], None], ...] = ()
+_listeners: dict[str, tuple[Callable[[], None], ...]] = {}
+"""By start."""
 
 
-def before_work(listener: Callable[[], None]) -> Callable[[], None]:
-    """Call a function before each start, in the thread that starts the work.
+def before_work(listener: Callable[[], None], starts: Sequence[str] = STARTS) -> Callable[[], None]:
+    """Call a function before each of some starts, in the thread that starts the work.
 
-    The result ends that; torch's functions are put back when nothing listens any more.
+    The result ends that, as does the end of the object whose method it is; torch's functions are
+    put back when nothing listens any more.
     """
-    global _listeners
-    _listeners = (*_listeners, listener)
-    for key in STARTS:
-        patches.wrap(key, _listening)
+    heard = _weakly(listener) if isinstance(listener, MethodType) else listener
+    for key in starts:
+        _listeners[key] = (*_listeners.get(key, ()), heard)
+        patches.wrap(key, functools.partial(_listening, key))
 
     def undo() -> None:
-        global _listeners
-        _listeners = tuple(it for it in _listeners if it is not listener)
-        if not _listeners:
-            patches.undo(*STARTS)
+        for key in starts:
+            _listeners[key] = tuple(it for it in _listeners[key] if it is not heard)
+        patches.undo(*(key for key in starts if not _listeners[key]))
 
+    if isinstance(listener, MethodType):
+        weakref.finalize(listener.__self__, undo).atexit = False
     return undo
 
 
-def _listening(original: Callable[..., Any]) -> Callable[..., Any]:
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            found()
+
+    return call
+
+
+def _listening(key: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def start(*args: Any, **kwargs: Any) -> Any:
-        for listener in _listeners:
+        for listener in _listeners[key]:
             listener()
         return original(*args, **kwargs)
 

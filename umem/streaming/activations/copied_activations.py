@@ -37,7 +37,7 @@ from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.activations import program_checkpoints
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint
-from umem.streaming.activations.recomputed import RecomputedCall
+from umem.streaming.activations.recomputed import RecomputedCall, SecondRun
 from umem.streaming.activations.remade_results import RemadeResults
 from umem.streaming.activations.repeatable import (
     Proof,
@@ -254,6 +254,9 @@ class CopiedActivations(Listener):
         self._with_buffers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """The modules that had some when the plan was set: to search all of them takes long."""
         self._hearing: Hearing | None = None
+        self._may_recompute = may_recompute
+        self._second_runs: weakref.WeakSet[SecondRun] = weakref.WeakSet()
+        """Those that backward passes may ask for."""
         self.remade: RemadeResults | None = None
         """Makes results again; None where nothing may run twice."""
         if may_recompute and not is_compiled(model):
@@ -359,6 +362,25 @@ class CopiedActivations(Listener):
             running.call.abandon()
         self._store.close_groups()
         running.forward = running.call = None
+
+    def update_begins(self) -> bool:
+        """An update is about to change weights of which a graph may still want results.
+
+        What was to be computed again from the old weights is computed now. A program whose graphs
+        live through updates has nothing computed again from then on. Returns whether that is new.
+        """
+        runs, remade = list(self._second_runs), self.remade
+        are_to_come = bool(runs) or (remade is not None and remade.are_to_come)
+        if not self._may_recompute or not (are_to_come or self._store.has_graphs()):
+            return False
+        self._may_recompute = False
+        self._unproved.clear()
+        self.proofs.clear()
+        if remade is not None:
+            remade.end_for_good()
+        for run in runs:
+            run.make_now()
+        return True
 
     # ------------------------------------------------------------------ passes
 
@@ -486,6 +508,8 @@ class CopiedActivations(Listener):
             call.recomputed = RecomputedCall(
                 module, args, kwargs, is_random=proof.is_random, buffers=buffers
             )
+            if (second := call.recomputed.second()) is not None:
+                self._second_runs.add(second)
 
     def block_ends(self, _name: str, now: Pass, output: object, *, failed: bool) -> None:
         """Start the copy of what the block has saved."""
@@ -570,6 +594,8 @@ class CopiedActivations(Listener):
 
     def _may_run_again(self, name: str, *arguments: object) -> bool:
         """Whether a call is like the one that was proved."""
+        if not self._may_recompute:
+            return False
         signature = call_signature(self._blocks[name].module, arguments)
         return (
             self._store.may_open_group()

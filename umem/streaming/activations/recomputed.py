@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -15,15 +16,77 @@ from umem.streaming.activations.buffer_values import BufferValues
 from umem.streaming.activations.random_states import RandomStates
 from umem.torch_compat import begin_checkpoint
 
-__all__ = ["RecomputedCall"]
+__all__ = ["RecomputedCall", "SecondRun"]
+
+
+class SecondRun:
+    """The run of a block's call in the backward pass, which exists as long as it may come.
+
+    Parameters
+    ----------
+    module, args, kwargs, buffers
+        As of :class:`RecomputedCall`.
+    random
+        The states of torch's generators now, if they are to be restored.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        random: RandomStates | None,
+        buffers: Iterable[torch.Tensor],
+    ) -> None:
+        self._module, self._random = module, random
+        self._given = Arguments(args, kwargs)
+        self._before = BufferValues.of(buffers)
+        # Of a node of autograd: a change of them is an error from now on, and they may leave.
+        tensors = self._given.take_tensors()
+        self._tensors: Any = _save(tensors)
+        kind = next((it.device.type for it in tensors), "cpu")
+        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._saves: list[torch.Tensor] | None = None
+
+    def __call__(self, *_: object) -> None:
+        """Have autograd save what the first run has saved."""
+        if self._saves is None:
+            self._run()
+        else:
+            _save(self._saves)
+
+    def make_now(self) -> None:
+        """Run now, ahead of a change of weights: the run to come gets what this one saves."""
+        if self._saves is not None:
+            return
+        saves: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> None:
+            saves.append(tensor.detach())
+
+        with (
+            torch.enable_grad(),
+            torch.autocast(*self._autocast),
+            torch.autograd.graph.saved_tensors_hooks(note, _refuse),
+        ):
+            self._run()
+        self._saves = saves
+
+    def _run(self) -> None:
+        args, kwargs = self._given.with_tensors(self._tensors.saved_tensors)
+        with (
+            BufferValues.of(self._before.buffers).put_back_at_end(),
+            self._random.put_back() if self._random is not None else nullcontext(),
+        ):
+            self._before.put_back()
+            self._module(*args, **kwargs)
 
 
 class RecomputedCall:
     """A call of a block that torch's checkpoint runs again when its backward pass comes.
 
-    Between both ends, autograd saves nothing of the call but the tensors in its arguments: a change
-    of these from now on is autograd's error, and they may leave the device. umem's own hooks run
-    the second time, too: the block's weights come as for any checkpoint.
+    Between both ends, autograd saves nothing of the call but the tensors in its arguments. umem's
+    own hooks run the second time, too: the block's weights come as for any checkpoint.
 
     Parameters
     ----------
@@ -47,20 +110,13 @@ class RecomputedCall:
         is_random: bool,
         buffers: Iterable[torch.Tensor] = (),
     ) -> None:
-        random = RandomStates(tensors_in((args, kwargs))) if is_random else None
-        given = Arguments(args, kwargs)
-        before = BufferValues.of(buffers)
-
-        def call(*tensors: torch.Tensor) -> None:
-            args, kwargs = given.with_tensors(tensors)
-            with (
-                BufferValues.of(before.buffers).put_back_at_end(),
-                random.put_back() if random is not None else nullcontext(),
-            ):
-                before.put_back()
-                module(*args, **kwargs)
-
-        self._ends = begin_checkpoint(call, given.take_tensors())
+        given = tensors_in((args, kwargs))
+        second = SecondRun(
+            module, args, kwargs, RandomStates(given) if is_random else None, buffers
+        )
+        self.second = weakref.ref(second)
+        """The run to come, for as long as autograd may ask for it."""
+        self._ends = begin_checkpoint(second, [it.new_empty(0) for it in given[:1]])
 
     def end(self) -> None:
         """The call returns."""
@@ -69,3 +125,27 @@ class RecomputedCall:
     def abandon(self) -> None:
         """An exception has ended the call."""
         self._ends.close()
+
+
+class _Saved(torch.autograd.Function):
+    """Saves tensors, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise AssertionError("nothing is computed from it")
+
+
+def _save(tensors: Iterable[torch.Tensor]) -> Any:
+    """Have autograd save tensors; returns the node that has them."""
+    with torch.enable_grad():
+        anchor = torch.empty(0, requires_grad=True)
+        return _Saved.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+
+
+def _refuse(_: object) -> torch.Tensor:
+    raise AssertionError("no graph of this run is used")

@@ -128,6 +128,9 @@ class RemadeResults(Listener):
         """By module that was tried, how it was called; None for one that is not made again."""
         self._results: dict[int, _Call] = {}
         """By the address of the result's storage, for the present pass."""
+        self._to_come: weakref.WeakSet[_Call] = weakref.WeakSet()
+        """Calls whose results autograd may ask for."""
+        self._may_begin = True
         self._running = _Running()
         self._modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         self._hearing: Hearing | None = None
@@ -140,7 +143,7 @@ class RemadeResults(Listener):
     def begin(self) -> bool:
         """Begin, with the next pass; returns whether anything may come of it."""
         model = self._model()
-        if self.is_on or model is None or is_distributed():
+        if self.is_on or not self._may_begin or model is None or is_distributed():
             return False
         self._modules.update({n: it for n, it in model.named_modules() if _is_cheap(it)})
         if self._modules:
@@ -155,6 +158,18 @@ class RemadeResults(Listener):
             self._hearing.close()
         self._hearing = self._store.on_save = None
         self._results.clear()
+
+    def end_for_good(self) -> None:
+        """End, and make all results now that may be asked for: weights are about to change."""
+        self._may_begin = False
+        self.end()
+        for call in list(self._to_come):
+            call.find()
+
+    @property
+    def are_to_come(self) -> bool:
+        """Whether autograd may ask for results that are not made yet."""
+        return bool(self._to_come)
 
     def pass_begins(self, now: Pass, args: object, kwargs: object) -> None:
         """Forget what an interrupt has left."""
@@ -224,6 +239,7 @@ class RemadeResults(Listener):
     def _remake(self, handle: SavedHandle, call: _Call, tensor: torch.Tensor) -> None:
         if not call.is_tried:
             handle.remake_by(call.find)
+            self._to_come.add(call)
         elif not have_equal_bits(handle.rebuild(call.make()), tensor):
             self._signatures[call.name] = None  # something changes it past autograd
 

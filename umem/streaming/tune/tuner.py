@@ -182,6 +182,8 @@ class StreamTuner:
             parameters by turns, as DeepSpeed has them.
         """
         in_backward = current_graph_task_id() != -1
+        if not in_backward:  # where a unit is updated, nothing of it is to come
+            self._try(self._update_begins)
         is_later = bool(self._seen_first) and first not in self._seen_first
         self._is_later_call = in_backward or is_later
         if in_backward:
@@ -214,6 +216,10 @@ class StreamTuner:
                 function()
             except Exception as error:
                 self._fail(error)
+
+    def _update_begins(self) -> None:
+        if self._activations is not None:
+            self._is_stale |= self._activations.update_begins()
 
     def _step_begins(self) -> None:
         if self.is_measuring:

@@ -23,12 +23,14 @@ from umem.capture.live import Block, find_blocks
 from umem.core.classes import TensorClass
 from umem.core.units import format_bytes
 from umem.offloading import ActivationStore
+from umem.runtime.captured_reads import CapturedReads
 from umem.runtime.managed_runs import new_run
 from umem.runtime.model_parts import buffers_of, weight_classes
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.graphed import graphed_tensors
 from umem.runtime.torch_hooks.modules import hook_running_forward
 from umem.runtime.torch_hooks.passes import Pass, is_forward_pass
+from umem.runtime.torch_hooks.work_starts import CAPTURES, before_work
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.plan.state_plan import least_slack_bytes
 from umem.streaming.plan.training_plan import WEIGHT_SLOTS
@@ -184,6 +186,8 @@ class ModelWeights(Listener):
         self._first = [weakref.ref(it) for it in first.values()]
         """The block by which a pass is known to begin where the model is not called."""
         self._hearing = Hearing(self, Order.WEIGHTS, self._fail, model, first)
+        self._captured = CapturedReads()
+        self._hear_captures_no_more = before_work(self.capture_begins, CAPTURES)
         self._shared.join(self)
 
     def status(self) -> WeightStatus:
@@ -246,6 +250,8 @@ class ModelWeights(Listener):
     def close(self) -> None:
         """Move nothing more; weights stay where they are."""
         self._hearing.close()
+        self._hear_captures_no_more()
+        self._captured.release()
         self.streamed.close()
         self._shared.leave(self)
 
@@ -277,6 +283,11 @@ class ModelWeights(Listener):
         except Exception as error:
             self._fail(error)
 
+    def capture_begins(self) -> None:
+        """A CUDA graph will read weights by the addresses that they have in its capture."""
+        self.streamed.forget_copies()
+        self._captured.watch(self._every())
+
     def pass_begins(self, _now: Pass, _args: object, _kwargs: object) -> None:
         """Place weights."""
         self._is_called = True
@@ -304,6 +315,7 @@ class ModelWeights(Listener):
         """Look at what calls need before the next one, and place weights anew if they have to."""
         if not is_forward_pass() or self._lanes.is_capturing():
             return
+        self._captured.release()
         if self._has_let_go:
             self.take_up()
         self.streamed.begin_call()

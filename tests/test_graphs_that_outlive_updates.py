@@ -1,0 +1,124 @@
+"""Graphs that live through an update of the weights that they were made with.
+
+A fused optimizer leaves the version counters of weights alone, so that autograd goes backward
+through such a graph: with activations of the old weights, and with the new weights.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from repeated_blocks import NAMES, ROWS, WIDTH, Dropping, Layer, Net, managed
+from torch import nn
+
+from umem.streaming.activations import CopiedActivations
+
+STEPS, MEASURED = 4, 1
+
+
+class Step:
+    """Trains by two losses whose backward passes come after one another, each with an update."""
+
+    def __init__(self, model: nn.Module, activations: CopiedActivations | None = None) -> None:
+        self.model, self.activations = model, activations
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=True)
+        self.found: list[bool] = []
+
+    def _update(self) -> None:
+        if self.activations is not None:
+            self.found.append(self.activations.update_begins())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, number: int, *, between: bool) -> list[bytes]:
+        """Bits of both losses and of the weights; `between`: the second graph is older."""
+        rows = torch.Generator().manual_seed(number)
+        batches = torch.randn(2, ROWS, WIDTH, generator=rows)
+        # The first one saves what its blocks' norms return, which no block keeps then.
+        losses = [self.model(batches[0]).square().mean()]
+        if between:
+            losses.append((self.model(batches[1]) - 1).square().mean())
+        for loss in losses:
+            loss.backward()
+            self._update()
+        tensors = [*losses, *self.model.parameters()]
+        return [it.detach().double().numpy().tobytes() for it in tensors]
+
+
+def plan(activations: CopiedActivations, number: int) -> None:
+    """Watch the first steps; then run all again that may."""
+    again = activations.proofs if number >= MEASURED else {}
+    activations.set_plan({}, 1, is_measuring=number < MEASURED, recomputed=dict.fromkeys(again))
+    activations.begin_step()
+
+
+def trained(kind: type[Layer], activations: CopiedActivations | None, model: Any, late: int) -> Any:
+    torch.manual_seed(3)
+    steps = Step(model, activations)
+    bits = []
+    for number in range(STEPS):
+        if activations is not None:
+            plan(activations, number)
+        bits.append(steps.run(number, between=number >= late))
+    return bits, steps.found
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("kind", [Layer, Dropping])
+def test_all_bits_are_stocks(kind: type[Layer], late: int) -> None:
+    """From the first step on, and from one in which blocks are run again."""
+    stock, _ = trained(kind, None, Net(kind), late)
+    model = Net(kind)
+    activations = managed(model)
+    own, found = trained(kind, activations, model, late)
+    assert own == stock
+    assert sum(found) == 1
+    # The proofs are gone with the first such update, and nothing is proved any more.
+    assert found.index(True) == late
+    assert not activations.proofs
+
+
+def test_results_are_made_before_the_update() -> None:
+    class Normed(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.down(self.up(self.norm(x)))
+            return y
+
+    stock, _ = trained(Normed, None, Net(Normed), 2)
+    model = Net(Normed)
+    activations = managed(model)
+    remade = activations.remade
+    assert remade is not None
+    assert remade.begin()
+    torch.manual_seed(3)
+    steps = Step(model, activations)
+    bits, asked = [], []
+    for number in range(STEPS):
+        activations.set_plan({}, 1, is_measuring=False)
+        activations.begin_step()
+        bits.append(steps.run(number, between=number >= 2))
+        asked.append(remade.is_on)
+    assert bits == stock
+    assert asked == [True, True, False, False]
+    assert not remade.begin()
+
+
+def test_a_graph_that_is_gone_ends_nothing() -> None:
+    model = Net(Layer)
+    activations = managed(model)
+    plan(activations, 0)
+    model(torch.ones(ROWS, WIDTH)).sum().backward()
+    plan(activations, 1)
+    assert activations.proofs.keys() >= set(NAMES)
+    kept = model(torch.ones(ROWS, WIDTH))
+    kept.sum().backward()
+    assert not activations.update_begins()  # the output is alive, and nothing that it saved
+    del kept
+    lost = model(torch.ones(ROWS, WIDTH))
+    assert activations.recomputed
+    del lost
+    gc.collect()
+    assert not activations.update_begins()
