@@ -466,3 +466,34 @@ def test_weights_are_exchanged_by_turns() -> None:
     assert max(counted.device_bytes_seen) <= begun_bytes + LAYER_BYTES
     assert "oio" in counted.moves
     weights.close()  # what counts holds the model, and a finalizer of `weights` holds what counts
+
+
+class RawGraph:
+    """The class in C++ under ``torch.cuda.CUDAGraph``."""
+
+    def capture_begin(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_what_a_capture_reads_stays_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
+    """A graph's replays read weights at the addresses of its capture."""
+    monkeypatch.setattr(torch._C, "_CUDAGraph", RawGraph)
+    model = Net(8)
+    expected = call(model)
+    made, room, _ = make(model, WEIGHT_BYTES + 300 * MIB)
+    call(model)
+    layers: Any = model.layers
+    read, other = layers[3].weight, layers[4].weight
+    address, other_address = read.data_ptr(), other.data_ptr()
+    if is_captured:
+        torch._C._CUDAGraph().capture_begin()
+    torch.lerp(read, read, 0.5)
+    room.last = WEIGHT_BYTES + 300 * MIB  # all have to leave
+    for _ in range(3):
+        assert torch.equal(call(model), expected)
+    assert made.status().plans == 1
+    assert (read.data_ptr() == address) == is_captured
+    assert other.data_ptr() != other_address
