@@ -136,7 +136,7 @@ def test_a_training_says_what_it_did(tmp_path: Path) -> None:
     assert (run["model"], run["late"]) == ("Sequential", 0)
     assert 0 < run["planned"] < run["count"] <= 30
     said = done.stderr.splitlines()
-    assert len([line for line in said if line.startswith("umem: plan 1: ")]) == 1
+    assert len([line for line in said if line.startswith("umem: plan 1: state of ")]) == 1
     counts = f"umem: {run['count']} steps of Sequential, {run['planned']} of"
     (place,) = (number for number, line in enumerate(said) if line.startswith(counts))
     assert "predicted" in said[place + 1]
