@@ -41,9 +41,10 @@ class SecondRun:
         self._module, self._random = module, random
         self._given = Arguments(args, kwargs)
         self._before = BufferValues.of(buffers)
-        # Of a node of autograd: a change of them is an error from now on, and they may leave.
+        # Autograd saves them: a change is an error from now on, and they may leave. The node frees
+        # what it has saved with its result, although Python may have it for longer.
         tensors = self._given.take_tensors()
-        self._tensors: Any = _save(tensors)
+        self._saved: Any = _save(tensors)
         kind = next((it.device.type for it in tensors), "cpu")
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._saves: list[torch.Tensor] | None = None
@@ -73,7 +74,7 @@ class SecondRun:
         self._saves = saves
 
     def _run(self) -> None:
-        args, kwargs = self._given.with_tensors(self._tensors.saved_tensors)
+        args, kwargs = self._given.with_tensors(self._saved.grad_fn.saved_tensors)
         with (
             BufferValues.of(self._before.buffers).put_back_at_end(),
             self._random.put_back() if self._random is not None else nullcontext(),
@@ -141,10 +142,10 @@ class _Saved(torch.autograd.Function):
 
 
 def _save(tensors: Iterable[torch.Tensor]) -> Any:
-    """Have autograd save tensors; returns the node that has them."""
+    """Have autograd save tensors; returns a result of the node that has them."""
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
-        return _Saved.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+        return _Saved.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
 
 
 def _refuse(_: object) -> torch.Tensor:
