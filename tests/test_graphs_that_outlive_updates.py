@@ -1,4 +1,4 @@
-"""Graphs that live through an update of the weights that they were made with.
+"""Graphs whose modules change before the backward pass: their weights, or their modes.
 
 A fused optimizer leaves the version counters of weights alone, so that autograd goes backward
 through such a graph: with activations of the old weights, and with the new weights.
@@ -122,3 +122,51 @@ def test_a_graph_that_is_gone_ends_nothing() -> None:
     del lost
     gc.collect()
     assert not activations.update_begins()
+
+
+class DroppingNormed(Layer):
+    """What BatchNorm and dropout make depends on their modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(self.batch_norm(x)), 0.3, self.training)
+
+
+@pytest.mark.parametrize("is_remade", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_modes_are_those_of_the_forward_pass(trains: bool, is_remade: bool) -> None:
+    def gradients(activations: CopiedActivations | None, model: nn.Module) -> list[bytes]:
+        torch.manual_seed(3)
+        found = []
+        for number in range(3):
+            if activations is not None and is_remade:
+                activations.set_plan({}, 1, is_measuring=False)
+                activations.begin_step()
+            elif activations is not None:
+                plan(activations, number)
+            model.train(trains)
+            loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+            model.train(not trains)
+            model.requires_grad_(number != 2)
+            loss.backward()
+            assert all(it.training != trains for it in model.modules())
+            assert all(it.requires_grad == (number != 2) for it in model.parameters())
+            model.requires_grad_(True)
+            found += [it.grad.numpy().tobytes() for it in model.parameters() if it.grad is not None]
+            found += [it.numpy().tobytes() for it in model.buffers()]
+            model.zero_grad()
+        return found
+
+    torch.manual_seed(1)
+    stock = gradients(None, Net(DroppingNormed))
+    torch.manual_seed(1)
+    model = Net(DroppingNormed)
+    activations = managed(model)
+    if is_remade:
+        assert activations.remade is not None
+        assert activations.remade.begin()
+    assert gradients(activations, model) == stock
+    assert is_remade or activations.proofs

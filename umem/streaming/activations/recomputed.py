@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class SecondRun:
         self._saved: Any = _save(tensors)
         kind = next((it.device.type for it in tensors), "cpu")
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._modes = list(_modes_of(module))
         self._saves: list[torch.Tensor] | None = None
 
     def __call__(self, *_: object) -> None:
@@ -76,6 +77,7 @@ class SecondRun:
     def _run(self) -> None:
         args, kwargs = self._given.with_tensors(self._saved.grad_fn.saved_tensors)
         with (
+            _with_modes(self._modes),
             BufferValues.of(self._before.buffers).put_back_at_end(),
             self._random.put_back() if self._random is not None else nullcontext(),
         ):
@@ -126,6 +128,25 @@ class RecomputedCall:
     def abandon(self) -> None:
         """An exception has ended the call."""
         self._ends.close()
+
+
+def _modes_of(module: nn.Module) -> Iterator[tuple[Any, str, bool]]:
+    """What decides what a call does, and programs set between passes."""
+    yield from ((it, "training", it.training) for it in module.modules())
+    yield from ((it, "requires_grad", it.requires_grad) for it in module.parameters())
+
+
+@contextmanager
+def _with_modes(modes: Iterable[tuple[Any, str, bool]]) -> Iterator[None]:
+    """Give modules and parameters the modes that they had: the program may have set others."""
+    others = [(it, name, was) for it, name, was in modes if getattr(it, name) != was]
+    for it, name, was in others:
+        setattr(it, name, was)
+    try:
+        yield
+    finally:
+        for it, name, was in others:
+            setattr(it, name, not was)
 
 
 class _Saved(torch.autograd.Function):

@@ -57,6 +57,7 @@ class _Call:
         self._weights = [(it, version_counter(it)) for it in module.parameters()]
         kind = x.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._module, self._is_training = module, module.training
         self._function: Callable[..., torch.Tensor] = module.forward
         if type(module) in _BATCH_NORMS and module.training:  # its averages change once
             self._function = partial(_batch_norm, module)
@@ -85,8 +86,12 @@ class _Call:
         """Call the module's function once more."""
         for weight, version in self._weights:
             check_version(weight, version)
-        with torch.no_grad(), torch.autocast(*self._autocast, cache_enabled=False):
-            return self._function(x)
+        now, self._module.training = self._module.training, self._is_training
+        try:
+            with torch.no_grad(), torch.autocast(*self._autocast, cache_enabled=False):
+                return self._function(x)
+        finally:
+            self._module.training = now
 
     def make(self) -> torch.UntypedStorage:
         """The result in new memory, which is the caller's."""
