@@ -463,8 +463,8 @@ def test_a_shape_that_cannot_be_planned_is_left_to_a_lookahead(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def train(training: Training) -> None:
-        for rows in (2, 8, 2):
-            training.steps(BEFORE_PLANNED + 1, rows)
+        for rows, steps in ((2, BEFORE_PLANNED + 1), (8, 6), (2, 3)):
+            training.steps(steps, rows)
 
     with caplog.at_level(logging.WARNING, "umem"):
         _, manager = both(train, budget_bytes=34 * MIB)
@@ -474,7 +474,7 @@ def test_a_shape_that_cannot_be_planned_is_left_to_a_lookahead(
     assert "uses 68 MiB at once" in said
     status = manager.status()
     assert (status.state, status.plans) == (ManagerState.RUNNING, 1)
-    assert status.steps >= 1 + BEFORE_PLANNED + 1
+    assert status.steps >= 1 + 3
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ def test_a_reader_refuses_or_accepts(reader: Reader) -> None:
     tally = Tally()
 
     @settings(
-        max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
     )
     @given(reader.inputs())
     def try_one(content: bytes) -> None:
