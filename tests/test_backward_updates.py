@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_lanes import HostStateMemory, LazyLanes
+from pairs import pairs
 from rank_processes import one_rank
 from streamed_programs import (
     EAGERNESS,
@@ -38,6 +39,10 @@ def run(change: Change = nothing, eagerness: float = 0.0, **program: Any) -> Any
     """Run a program both ways, whose units are updated in the backward pass."""
     asked = {"clips": False, "plain": WATCHED, "in_backward": True, "seed": 7, **program}
     return compare(change, eagerness, **asked)
+
+
+def name_of(value: Any) -> str | None:
+    return getattr(value, "__name__", None)
 
 
 def begun() -> Any:
@@ -242,7 +247,7 @@ def test_a_gradient_that_the_program_holds_waits_for_the_step(eagerness: float) 
         *(a_failed_forward_and_a_failed_backward, one_parameter_is_unused),
         *(dropped_behind_the_forward_pass, parts_of_a_unit),
     ],
-    ids=lambda it: it.__name__,
+    ids=name_of,
 )
 def test_other_backward_passes(use: Change, eagerness: float) -> None:
     assert updates(run(use, eagerness)) >= 8
@@ -454,10 +459,11 @@ BETWEEN = [
 ]
 
 
-@pytest.mark.parametrize("eagerness", EAGERNESS)
-@pytest.mark.parametrize("plain", [0, WATCHED], ids=["watched", "in_backward"])
-@pytest.mark.parametrize("use", BETWEEN, ids=lambda it: it.__name__)
+@pytest.mark.parametrize(
+    ("use", "plain", "eagerness"), pairs(BETWEEN, [0, WATCHED], EAGERNESS), ids=name_of
+)
 def test_what_stands_between_backward_and_step(use: Change, plain: int, eagerness: float) -> None:
+    """In the watched steps, and when units are updated in the backward pass."""
     with pytest.raises(PlanError, match="without step_in_backward"):
         run(use, eagerness, plain=plain)
 
@@ -472,7 +478,7 @@ def test_what_stands_between_backward_and_step(use: Change, plain: int, eagernes
         (drop_gradients, "dropped"),
         (use_a_closure, "closure"),
     ],
-    ids=lambda it: getattr(it, "__name__", None),
+    ids=name_of,
 )
 def test_the_watched_steps_say_why_and_change_nothing(use: Change, reason: str) -> None:
     streamed = begin(in_backward=True, clips=False)
@@ -522,10 +528,10 @@ def load_behind_an_error(program: Program, *, optimizer_first: bool, is_refused:
     program.seen.clear()
 
 
-@pytest.mark.parametrize("eagerness", EAGERNESS)
-@pytest.mark.parametrize("optimizer_first", [False, True])
-@pytest.mark.parametrize("is_refused", [False, True])
-@pytest.mark.parametrize("watched", [0, 1])
+@pytest.mark.parametrize(
+    ("watched", "is_refused", "optimizer_first", "eagerness"),
+    pairs([0, 1], [False, True], [False, True], EAGERNESS),
+)
 def test_loading_state_is_the_way_out_of_the_watched_steps(
     watched: int, is_refused: bool, optimizer_first: bool, eagerness: float
 ) -> None:

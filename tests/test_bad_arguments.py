@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_line import Run, umem_command
+from other_process import run_forked
 
 import umem
 from umem.capture.offline import script_trace
@@ -72,7 +71,7 @@ def test_steps_of_a_profile_that_are_no_number() -> None:
 @pytest.mark.slow
 def test_offload_is_a_function_wherever_its_package_was_imported_first() -> None:
     code = "import umem.streaming, umem.pages.run.manager, umem; umem.offload(2)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_forked(code) == ""
 
 
 @pytest.mark.parametrize("variable", ["DEVICE_BUDGET", "MANAGED_LIMIT", "PLANNER"])

@@ -306,14 +306,6 @@ class TestOptimizerState:
         assert first.classes == ["optimizer_state", "other", "other"]
         assert second.classes == ["optimizer_state"]
 
-    def test_loaded(self, witness: Witness) -> None:
-        model = Spy(witness)
-        optimizer = WatchedSGD(model.parameters(), witness)
-        train(model, optimizer, steps=2)
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        train(model, optimizer, steps=2)
-        assert optimizer.classes == ["optimizer_state", "other"] * 2
-
     def test_loaded_again_and_again(self, witness: Witness) -> None:
         """A new state may have the addresses of an old one."""
         model = Spy(witness)

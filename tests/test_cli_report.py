@@ -100,7 +100,6 @@ def test_a_run_without_records(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_names_from_a_file_are_escaped(run: Run, tmp_path: Path) -> None:
     path = with_hints(tmp_path / "run.json")
 

@@ -194,13 +194,18 @@ def test_no_bit_changes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [keep_adding, clip_each_batch])
-@pytest.mark.parametrize("options", [{"batches": 2}, {"most_buffers": 2}, {"make_model": Tied}])
+@pytest.mark.parametrize(
+    ("change", "options", "resident"),
+    pairs(
+        [keep_adding, clip_each_batch],
+        [{"batches": 2}, {"most_buffers": 2}, {"make_model": Tied}],
+        [frozenset(), frozenset(["head", "layers.0"])],
+    ),
+)
 def test_no_bit_changes_in_other_programs(
-    change: Callable[[Program], None], options: dict[str, Any]
+    change: Callable[[Program], None], options: dict[str, Any], resident: frozenset[str]
 ) -> None:
-    for resident in (frozenset(), frozenset(["head", "layers.0"])):
-        compare(change, 0.5, copied_gradients=UNITS, resident=resident, **options)
+    compare(change, 0.5, copied_gradients=UNITS, resident=resident, **options)
 
 
 class TwoStreams(LazyLanes):

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from streamed_programs import BACK, UNITS, WIDTH, Net, Program, begin, compare
+from pairs import pairs
+from streamed_programs import BACK, EAGERNESS, UNITS, WIDTH, Net, Program, begin, compare
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,13 +108,17 @@ EARLY += [keep_views, differentiate_twice]
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("copied", [UNITS, LAST])
-@pytest.mark.parametrize("change", EARLY)
+@pytest.mark.parametrize(
+    ("change", "copied", "eagerness", "returning"),
+    pairs(EARLY, [UNITS, LAST], EAGERNESS, [{}, BACK]),
+)
 def test_no_bit_changes_where_gradients_are_used_early(
-    change: Callable[[Program], None], copied: frozenset[str]
+    change: Callable[[Program], None],
+    copied: frozenset[str],
+    eagerness: float,
+    returning: dict[str, str],
 ) -> None:
-    for eagerness, returning in ((0.0, {}), (0.0, BACK), (0.8, BACK)):
-        compare(change, eagerness, copied_gradients=copied, returning=returning)
+    compare(change, eagerness, copied_gradients=copied, returning=returning)
 
 
 class CalledAgain(Net):

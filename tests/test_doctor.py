@@ -92,7 +92,6 @@ def feature(report: Report, words: str) -> Feature:
 
 
 def test_healthy_machine() -> None:
-    """Nothing to mend, and the swap works."""
     report = diagnose(HEALTHY)
     assert report.swap_works
     assert feature(report, "one-line swap").verdict is Verdict.YES
@@ -101,7 +100,6 @@ def test_healthy_machine() -> None:
 
 
 def test_nothing_installed() -> None:
-    """Each missing package is named with its remedy, and nothing else fails."""
     report = diagnose(
         replace(
             HEALTHY,
@@ -137,98 +135,43 @@ def test_without_the_guard() -> None:
     assert "CUDA out of memory." in caught.remedy
 
 
+CORE_ONLY = replace(NATIVE, has_cuda=False, cuda_version="", rmm_version="")
+OTHER_RMM = {**HEALTHY.packages, "librmm": "26.12.0"}
+NOT_PLUGGABLE = replace(TORCH, missing=(PRIVATE_NAMES["change_allocator"],))
+
+
 @pytest.mark.parametrize(
-    ("change", "name", "remedy"),
+    ("name", "remedy", "change"),
     [
-        pytest.param({"torch": replace(TORCH, version="2.7.1")}, "torch", "torch>=2.8", id="old"),
-        pytest.param(
-            {"torch": replace(TORCH, cuda=None)},
-            "torch's CUDA",
-            "download.pytorch.org/whl/cu130",
-            id="torch without CUDA",
+        ("torch", "torch>=2.8", {"torch": replace(TORCH, version="2.7.1")}),
+        ("torch's CUDA", "download.pytorch.org/whl/cu130", {"torch": replace(TORCH, cuda=None)}),
+        *(
+            ("allocator can be swapped", remedy, {"torch": torch})
+            for remedy, torch in (
+                ("call umem.enable() before", replace(TORCH, cuda_started=True)),
+                ("--force-reinstall", NOT_PLUGGABLE),
+            )
         ),
-        pytest.param(
-            {"torch": replace(TORCH, cuda_started=True)},
-            "allocator can be swapped",
-            "call umem.enable() before",
-            id="CUDA started",
-        ),
-        pytest.param(
-            {"torch": replace(TORCH, cuda="12.8")},
-            "CUDA versions match",
-            "[cuda12]",
-            id="torch for CUDA 12 on a native library for 13",
-        ),
-        pytest.param(
-            {"native": replace(NATIVE, has_cuda=False, cuda_version="", rmm_version="")},
-            "native library",
-            "[cuda13]",
-            id="core only",
-        ),
-        pytest.param(
-            {"packages": {**HEALTHY.packages, "librmm": "26.12.0"}},
-            "RMM versions match",
-            "pip install 'rmm-cu13==26.10.*'",
-            id="another RMM",
-        ),
-        pytest.param({"packages": without("cuda-python")}, "cuda-python", "[cuda13]", id="cp"),
-        pytest.param(
-            {"host": replace(HOST, system="Darwin 24.5.0")},
-            "operating system",
-            "run under Linux",
-            id="not Linux",
-        ),
-        pytest.param(
-            {"torch": replace(TORCH, missing=(PRIVATE_NAMES["change_allocator"],))},
-            "allocator can be swapped",
-            "--force-reinstall",
-            id="torch without pluggable allocators",
-        ),
-        pytest.param(
-            {"devices": (replace(H200, driver_version=(12, 8)),)},
-            "driver",
-            "580 or newer",
-            id="driver of CUDA 12",
-        ),
-        pytest.param(
-            {"variables": {"UMEM_MANAGED_LIMIT": "16G"}},
-            "UMEM_MANAGED_LIMIT",
-            "unset UMEM_MANAGED_LIMIT",
-            id="limit with an unclear unit",
-        ),
-        pytest.param(
-            {"variables": {"UMEM_DEVICE_BUDGET": "0%"}},
-            "UMEM_DEVICE_BUDGET",
-            "unset UMEM_DEVICE_BUDGET",
-            id="no budget at all",
-        ),
-        pytest.param(
-            {"variables": {"UMEM_POLICY": "no-such-policy"}},
-            "UMEM_POLICY",
-            "unset UMEM_POLICY",
-            id="unknown policy",
-        ),
-        pytest.param(
-            {"variables": {"UMEM_PLANNER": "plannd"}},
-            "UMEM_PLANNER",
-            "unset UMEM_PLANNER",
-            id="unknown planner",
-        ),
-        pytest.param(
-            {"variables": {"UMEM_WITHOUT": "prefech"}},
-            "UMEM_WITHOUT",
-            "unset UMEM_WITHOUT",
-            id="unknown call to do without",
-        ),
-        pytest.param(
-            {"variables": {"UMEM_POISON": "yes"}},
-            "UMEM_POISON",
-            "unset UMEM_POISON",
-            id="poison that is neither on nor off",
+        ("CUDA versions match", "[cuda12]", {"torch": replace(TORCH, cuda="12.8")}),
+        ("native library", "[cuda13]", {"native": CORE_ONLY}),
+        ("RMM versions match", "pip install 'rmm-cu13==26.10.*'", {"packages": OTHER_RMM}),
+        ("cuda-python", "[cuda13]", {"packages": without("cuda-python")}),
+        ("operating system", "run under Linux", {"host": replace(HOST, system="Darwin 24.5.0")}),
+        ("driver", "580 or newer", {"devices": (replace(H200, driver_version=(12, 8)),)}),
+        *(
+            (name, f"unset {name}", {"variables": {name: value}})
+            for name, value in (
+                ("UMEM_MANAGED_LIMIT", "16G"),
+                ("UMEM_DEVICE_BUDGET", "0%"),
+                ("UMEM_POLICY", "no-such-policy"),
+                ("UMEM_PLANNER", "plannd"),
+                ("UMEM_WITHOUT", "prefech"),
+                ("UMEM_POISON", "yes"),
+            )
         ),
     ],
 )
-def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, remedy: str) -> None:
+def test_what_keeps_the_swap_from_working(name: str, remedy: str, change: dict[str, Any]) -> None:
     """Each fault alone fails one check, with a remedy, and takes the swap's features along."""
     report = diagnose(replace(HEALTHY, **change))
     assert [one.name for one in report.failures] == [name]
@@ -240,33 +183,26 @@ def test_what_keeps_the_swap_from_working(change: dict[str, Any], name: str, rem
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("name", "change"),
     [
-        pytest.param({"torch": replace(TORCH, version="2.16.0")}, "torch", id="newer torch"),
-        pytest.param(
+        ("torch", {"torch": replace(TORCH, version="2.16.0")}),
+        (
+            "allocator can be swapped",  # and nothing traced
             {"torch": replace(TORCH, missing=(PRIVATE_NAMES["FakeTensorMode"],))},
-            "allocator can be swapped",
-            id="torch in which nothing can be traced",
         ),
-        pytest.param({"host": replace(HOST, shm_bytes=64 << 20)}, "/dev/shm", id="docker's shm"),
-        pytest.param({"python_version": "3.14.0"}, "Python", id="newer Python"),
-        pytest.param(
-            {"variables": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
-            "PYTORCH_CUDA_ALLOC_CONF",
-            id="settings of torch's allocator",
+        ("/dev/shm", {"host": replace(HOST, shm_bytes=64 << 20)}),  # docker's
+        ("Python", {"python_version": "3.14.0"}),
+        *(
+            (name, {"variables": {name: value}})
+            for name, value in (
+                ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+                ("CUDA_LAUNCH_BLOCKING", "1"),
+            )
         ),
-        pytest.param(
-            {"variables": {"CUDA_LAUNCH_BLOCKING": "1"}}, "CUDA_LAUNCH_BLOCKING", id="blocking"
-        ),
-        pytest.param(
-            {"devices": (replace(H200, concurrent_managed_access=False),)},
-            "GPU 0 managed memory",
-            id="no concurrent access",
-        ),
+        ("GPU 0 managed memory", {"devices": (replace(H200, concurrent_managed_access=False),)}),
     ],
 )
-def test_what_only_deserves_a_warning(change: dict[str, Any], name: str) -> None:
-    """A warning has a reason and a remedy, and the swap works all the same."""
+def test_what_only_deserves_a_warning(name: str, change: dict[str, Any]) -> None:
     report = diagnose(replace(HEALTHY, **change))
     found = check(report, name)
     assert found.status is Status.WARN
@@ -288,20 +224,17 @@ def test_harmless_variables() -> None:
 
 @pytest.mark.parametrize(("version", "major"), [("11.8", 12), ("12.8", 12), ("14.0", 13)])
 def test_remedies_name_a_cuda_that_umem_has(version: str, major: int) -> None:
-    """The nearest to torch's own."""
     report = diagnose(replace(HEALTHY, torch=replace(TORCH, cuda=version), packages=without("rmm")))
     assert check(report, "rmm").remedy == install_command(f"cuda{major}")
 
 
 def test_misspelt_variable() -> None:
-    """The nearest variable that exists is named."""
     report = diagnose(replace(HEALTHY, variables={"UMEM_MANAGED_LIMT": "8GiB"}))
     assert check(report, "UMEM_MANAGED_LIMT").remedy == "use UMEM_MANAGED_LIMIT"
 
 
 @pytest.mark.slow
 def test_valid_variables() -> None:
-    """Shown as they are set."""
     variables = {
         "UMEM_DEVICE_BUDGET": "80%",
         "UMEM_MANAGED_LIMIT": "8 GiB",
@@ -326,7 +259,6 @@ def test_valid_variables() -> None:
 def test_what_the_budget_comes_to(
     variables: dict[str, str], policy: str, budget: str, why: str
 ) -> None:
-    """By policy, environment, and what is free now."""
     found = check(
         diagnose(replace(HEALTHY, variables=variables)), f"GPU 0 device budget, policy {policy}"
     )
@@ -350,7 +282,6 @@ class TestHostMemory:
 
     @pytest.mark.parametrize(("limit", "status"), [("8GiB", Status.OK), ("64GiB", Status.WARN)])
     def test_with_a_limit(self, limit: str, status: Status) -> None:
-        """A limit within the host's memory settles it."""
         limited = replace(self.small, variables={"UMEM_MANAGED_LIMIT": limit})
         assert check(diagnose(limited), "host memory").status is status
 
@@ -372,7 +303,6 @@ class TestHostMemory:
     def test_page_locked_memory(
         self, processes: str | None, most: str, share: str, why: str
     ) -> None:
-        """The processes of one host share it."""
         variables = {} if processes is None else {"LOCAL_WORLD_SIZE": processes}
         report = diagnose(replace(self.small, variables=variables))
         found = check(report, "host memory share")
@@ -414,7 +344,6 @@ class TestHostMemory:
         assert name not in {it.name for part in report.sections for it in part.checks}
 
     def test_unknown(self) -> None:
-        """As on a system without /proc."""
         report = diagnose(replace(HEALTHY, host=replace(HOST, memory=None)))
         assert check(report, "host memory").value == "unknown"
 
@@ -433,7 +362,6 @@ class TestHostMemory:
         assert check(report, "GPU 0 device budget, policy sft").value == "85 GiB"
 
     def test_coherent_machine(self) -> None:
-        """There the card's memory is the host's too."""
         assert check(diagnose(replace(self.small, devices=(GH200,))), "host memory").status is (
             Status.OK
         )
@@ -444,7 +372,6 @@ class TestFeatures:
 
     @pytest.mark.parametrize("words", ["torch.OutOfMemoryError", "numba", "CuPy"])
     def test_works_under_the_swap(self, words: str) -> None:
-        """What umem gives back."""
         assert feature(diagnose(HEALTHY), words).verdict is Verdict.YES
 
     @pytest.mark.parametrize(
@@ -456,13 +383,11 @@ class TestFeatures:
         ],
     )
     def test_system_memory(self, device: Capabilities, verdict: Verdict) -> None:
-        """By how the GPU reaches memory from malloc."""
         report = diagnose(replace(HEALTHY, devices=(device,)))
         assert feature(report, "system memory").verdict is verdict
 
     @pytest.mark.slow
     def test_discard_needs_cuda_13_on_both_sides(self) -> None:
-        """Driver for the allocator, cuda-python for umem.cuda."""
         old_python = replace(H200, bindings_version=(12, 9))
         old_driver = replace(H200, discard=False)
         for device, verdict in (
@@ -474,7 +399,6 @@ class TestFeatures:
             assert feature(report, "discard").verdict is verdict
 
     def test_one_poor_device_of_two(self) -> None:
-        """Discard needs every device."""
         poor = replace(H200, device_index=1, discard=False)
         report = diagnose(replace(HEALTHY, devices=(H200, poor)))
         assert feature(report, "discard").verdict is Verdict.NO
@@ -482,7 +406,6 @@ class TestFeatures:
         assert check(report, "GPU 1 managed memory").status is Status.OK
 
     def test_libraries_that_are_missing(self) -> None:
-        """The command that brings them."""
         report = diagnose(replace(HEALTHY, packages=without("cupy", "numba-cuda", "cupti-python")))
         assert report.swap_works
         assert feature(report, "CuPy").remedy == "pip install cupy-cuda13x"
@@ -502,7 +425,6 @@ class TestFeatures:
         ],
     )
     def test_who_counts_migrations(self, release: str | None, verdict: Verdict, words: str) -> None:
-        """The driver, if the layout of its events is known."""
         assert HEALTHY.devices is not None
         device = replace(HEALTHY.devices[0], driver_release=release)
         found = feature(diagnose(replace(HEALTHY, devices=(device,))), "migrations and faults")
@@ -510,7 +432,6 @@ class TestFeatures:
         assert words in found.why
 
     def test_cupti_newer_than_the_driver(self) -> None:
-        """The release that fits is named."""
         packages = {**HEALTHY.packages, "cupti-python": "13.2.0"}
         found = feature(diagnose(replace(HEALTHY, packages=packages)), "CUPTI")
         assert found.verdict is Verdict.PARTLY
@@ -545,7 +466,6 @@ def test_a_profile_of_the_user_that_cannot_be_read(
 
 
 def test_grace_hopper_is_recognised() -> None:
-    """By name, link and memory nodes."""
     report = diagnose(replace(HEALTHY, devices=(GH200,)))
     assert "Grace Hopper" in check(report, "GPU 0").value
     assert "NVLink-C2C" in check(report, "GPU 0 link").value
@@ -553,7 +473,6 @@ def test_grace_hopper_is_recognised() -> None:
 
 
 def test_to_dict_goes_through_json() -> None:
-    """Statuses and verdicts are plain words."""
     report = diagnose(replace(HEALTHY, devices=(GH200,)))
     data = json.loads(json.dumps(report.to_dict()))
     assert data["swap_works"] is True
@@ -575,14 +494,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_json_is_all_that_is_printed(run: Run) -> None:
-    """The report, and 1 for a swap that does not work."""
     status, output, errors = run("--json")
     assert (status, errors) == (1, "")
     assert output == json.dumps(diagnose(NO_GPU).to_dict(), indent=2) + "\n"
 
 
 def test_exit_status_where_the_swap_works(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is 0."""
     monkeypatch.setattr("umem.cli.doctor.collect", lambda: HEALTHY, raising=False)
     status, output, errors = run()
     assert (status, errors) == (0, "")
@@ -614,7 +531,6 @@ def test_table_is_readable_without_colour(
 
 
 def test_brackets_are_not_markup(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names and values are printed as they are."""
     environment = replace(NO_GPU, variables={"UMEM_[bold]": "[red]"})
     monkeypatch.setattr("umem.cli.doctor.collect", lambda: environment, raising=False)
     _, output, _ = run()
@@ -626,7 +542,6 @@ def test_brackets_are_not_markup(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_facts_on_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Facts that only Linux or Unix offers may be missing."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     host = collect().host
     assert host.cpu_count == os.cpu_count()

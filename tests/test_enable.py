@@ -100,70 +100,45 @@ def python(code: str, *arguments: str) -> str:
     return run_python("-c", code, *arguments, CUDA_VISIBLE_DEVICES="")
 
 
-@pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(python(WITHOUT_GPU))
-    return found
-
-
 @pytest.mark.slow
-def test_refusal_names_the_remedy(facts: dict[str, Any]) -> None:
-    kind, text = facts["enable"]
+def test_a_process_without_a_gpu() -> None:
+    facts: dict[str, Any] = json.loads(python(WITHOUT_GPU))
+    kind, reason = facts["enable"]
     assert kind == "UnsupportedError"
     # One of: torch without CUDA, no driver, no visible device.
-    assert "install" in text or "CUDA_VISIBLE_DEVICES" in text, text
-
-
-@pytest.mark.slow
-def test_fallback_warns_once_and_works_on(facts: dict[str, Any]) -> None:
-    assert facts["fallback"] is False
-    [[category, text, file]] = facts["warnings"]
-    assert category == "RuntimeWarning"
-    assert text.startswith("umem is not in use, torch's own allocator stays: ")
-    assert facts["enable"][1] in text
-    assert file == "<string>", "the warning points at the caller"
-    assert facts["enabled"] is False
-    assert facts["cuda started"] is False
-    assert facts["computes"] == 4
-
-
-@pytest.mark.slow
-def test_fallback_does_not_hide_a_wrong_policy(facts: dict[str, Any]) -> None:
+    assert "install" in reason or "CUDA_VISIBLE_DEVICES" in reason, reason
+    # A fallback hides no wrong policy.
     kind, text = facts["unknown policy"]
     assert kind == "PolicyError"
     assert "no-such-policy" in text
     assert facts["not a policy"][0] == "TypeError"
+    for call in ("tensors", "tensor_class"):
+        kind, text = facts[f"{call}, not enabled"]
+        assert kind == "EnableError"
+        assert "call umem.enable() first" in text
 
-
-@pytest.mark.parametrize("call", ["tensors", "tensor_class"])
-def test_without_enable(call: str, facts: dict[str, Any]) -> None:
-    kind, text = facts[f"{call}, not enabled"]
-    assert kind == "EnableError"
-    assert "call umem.enable() first" in text
-
-
-@pytest.mark.parametrize("call", ["tensors", "memory_by_class"])
-def test_after_a_fallback_errors_name_the_reason(call: str, facts: dict[str, Any]) -> None:
-    kind, text = facts[f"{call}, after the fallback"]
-    assert kind == "EnableError"
-    assert facts["enable"][1] in text
-
-
-def test_the_summary_after_a_fallback_says_that_umem_is_not_in_use(facts: dict[str, Any]) -> None:
-    text = facts["memory_summary, after the fallback"]
-    assert text.startswith("umem is not in use")
-    assert facts["enable"][1] in text
-
-
-def test_the_doctor_after_a_fallback_names_what_to_mend(facts: dict[str, Any]) -> None:
-    assert not facts["doctor"]["swap_works"]
-    assert "GPU" in facts["doctor"]["failures"]
-
-
-def test_unknown_class_is_an_error_after_a_fallback_too(facts: dict[str, Any]) -> None:
+    # The fallback warns once, and torch works on.
+    assert facts["fallback"] is False
+    [[category, text, file]] = facts["warnings"]
+    assert category == "RuntimeWarning"
+    assert text.startswith("umem is not in use, torch's own allocator stays: ")
+    assert reason in text
+    assert file == "<string>", "the warning points at the caller"
+    assert facts["enabled"] is False
+    assert facts["cuda started"] is False
+    assert facts["computes"] == 4
+    for call in ("tensors", "memory_by_class"):
+        kind, text = facts[f"{call}, after the fallback"]
+        assert kind == "EnableError"
+        assert reason in text
+    summary = facts["memory_summary, after the fallback"]
+    assert summary.startswith("umem is not in use")
+    assert reason in summary
     kind, text = facts["unknown class"]
     assert kind == "ValueError"
     assert "frozen_weights" in text
+    assert not facts["doctor"]["swap_works"]
+    assert "GPU" in facts["doctor"]["failures"]
 
 
 def test_public_names_resolve() -> None:
@@ -196,4 +171,4 @@ def test_streamed_weights_load_no_planner() -> None:
         "import sys; from umem.streaming import manage_weights; "
         "print(sorted({'numba', 'umem.managing'} & set(sys.modules)))"
     )
-    assert python(code) == "[]\n"
+    assert run_forked(code, CUDA_VISIBLE_DEVICES="") == "[]\n"

@@ -13,7 +13,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from umem.core.classes import TensorClass
 from umem.pages import Manager
-from umem.pages.run.tensor_addresses import find_addresses
 
 
 def advised(manager: Manager) -> int:
@@ -57,25 +56,6 @@ def test_loaded_optimizer_state_is_found_at_its_new_address() -> None:
     assert advised(manager) == 3 * len(first)
     assert manager.status().diverged_steps == 0
     assert training.equals(stock)
-
-
-@pytest.mark.slow
-def test_loaded_weights_are_found_at_their_new_address() -> None:
-    training = Training()
-    manager = training.manage("lookahead", 34 * MIB)
-    training.steps(BEFORE_PLANNED + 1)
-    before = program_of(manager)
-    kept = [parameter.data for parameter in training.model.parameters()]
-    for parameter in training.model.parameters():
-        parameter.data = parameter.data.clone()
-    training.model.load_state_dict(training.model.state_dict())
-    training.step()
-    assert len(kept) == 5
-    weight = program_of(manager).plan.candidate.trace.tensor_names.index("head.weight")
-    assert program_of(manager) is not before
-    addresses = find_addresses(before.plan.candidate.trace, training.model, training.optimizer)
-    assert addresses.fixed[weight] == training.model.get_parameter("head.weight").data_ptr()
-    assert manager.status().diverged_steps == 0
 
 
 class Quantised(nn.Module):

@@ -25,7 +25,7 @@ RANKS = 2
 NUMBERS = RANKS * WIDTH
 """Elements of a weight: each rank's part of it is large enough to move."""
 
-STEPS = 12
+STEPS = 9
 BUDGETS = {"DDP": 60 * MIB, "FSDP1": 50 * MIB, "FSDP2": 50 * MIB}
 """Below the memory that a step needs at once, above that of each of its phases."""
 

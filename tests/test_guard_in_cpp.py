@@ -18,7 +18,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 pytestmark = pytest.mark.slow
 
 EXTENSION = """
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 #include <exception>
 #include <thread>
@@ -28,7 +28,7 @@ static at::Tensor doubled_in_thread(const at::Tensor& tensor) {
   std::exception_ptr error;
   std::thread thread([&] {
     try {
-      result = tensor * 2;
+      result = tensor.mul(2);
     } catch (...) {
       error = std::current_exception();
     }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -809,16 +807,6 @@ def test_cli_errors_are_plain(
     assert (status, output) == (2, "")
     assert "did you mean 'h200'?" in errors
     assert len(errors.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_the_command_starts_without_torch_and_numba() -> None:
-    code = (
-        "import sys, umem.cli.hardware\n"
-        "print([name for name in ('torch', 'numba') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def documentation() -> str:

@@ -7,10 +7,12 @@ not publish what counts as a memory operation, so these tests compare the order 
 
 from __future__ import annotations
 
-import functools
+import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from once import made_once
 from umem_bench.shapes import LLAMA_1_7B
 from umem_bench.training.variants import WORKLOADS
 
@@ -20,7 +22,7 @@ from umem.core.report import MigrationReport
 from umem.hardware import load_hardware
 from umem.policy import load_policy, resolve
 from umem.predict.prediction import predict
-from umem.trace import Trace, check_trace, live_bytes
+from umem.trace import Trace, check_trace, live_bytes, load_trace, save_trace
 from umem.trace.published import PUBLISHED_UM_SHARES
 
 pytestmark = pytest.mark.slow
@@ -30,23 +32,33 @@ BATCH, SEQ = 2, 2048
 PUBLISHED = {entry.workload: entry.share for entry in PUBLISHED_UM_SHARES}
 
 
-@functools.cache
-def recorded(mode: str) -> Trace:
-    return model_trace("llama-2-7b", mode, batch=BATCH, seq=SEQ)
+Reports = dict[str, dict[str, MigrationReport]]
 
 
-@functools.cache
-def reports(mode: str) -> dict[str, MigrationReport]:
-    """Reports by planner for the published pair: Llama-2-7B on one GH200."""
-    hardware = load_hardware("gh200-96")
-    policy = resolve(load_policy("managed"), hardware, environ={})
-    planned = predict(recorded(mode), hardware, policy, ("fault", "planned"))
-    return {report.planner: report for report in planned}
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Reports]:
+    """The trace of SFT, and reports by mode and planner: Llama-2-7B on one GH200, as published."""
+
+    def record(folder: Path) -> None:
+        hardware = load_hardware("gh200-96")
+        policy = resolve(load_policy("managed"), hardware, environ={})
+        traces = {
+            mode: model_trace("llama-2-7b", mode, batch=BATCH, seq=SEQ) for mode in ("lora", "sft")
+        }
+        reports = {
+            mode: {it.planner: it for it in predict(trace, hardware, policy, ("fault", "planned"))}
+            for mode, trace in traces.items()
+        }
+        save_trace(traces["sft"], folder / "sft.npz")
+        (folder / "reports").write_bytes(pickle.dumps(reports))
+
+    folder = made_once(tmp_path_factory, "lora-against-sft", record)
+    return load_trace(folder / "sft.npz"), pickle.loads((folder / "reports").read_bytes())
 
 
-def test_the_trace_has_the_models_real_size() -> None:
+def test_the_trace_has_the_models_real_size(found: tuple[Trace, Reports]) -> None:
     parameters = 6_738_415_616
-    trace = recorded("sft")
+    trace, _ = found
     check_trace(trace, "llama-2-7b")
     assert trace.metadata["parameters"] == parameters
 
@@ -60,8 +72,8 @@ def test_the_trace_has_the_models_real_size() -> None:
     assert trace.flops.sum() == pytest.approx(6 * parameters * BATCH * SEQ, rel=0.05)
 
 
-def test_demand_paging_stalls_sft_and_not_lora() -> None:
-    lora, sft = reports("lora")["fault"], reports("sft")["fault"]
+def test_demand_paging_stalls_sft_and_not_lora(found: tuple[Trace, Reports]) -> None:
+    lora, sft = (found[1][mode]["fault"] for mode in ("lora", "sft"))
 
     for share in ("um_time_share", "um_ops_share", "um_bytes_share"):
         assert getattr(lora, share) <= PUBLISHED["llama-2-7b-lora"]
@@ -79,8 +91,8 @@ def test_demand_paging_stalls_sft_and_not_lora() -> None:
     assert sft.fault_pages > 0
 
 
-def test_the_plan_removes_most_of_sfts_stall() -> None:
-    paged, planned = reports("sft")["fault"], reports("sft")["planned"]
+def test_the_plan_removes_most_of_sfts_stall(found: tuple[Trace, Reports]) -> None:
+    paged, planned = (found[1]["sft"][planner] for planner in ("fault", "planned"))
 
     assert planned.exposed_stall_s < 0.1 * paged.exposed_stall_s
     assert planned.moved_bytes() < paged.moved_bytes()
@@ -88,11 +100,13 @@ def test_the_plan_removes_most_of_sfts_stall() -> None:
     assert planned.moved_bytes(cause="hint") > 0.99 * planned.moved_bytes()
     # No plan is faster than the lower bound.
     assert planned.regret >= 1
-    assert reports("lora")["planned"].moved_bytes() == 0
+    assert found[1]["lora"]["planned"].moved_bytes() == 0
 
 
-def test_the_plan_of_7b_is_within_5_percent_of_the_lower_bound() -> None:
-    planned = reports("sft")["planned"]
+def test_the_plan_of_7b_is_within_5_percent_of_the_lower_bound(
+    found: tuple[Trace, Reports],
+) -> None:
+    planned = found[1]["sft"]["planned"]
 
     # The bound does not count by how much moving pages slow the kernels beside them.
     assert planned.step_s - planned.stall_s["pages"] <= 1.05 * planned.lower_bound_s

@@ -115,7 +115,7 @@ def test_threads_load_beside_each_other(memory: HostLoadingMemory) -> None:
 
 
 SCRIPT = """
-import sys, tempfile
+import tempfile
 import torch
 from loading_memory import HostLoadingMemory
 from umem.runtime import model_loading
@@ -129,21 +129,27 @@ model_loading._BUFFER_BYTES = 512
 with tempfile.TemporaryDirectory() as folder:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="20KB")
-    dtype = getattr(torch, sys.argv[1])
-    stock = LlamaForCausalLM.from_pretrained(folder, device_map="cpu", dtype=dtype)
+
+    def load(device):
+        return [
+            LlamaForCausalLM.from_pretrained(folder, device_map=device, dtype=dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+
+    stock = load("cpu")
     before = its.caching_allocator_warmup
     memory = HostLoadingMemory(home_share=0.5)
     assert adapt_loading(memory)
     assert its.caching_allocator_warmup is not before
-    model = LlamaForCausalLM.from_pretrained(folder, device_map="cpu", dtype=dtype)
-    # To another device it loads as ever.
-    meta = LlamaForCausalLM.from_pretrained(folder, device_map="meta", dtype=dtype)
-of_model, of_stock = model.state_dict(), stock.state_dict()
-assert of_model.keys() == of_stock.keys()
-for name, weight in of_model.items():
-    assert weight.dtype is dtype
-    assert torch.equal(weight, of_stock[name]), name
-weights = list(model.parameters())
+    models = load("cpu")
+    load("meta")  # to another device it loads as ever
+for model, other in zip(models, stock, strict=True):
+    of_model, of_stock = model.state_dict(), other.state_dict()
+    assert of_model.keys() == of_stock.keys()
+    for name, weight in of_model.items():
+        assert weight.dtype is of_stock[name].dtype
+        assert torch.equal(weight, of_stock[name]), name
+weights = [it for model in models for it in model.parameters()]
 assert memory.made == len(weights), (memory.made, len(weights))
 assert 0 < memory.finished < memory.made
 assert memory.sent
@@ -153,7 +159,6 @@ print("loaded")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_loads_each_weight_once_to_its_place(dtype: str) -> None:
+def test_transformers_loads_each_weight_once_to_its_place() -> None:
     pytest.importorskip("transformers.core_model_loading", reason="transformers before 5")
-    assert "loaded\n" in run_forked(SCRIPT, dtype)
+    assert "loaded\n" in run_forked(SCRIPT)

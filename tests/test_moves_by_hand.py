@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import pairs
 from streamed_programs import BACK, EAGERNESS, TEMPORARY, UNITS, Program, begin, compare
 
 from umem.core.classes import TensorClass
@@ -97,9 +98,7 @@ def _moved(program: Program, tensor: torch.Tensor, *, is_back: bool) -> torch.Te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eagerness", EAGERNESS)
-@pytest.mark.parametrize("replaces", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "replaces", "eagerness"), pairs([*WAYS], [False, True], EAGERNESS))
 def test_nothing_is_held_and_all_bits_are_equal(way: str, replaces: bool, eagerness: float) -> None:
     move = Move(replaces=replaces)
     run = compare(move, eagerness, **WAYS[way])

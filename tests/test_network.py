@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from other_process import run_forked
 
 from umem.runtime import _native
 
@@ -53,12 +52,8 @@ for words in (
 def test_the_only_socket_is_that_of_umem_top(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    monkeypatch.chdir(tmp_path)
+    lines = run_forked(WATCHED, XDG_RUNTIME_DIR=str(tmp_path)).splitlines()
     seen = {line for line in lines if line.startswith(("family ", "address ", "name "))}
     (process,) = (line.removeprefix("process ") for line in lines if line.startswith("process "))
     path = tmp_path / "umem" / f"{process}.sock"

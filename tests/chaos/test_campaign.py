@@ -18,16 +18,11 @@ from soak import soak
 IN_PROCESS = [row for row in ROWS if "SIG" not in row.name and "killed" not in row.name]
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with contextlib.closing(Processes()) as found:
-        yield found
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", ["kill_a_training", "end_a_training", "end_a_command"])
-def test_a_process_may_end_at_any_time(processes: Processes, attempt: str) -> None:
-    getattr(processes, attempt)(0)
+def test_a_process_may_end_at_any_time() -> None:
+    with contextlib.closing(Processes()) as processes:
+        for attempt in ("kill_a_training", "end_a_training", "end_a_command"):
+            getattr(processes, attempt)(0)
 
 
 @pytest.mark.gpu

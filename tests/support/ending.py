@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 import torch
 from managed_training import MIB, Training
@@ -27,6 +28,7 @@ def main(how: str) -> None:
 
 
 def fork(training: Training) -> None:
+    warnings.filterwarnings("ignore", "This process", DeprecationWarning)
     child = os.fork()
     if child == 0:
         with torch.no_grad():

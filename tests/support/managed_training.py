@@ -105,7 +105,8 @@ def _columns(width: int) -> torch.Tensor:
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
+    # In one pass over each tensor, where the others take ten.
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
 @dataclass
