@@ -99,8 +99,9 @@ class Allocator:
 
         Beside it `budget_bytes` (current/peak/...): what counts against the device budget, that is
         segments on the device, cached ones too, and the page tables there of page-locked memory.
-        And `highest_bytes`: the most bytes of live blocks ever, which nothing resets. And `served`:
-        how many requests each rung of the allocator's ladder has served, by its name."""
+        And `highest_bytes`: the most bytes of live blocks ever, which nothing resets;
+        `locked_ahead_bytes`: what :meth:`lock_ahead` has locked. And `served`: how many requests
+        each rung of the allocator's ladder has served, by its name."""
     def class_stats(self, device: int) -> list[dict[str, dict[str, int]]]:
         """Per class: stat (allocation, allocated_bytes, requested_bytes) -> current/peak/..."""
     def pool_stats(self, device: int) -> list[dict[str, Any]]:
@@ -123,6 +124,17 @@ class Allocator:
 
         The first one that does not fit, and those behind it, are served as the class's own.
         Returns the bytes that were left before."""
+    def lock_ahead(
+        self, device: int, sizes: Sequence[int], stream: int, tensor_class: int
+    ) -> None:
+        """Begin to page-lock segments of these sizes, in a thread, for later requests of a class.
+
+        Each one is cached when it is there. What was begun before ends first."""
+    def end_locking_ahead(self, device: int, gives_back: bool) -> None:
+        """End it, and return when it has ended.
+
+        With `gives_back` return at once: page-locked memory that is cached then goes back beside
+        the program."""
     def count_page_locked(self, device: int, bytes: int) -> None:
         """Count page-locked memory of others on this device, by `bytes` more or less.
 
