@@ -124,9 +124,7 @@ class Allocator:
 
         The first one that does not fit, and those behind it, are served as the class's own.
         Returns the bytes that were left before."""
-    def lock_ahead(
-        self, device: int, sizes: Sequence[int], stream: int, tensor_class: int
-    ) -> None:
+    def lock_ahead(self, device: int, sizes: Sequence[int], stream: int, tensor_class: int) -> None:
         """Begin to page-lock segments of these sizes, in a thread, for later requests of a class.
 
         Each one is cached when it is there. What was begun before ends first."""

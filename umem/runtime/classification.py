@@ -148,6 +148,8 @@ class Classifier:
         self._tag_parameters(module.parameters())
         self._tag(buffers_of(module), TensorClass.OTHER)
         self.on_root(module)
+        if self._state_room is not None:
+            self._state_room.expect(module)
         if outer is not None:
             enter_running_forward(outer)
 

@@ -1,8 +1,7 @@
-"""Has page-locked memory locked beside the program, before tensors with a home on the host need it.
+"""Memory that is page-locked beside the program, before homes of tensors ask for it.
 
-The allocator does so in a thread of its own, one segment after the other, and serves requests from
-them (Note [Locking ahead] in ``allocators/core/device_allocator_ahead.cpp``). Here is said which
-segments, and when it ends.
+A thread of the allocator's locks one segment after the other, which then serve requests (Note
+[Locking ahead] in ``allocators/core/device_allocator_ahead.cpp``). This module chooses segments.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _segments(sizes: Iterable[int], have_bytes: int) -> Iterator[int]:
             have_bytes -= size_bytes
             continue
         have_bytes = 0  # later requests do not pass this one
-        segment_bytes += block_bytes(size_bytes)
+        segment_bytes += int(block_bytes(size_bytes))
         if segment_bytes >= _SEGMENT_BYTES:
             yield segment_bytes
             segment_bytes = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 __all__ = ["DeviceRoom"]
@@ -30,3 +31,11 @@ class DeviceRoom(Protocol):
 
     def trim(self) -> None:
         """Give back all memory that no tensor has."""
+
+    def lock_ahead(self, sizes: Iterable[int]) -> None:
+        """Begin to lock host memory for homes of these sizes, as far as there is none."""
+        return
+
+    def end_locking_ahead(self) -> None:
+        """Lock no more, and give back what no home has asked for."""
+        return

@@ -2,17 +2,21 @@
 
 A policy that streams optimizer state has it born in page-locked host memory. A plan then keeps on
 the device what fits there. To page-lock memory for that part would take seconds and host memory for
-a few steps' use.
+a few steps' use. Memory for the other part is page-locked beside the first passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import gc
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
+from umem.runtime.locking_ahead import lock_ahead
 from umem.runtime.model_parts import memory_bytes, optimizer_parameters
 from umem.streaming.plan.state_plan import least_slack_bytes
 from umem.streaming.plan.step_timing import FIRST_SLOTS, largest_slot_bytes
@@ -21,6 +25,16 @@ if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
 __all__ = ["StateRoom"]
+
+_TWO_AVERAGES = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
+    *(torch.optim.NAdam, torch.optim.RAdam),
+)
+"""Optimizers with two tensors of state for each parameter, as large as this; or three."""
+
+_MOST_COPIES = 5
+"""Tensors as large as a parameter that a step makes at most: the gradient, three of state, and what
+functions over lists of tensors allocate."""
 
 
 class StateRoom:
@@ -40,32 +54,85 @@ class StateRoom:
         self._given = [0] * len(budgets)
         self._used = [0] * len(budgets)
 
+    def expect(self, model: nn.Module) -> None:
+        """Before the first pass of a model: have memory for state page-locked beside the passes.
+
+        It is for state that finds no room on the device by what is known now, which leaves out
+        activations. So it is no more than the first step asks for.
+        """
+        if not torch.is_grad_enabled():
+            return
+        trained = [it for it in model.parameters() if it.requires_grad and it.is_cuda]
+        for device in _devices(trained):
+            budget_bytes = self._budgets[device]
+            if budget_bytes is None:
+                continue
+            needed_bytes = self._allocator.stats(device)["allocated_bytes"]["all"]["current"]
+            most_bytes = _MOST_COPIES * sum(memory_bytes(it) for it in _on(device, trained))
+            if needed_bytes + most_bytes > self._left_bytes(device, 0):
+                self._lock_ahead(device, needed_bytes)
+
+    def _lock_ahead(self, device: int, needed_bytes: int) -> None:
+        # No list of torch's has all optimizers.
+        every = [it for it in gc.get_objects() if issubclass(type(it), Optimizer)]
+        new = [it for it in every if vars(it).get("param_groups") and not it.state]
+        born = [size for it in new for size in _state_sizes(it, device)]
+        trained = {id(it): it for some in new for it in _on(device, optimizer_parameters(some))}
+        needed_bytes += sum(memory_bytes(it) for it in trained.values() if it.grad is None)
+        needed_bytes = max(needed_bytes, self._allocator.stats(device)["highest_bytes"])
+        needed_bytes += max(map(_temporary_bytes, new), default=0)
+        live_bytes = sum(
+            size_bytes
+            for _, _, size_bytes, _, where, kind in self._allocator.live_blocks()
+            if where == device and kind == "pinned"
+        )
+        cached_bytes = self._allocator.kind_stats(device)["pinned"]["reserved_bytes"] - live_bytes
+        room_bytes = max(0, self._left_bytes(device, needed_bytes))
+        lock_ahead(self._allocator, device, born, room_bytes + cached_bytes)
+
     def open(self, optimizer: Optimizer) -> None:
         """Before a step in which an optimizer makes state: give what no earlier pass has needed."""
-        for device in _devices(optimizer):
+        for device in _devices(optimizer_parameters(optimizer)):
             self._given[device] = room_bytes = self._room_bytes(optimizer, device)
             self._allocator.set_device_room(device, TensorClass.OPTIMIZER_STATE.number, room_bytes)
 
     def close(self, optimizer: Optimizer) -> None:
         """Behind that step."""
-        for device in _devices(optimizer):
+        for device in _devices(optimizer_parameters(optimizer)):
             left = self._allocator.set_device_room(device, TensorClass.OPTIMIZER_STATE.number, 0)
             self._used[device] += self._given[device] - left
             self._given[device] = 0
 
     def _room_bytes(self, optimizer: Optimizer, device: int) -> int:
+        needed_bytes = self._allocator.stats(device)["highest_bytes"] + _temporary_bytes(optimizer)
+        return max(0, self._left_bytes(device, needed_bytes))
+
+    def _left_bytes(self, device: int, needed_bytes: int) -> int:
+        """What all else, earlier state, slack and slots leave; nothing without a budget."""
         budget_bytes = self._budgets[device]
         if budget_bytes is None:
             return 0
-        taken_bytes = self._allocator.stats(device)["highest_bytes"] + self._used[device]
-        taken_bytes += least_slack_bytes(budget_bytes)
-        taken_bytes += FIRST_SLOTS * largest_slot_bytes(budget_bytes)
-        return max(0, budget_bytes - taken_bytes - _temporary_bytes(optimizer))
+        taken_bytes = needed_bytes + self._used[device] + least_slack_bytes(budget_bytes)
+        return budget_bytes - taken_bytes - FIRST_SLOTS * largest_slot_bytes(budget_bytes)
 
 
-def _devices(optimizer: Optimizer) -> Collection[int]:
-    found = {it.device for it in optimizer_parameters(optimizer) if it.device.type == "cuda"}
+def _devices(parameters: Iterable[torch.Tensor]) -> Collection[int]:
+    found = {it.device for it in parameters if it.device.type == "cuda"}
     return {device.index or 0 for device in found}
+
+
+def _on(device: int, parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (it for it in parameters if it.is_cuda and (it.device.index or 0) == device)
+
+
+def _state_sizes(optimizer: Optimizer, device: int) -> Iterator[int]:
+    """Bytes of state in the order in which it is born, where the optimizer's class tells them."""
+    for group in optimizer.param_groups:
+        copies = 2 + bool(group.get("amsgrad")) if isinstance(optimizer, _TWO_AVERAGES) else 0
+        copies += isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0
+        for it in _on(device, group["params"]):
+            if it.requires_grad:
+                yield from [memory_bytes(it)] * copies
 
 
 def _temporary_bytes(optimizer: Optimizer) -> int:
