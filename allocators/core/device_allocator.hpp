@@ -74,6 +74,8 @@ struct PauseReport {
   std::size_t host_bytes;      // of the copy of what was returned
 };
 
+inline constexpr std::size_t kMostPinnedSegmentBytes = std::size_t{1} << 30;
+
 using StreamFilter = std::function<bool(StreamId)>;
 
 // Thread-safe, see Note [Locks of a device] in locks.hpp.
@@ -105,9 +107,9 @@ class DeviceAllocator {
   // request that does not fit, and those behind it, are served as the class's own. Returns what was
   // left before.
   std::size_t set_device_room(TensorClass tensor_class, std::size_t bytes);
-  // Begins to lock segments of these sizes for later requests of a class, each one cached when it is
-  // there, see Note [Locking ahead]. Ends what was begun before.
-  void lock_ahead(std::vector<std::size_t> sizes, StreamId stream, TensorClass tensor_class);
+  // Begins to lock memory for later requests of a class, see Note [Locking ahead]. Ends what was
+  // begun before.
+  void lock_ahead(std::size_t bytes, StreamId stream, TensorClass tensor_class);
   // Ends it, and returns when it has ended. With `gives_back` it returns at once, and page-locked
   // memory that is cached then goes back beside the program.
   void end_locking_ahead(bool gives_back);
@@ -156,15 +158,9 @@ class DeviceAllocator {
   // The live block that starts at an address.
   std::optional<LiveBlock> live_block(std::uintptr_t address);
 
-  // All locks, for fork: the child must not inherit one that another thread held.
-  void lock() {
-    locker_mutex_.lock();
-    locks_.lock();
-  }
-  void unlock() {
-    locks_.unlock();
-    locker_mutex_.unlock();
-  }
+  // Both locks, for fork: the child must not inherit one that another thread held.
+  void lock() { locks_.lock(); }
+  void unlock() { locks_.unlock(); }
 
  private:
   using BothLocks = std::lock_guard<Locks>;
@@ -200,12 +196,6 @@ class DeviceAllocator {
     std::optional<Rung> rung;  // counted; none: steps of its own are, or it never serves
     Block* (DeviceAllocator::*try_it)(Attempt& attempt);
     bool may_block;  // waits, or gives memory back or to others: not while a pool is open
-  };
-  // A segment that is being locked ahead, by a thread of this process: a child has none.
-  struct Locking {
-    const Heap* heap = nullptr;
-    std::size_t bytes = 0;
-    int process = 0;
   };
   // Memory that has left the books and is still to be given back.
   struct LeavingMemory {
@@ -258,8 +248,7 @@ class DeviceAllocator {
   std::size_t segment_bytes_for(const Heap& heap, std::size_t bytes) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
   Block* add_segment(const Segment& fresh);
-  void give_back_page_locked();
-  void lock_segments(Heap& heap, const std::vector<std::size_t>& sizes);
+  void lock_segments(Heap& heap, std::size_t bytes);
   bool lock_segment(Heap& heap, std::size_t bytes);
   void wait_for_locking(std::unique_lock<std::mutex>& books, const Heap& heap, std::size_t bytes);
   void prepare(Segment& segment);
@@ -321,11 +310,12 @@ class DeviceAllocator {
   SharedLimits& limits_;
 
   mutable Locks locks_;
-  std::mutex locker_mutex_;  // of the thread alone, and taken first
+  std::recursive_mutex locker_mutex_;  // of the thread that locks ahead; taken first
   std::thread locker_;
   int locker_process_ = 0;
-  Locking locking_;
-  bool locking_ends_ = false;
+  bool locking_ends_ = true, gives_back_locked_ = false;
+  const Heap* locking_heap_ = nullptr;  // of the segment that is being locked; nullptr: none is
+  std::size_t locking_bytes_ = 0;
   std::condition_variable segment_locked_;
   bool cache_closed_ = false;  // the device is being paused or resumed: allocations wait
   StreamUses uses_{device_, driver_, locks_};

@@ -32,7 +32,6 @@ constexpr std::size_t kSmallRequestBytes = std::size_t{1} << 20;
 constexpr std::size_t kMediumSegmentBytes = std::size_t{8} << 20;  // for requests of 1 to 2 MiB
 constexpr std::size_t kLargeSegmentBytes = std::size_t{20} << 20;
 constexpr std::size_t kMinExactSegmentBytes = std::size_t{10} << 20;  // from here, just enough
-constexpr std::size_t kMostPinnedSegmentBytes = std::size_t{1} << 30;
 
 std::size_t standard_segment_bytes(Tier tier, std::size_t bytes) {
   if (tier == Tier::small)

@@ -124,15 +124,11 @@ class Allocator:
 
         The first one that does not fit, and those behind it, are served as the class's own.
         Returns the bytes that were left before."""
-    def lock_ahead(self, device: int, sizes: Sequence[int], stream: int, tensor_class: int) -> None:
-        """Begin to page-lock segments of these sizes, in a thread, for later requests of a class.
-
-        Each one is cached when it is there. What was begun before ends first."""
+    def lock_ahead(self, device: int, bytes: int, stream: int, tensor_class: int) -> None:
+        """Begin to page-lock memory for later requests of a class, in a thread."""
     def end_locking_ahead(self, device: int, gives_back: bool) -> None:
-        """End it, and return when it has ended.
-
-        With `gives_back` return at once: page-locked memory that is cached then goes back beside
-        the program."""
+        """End it, and return when it has ended. With `gives_back` return at once: page-locked
+        memory that is cached then goes back beside the program."""
     def count_page_locked(self, device: int, bytes: int) -> None:
         """Count page-locked memory of others on this device, by `bytes` more or less.
 

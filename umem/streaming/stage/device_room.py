@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 __all__ = ["DeviceRoom"]
@@ -32,10 +31,10 @@ class DeviceRoom(Protocol):
     def trim(self) -> None:
         """Give back all memory that no tensor has."""
 
-    def lock_ahead(self, sizes: Iterable[int]) -> None:
-        """Begin to lock host memory for homes of these sizes, as far as there is none."""
+    def lock_ahead(self, home_bytes: int) -> None:
+        """Begin to lock host memory for homes of so many bytes in all, as far as there is none."""
         return
 
     def end_locking_ahead(self) -> None:
-        """Lock no more, and give back what no home has asked for."""
+        """Lock no more, and give that back which no home has asked for."""
         return

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
 
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
-from umem.runtime.locking_ahead import end_locking_ahead, lock_ahead
+from umem.runtime.locking_ahead import lock_ahead
 from umem.runtime.native_library import native
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.refused_memory import unless_refused
@@ -166,11 +166,11 @@ class CudaRoom(DeviceRoom):
         """Give cached segments back."""
         self._allocator.empty_cache()
 
-    def lock_ahead(self, sizes: Iterable[int]) -> None:
+    def lock_ahead(self, home_bytes: int) -> None:
         """Have the allocator lock what it does not hold."""
         held_bytes = self._allocator.kind_stats(self._device)["pinned"]["reserved_bytes"]
-        lock_ahead(self._allocator, self._device, sizes, held_bytes)
+        lock_ahead(self._allocator, self._device, home_bytes - held_bytes)
 
     def end_locking_ahead(self) -> None:
         """Give it back beside the program."""
-        end_locking_ahead(self._allocator, self._device)
+        self._allocator.end_locking_ahead(self._device, gives_back=True)

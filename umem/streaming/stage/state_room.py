@@ -8,8 +8,8 @@ a few steps' use. Memory for the other part is page-locked beside the first pass
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,11 +30,10 @@ _TWO_AVERAGES = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
     *(torch.optim.NAdam, torch.optim.RAdam),
 )
-"""Optimizers with two tensors of state for each parameter, as large as this; or three."""
+"""Optimizers with two tensors of state as large as a parameter, or three."""
 
 _MOST_COPIES = 5
-"""Tensors as large as a parameter that a step makes at most: the gradient, three of state, and what
-functions over lists of tensors allocate."""
+"""The gradient, three tensors of state, and what functions over lists allocate."""
 
 
 class StateRoom:
@@ -57,38 +56,29 @@ class StateRoom:
     def expect(self, model: nn.Module) -> None:
         """Before the first pass of a model: have memory for state page-locked beside the passes.
 
-        It is for state that finds no room on the device by what is known now, which leaves out
-        activations. So it is no more than the first step asks for.
+        It is no more than the first step asks for, whose activations take room, too.
         """
-        if not torch.is_grad_enabled():
-            return
         trained = [it for it in model.parameters() if it.requires_grad and it.is_cuda]
-        for device in _devices(trained):
-            budget_bytes = self._budgets[device]
-            if budget_bytes is None:
+        for device in _devices(trained) if torch.is_grad_enabled() else ():
+            stats, budget_bytes = self._allocator.stats(device), self._budgets[device]
+            live_bytes = stats["allocated_bytes"]["all"]["current"]
+            most_bytes = live_bytes + _MOST_COPIES * _bytes_on(device, trained)
+            if budget_bytes is None or most_bytes <= self._left_bytes(device, 0):
                 continue
-            needed_bytes = self._allocator.stats(device)["allocated_bytes"]["all"]["current"]
-            most_bytes = _MOST_COPIES * sum(memory_bytes(it) for it in _on(device, trained))
-            if needed_bytes + most_bytes > self._left_bytes(device, 0):
-                self._lock_ahead(device, needed_bytes)
-
-    def _lock_ahead(self, device: int, needed_bytes: int) -> None:
-        # No list of torch's has all optimizers.
-        every = [it for it in gc.get_objects() if issubclass(type(it), Optimizer)]
-        new = [it for it in every if vars(it).get("param_groups") and not it.state]
-        born = [size for it in new for size in _state_sizes(it, device)]
-        trained = {id(it): it for some in new for it in _on(device, optimizer_parameters(some))}
-        needed_bytes += sum(memory_bytes(it) for it in trained.values() if it.grad is None)
-        needed_bytes = max(needed_bytes, self._allocator.stats(device)["highest_bytes"])
-        needed_bytes += max(map(_temporary_bytes, new), default=0)
-        live_bytes = sum(
-            size_bytes
-            for _, _, size_bytes, _, where, kind in self._allocator.live_blocks()
-            if where == device and kind == "pinned"
-        )
-        cached_bytes = self._allocator.kind_stats(device)["pinned"]["reserved_bytes"] - live_bytes
-        room_bytes = max(0, self._left_bytes(device, needed_bytes))
-        lock_ahead(self._allocator, device, born, room_bytes + cached_bytes)
+            # No list of torch's has all optimizers.
+            every = [it for it in gc.get_objects() if issubclass(type(it), Optimizer)]
+            new = [it for it in every if vars(it).get("param_groups") and not it.state]
+            updated = {id(it): it for some in new for it in optimizer_parameters(some)}
+            born_bytes = sum(
+                _copies(it, group) * _bytes_on(device, group["params"])
+                for it in new
+                for group in it.param_groups
+            )
+            needed_bytes = max(
+                live_bytes + _bytes_on(device, updated.values()), stats["highest_bytes"]
+            ) + max(map(_temporary_bytes, new), default=0)
+            born_bytes -= max(0, self._left_bytes(device, needed_bytes))
+            lock_ahead(self._allocator, device, born_bytes - stats["locked_ahead_bytes"])
 
     def open(self, optimizer: Optimizer) -> None:
         """Before a step in which an optimizer makes state: give what no earlier pass has needed."""
@@ -121,18 +111,17 @@ def _devices(parameters: Iterable[torch.Tensor]) -> Collection[int]:
     return {device.index or 0 for device in found}
 
 
-def _on(device: int, parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (it for it in parameters if it.is_cuda and (it.device.index or 0) == device)
+def _bytes_on(device: int, parameters: Iterable[torch.Tensor]) -> int:
+    """Bytes of those that are trained on a GPU."""
+    its = (it for it in parameters if it.is_cuda and (it.device.index or 0) == device)
+    return sum(memory_bytes(it) for it in its if it.requires_grad)
 
 
-def _state_sizes(optimizer: Optimizer, device: int) -> Iterator[int]:
-    """Bytes of state in the order in which it is born, where the optimizer's class tells them."""
-    for group in optimizer.param_groups:
-        copies = 2 + bool(group.get("amsgrad")) if isinstance(optimizer, _TWO_AVERAGES) else 0
-        copies += isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0
-        for it in _on(device, group["params"]):
-            if it.requires_grad:
-                yield from [memory_bytes(it)] * copies
+def _copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
+    """Tensors of state as large as a parameter, where the optimizer's class tells them."""
+    if isinstance(optimizer, _TWO_AVERAGES):
+        return 2 + bool(group.get("amsgrad"))
+    return int(isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0)
 
 
 def _temporary_bytes(optimizer: Optimizer) -> int:

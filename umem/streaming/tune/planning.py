@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -255,7 +255,7 @@ class Planning:
         if ending is not None:
             ending.set_plan(self.named)
         self._room.trim()
-        self._room.lock_ahead(self._home_sizes())
+        self._room.lock_ahead(self._host_bytes() - self.copied_bytes)
         if whole.overflow_bytes:
             self._warn(error, whole)
         self._log(whole)
@@ -498,21 +498,6 @@ class Planning:
     def gradient_bytes(self, names: Collection[str]) -> int:
         """Gradients of these units."""
         return sum(unit.gradient_bytes for unit in self.units if unit.name in names)
-
-    def _home_sizes(self) -> Iterator[int]:
-        """Bytes of homes by plan but for activations; those of weights exist, and come first."""
-        named = self.named
-        assert named is not None
-        if self._weights is not None:
-            yield self._weights.away_bytes
-        yield from self._tuned.parameters_at_home().values()
-        for name, pieces in self._tuned.state_sizes().items():
-            yield from pieces if name not in named.resident else ()
-        for unit in self.units:
-            if unit.name in named.hosts:
-                yield unit.gradient_bytes  # of the weights beside them
-            if unit.name in named.copied_gradients:
-                yield unit.gradient_bytes
 
     def _host_bytes(self) -> int:
         """Host memory by plan: homes of state and weights, and what is copied out at the most."""
