@@ -477,11 +477,10 @@ NB_MODULE(_native, module) {
           "device"_a, "tensor_class"_a, "bytes"_a)
       .def(
           "lock_ahead",
-          [](Allocator& self, int device, std::size_t bytes, StreamId stream, int tensor_class) {
-            self.device(device).lock_ahead(bytes, stream, class_of(tensor_class));
+          [](Allocator& self, int device, std::size_t bytes, StreamId stream) {
+            self.device(device).lock_ahead(bytes, stream);
           },
-          "device"_a, "bytes"_a, "stream"_a, "tensor_class"_a,
-          nb::call_guard<nb::gil_scoped_release>())
+          "device"_a, "bytes"_a, "stream"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "end_locking_ahead",
           [](Allocator& self, int device, bool gives_back) {

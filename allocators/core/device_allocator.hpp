@@ -107,11 +107,9 @@ class DeviceAllocator {
   // request that does not fit, and those behind it, are served as the class's own. Returns what was
   // left before.
   std::size_t set_device_room(TensorClass tensor_class, std::size_t bytes);
-  // Begins to lock memory for later requests of a class, see Note [Locking ahead]. Ends what was
-  // begun before.
-  void lock_ahead(std::size_t bytes, StreamId stream, TensorClass tensor_class);
-  // Ends it, and returns when it has ended. With `gives_back` it returns at once, and page-locked
-  // memory that is cached then goes back beside the program.
+  // Locks memory for later requests that are page-locked, beside the program; ends what was begun.
+  void lock_ahead(std::size_t bytes, StreamId stream);
+  // Returns when it has ended. With `gives_back` at once: what is cached then goes back meanwhile.
   void end_locking_ahead(bool gives_back);
   // Counts page-locked memory that somebody else has mapped on the device, by `bytes` more or less:
   // its page tables are in device memory, too.

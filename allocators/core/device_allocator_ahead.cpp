@@ -1,14 +1,11 @@
-// Page-locked memory that is locked before it is asked for, beside the program.
-//
 // Note [Locking ahead]
 //
-// Touching and registering gigabytes takes seconds, in which the card could work. Who knows that a
-// training will keep so much on the host has a thread lock it, segment by segment. They are as
-// large as those that requests lock at most: smaller ones leave rests that serve no tensor. Each is
-// counted against all limits before the call, and cached when it is there. The thread holds no lock
-// during the call. Only a request that the very segment may serve waits for it.
-//
-// A refusal ends it, as does a pause. A child made by `fork` has no such thread, nor this memory.
+// Page-locking gigabytes takes seconds, in which the card could work. Who knows that a training
+// will keep so much on the host has a thread lock it beforehand, in segments as large as requests
+// lock at most: smaller ones leave rests that serve no tensor. Each is counted against all limits
+// before the call, and cached when it is there. The thread holds no lock during the call, and only
+// a request that the very segment may serve waits for it. A refusal ends it, as does a pause. A
+// child made by `fork` has no such thread.
 #include <unistd.h>
 
 #include "core/device_allocator.hpp"
@@ -16,11 +13,11 @@
 
 namespace umem {
 
-void DeviceAllocator::lock_ahead(std::size_t bytes, StreamId stream, TensorClass tensor_class) {
+void DeviceAllocator::lock_ahead(std::size_t bytes, StreamId stream) {
   const std::lock_guard owner(locker_mutex_);
   end_locking_ahead(false);
   const std::lock_guard lock(locks_.books);
-  Heap& heap = heap_for(routes_.route_for(tensor_class, bytes), stream, nullptr);
+  Heap& heap = heap_for(routes_.route_for(TensorClass::optimizer_state, bytes), stream, nullptr);
   if (bytes < kPageBytes || heap.kind != MemoryKind::pinned || paused_ != nullptr) return;
   locking_ends_ = gives_back_locked_ = false;
   locker_process_ = getpid();
@@ -30,13 +27,13 @@ void DeviceAllocator::lock_ahead(std::size_t bytes, StreamId stream, TensorClass
 
 void DeviceAllocator::end_locking_ahead(bool gives_back) {
   const std::lock_guard owner(locker_mutex_);
+  if (!locker_.joinable()) return;
   {
     const std::lock_guard lock(locks_.books);
     locking_ends_ = true;
     gives_back_locked_ |= gives_back;
   }
   segment_locked_.notify_all();
-  if (!locker_.joinable()) return;
   if (locker_process_ != getpid())
     locker_.detach();  // the parent's
   else if (!gives_back)
@@ -45,18 +42,15 @@ void DeviceAllocator::end_locking_ahead(bool gives_back) {
 
 // The thread stays until its memory may go back, which waits for the device.
 void DeviceAllocator::lock_segments(Heap& heap, std::size_t bytes) {
-  while (bytes != 0) {
-    const std::size_t part = std::min(bytes, kMostPinnedSegmentBytes);
+  for (std::size_t part; bytes != 0; bytes -= part) {
+    part = std::min(bytes, kMostPinnedSegmentBytes);
     if (!lock_segment(heap, round_up(part, kPageBytes))) break;
-    bytes -= part;
   }
-  {
-    std::unique_lock lock(locks_.books);
-    segment_locked_.wait(lock, [this] { return locking_ends_; });
-    if (!gives_back_locked_) return;
-  }
+  std::unique_lock ended(locks_.books);
+  segment_locked_.wait(ended, [this] { return locking_ends_; });
+  ended.unlock();
   const BothLocks locks(locks_);
-  if (!active_pools_.empty()) return;
+  if (!gives_back_locked_ || !active_pools_.empty()) return;
   std::vector<Spare> spares = segments_.spares();
   std::erase_if(spares, [](const Spare& spare) {
     return spare.block->segment->heap->kind != MemoryKind::pinned;
@@ -64,7 +58,6 @@ void DeviceAllocator::lock_segments(Heap& heap, std::size_t bytes) {
   release_spares(std::move(spares));
 }
 
-// False where it ends.
 bool DeviceAllocator::lock_segment(Heap& heap, std::size_t bytes) {
   Shortage shortage;
   {
@@ -81,17 +74,13 @@ bool DeviceAllocator::lock_segment(Heap& heap, std::size_t bytes) {
   const BothLocks locks(locks_);
   locking_heap_ = nullptr;
   segment_locked_.notify_all();
-  if (raw == nullptr) {
+  const auto address = reinterpret_cast<std::uintptr_t>(raw);  // aligned, as PinnedMemory has it
+  if (raw == nullptr)
     budget_.give_back(heap.kind, bytes);
-    return false;
-  }
-  segments_.put_back(add_segment({.address = reinterpret_cast<std::uintptr_t>(raw),
-                                  .bytes = bytes,
-                                  .raw = raw,
-                                  .raw_bytes = bytes,
-                                  .heap = &heap}));
-  stats_.locked_ahead_bytes += static_cast<std::int64_t>(bytes);
-  return true;
+  else
+    segments_.put_back(add_segment({address, bytes, raw, bytes, &heap}));
+  stats_.locked_ahead_bytes += raw == nullptr ? 0 : static_cast<std::int64_t>(bytes);
+  return raw != nullptr;
 }
 
 // For a request that the cache cannot serve: until it can, or no segment is being locked for it.

@@ -124,11 +124,10 @@ class Allocator:
 
         The first one that does not fit, and those behind it, are served as the class's own.
         Returns the bytes that were left before."""
-    def lock_ahead(self, device: int, bytes: int, stream: int, tensor_class: int) -> None:
-        """Begin to page-lock memory for later requests of a class, in a thread."""
+    def lock_ahead(self, device: int, bytes: int, stream: int) -> None:
+        """Page-lock memory for later requests of optimizer state, beside the program."""
     def end_locking_ahead(self, device: int, gives_back: bool) -> None:
-        """End it, and return when it has ended. With `gives_back` return at once: page-locked
-        memory that is cached then goes back beside the program."""
+        """Return when it has ended. With `gives_back` at once: what is cached then goes back."""
     def count_page_locked(self, device: int, bytes: int) -> None:
         """Count page-locked memory of others on this device, by `bytes` more or less.
 

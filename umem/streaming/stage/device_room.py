@@ -32,9 +32,5 @@ class DeviceRoom(Protocol):
         """Give back all memory that no tensor has."""
 
     def lock_ahead(self, home_bytes: int) -> None:
-        """Begin to lock host memory for homes of so many bytes in all, as far as there is none."""
-        return
-
-    def end_locking_ahead(self) -> None:
-        """Lock no more, and give that back which no home has asked for."""
+        """Begin to lock memory for so many bytes of homes; with 0 end, and give the rest back."""
         return

@@ -10,7 +10,6 @@ import torch
 
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
-from umem.runtime.locking_ahead import lock_ahead
 from umem.runtime.native_library import native
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.refused_memory import unless_refused
@@ -18,6 +17,7 @@ from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
 from umem.runtime.unguarded import addresses_of
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.homes import StateMemory, is_whole
+from umem.streaming.stage.state_room import lock_ahead
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -168,9 +168,7 @@ class CudaRoom(DeviceRoom):
 
     def lock_ahead(self, home_bytes: int) -> None:
         """Have the allocator lock what it does not hold."""
+        if not home_bytes:
+            return self._allocator.end_locking_ahead(self._device, gives_back=True)
         held_bytes = self._allocator.kind_stats(self._device)["pinned"]["reserved_bytes"]
         lock_ahead(self._allocator, self._device, home_bytes - held_bytes)
-
-    def end_locking_ahead(self) -> None:
-        """Give it back beside the program."""
-        self._allocator.end_locking_ahead(self._device, gives_back=True)

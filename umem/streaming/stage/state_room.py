@@ -7,6 +7,7 @@ a few steps' use. Memory for the other part is page-locked beside the first pass
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.core.classes import TensorClass
-from umem.runtime.locking_ahead import lock_ahead
+from umem.runtime.cuda_streams import CurrentStream
 from umem.runtime.model_parts import memory_bytes, optimizer_parameters
 from umem.streaming.plan.state_plan import least_slack_bytes
 from umem.streaming.plan.step_timing import FIRST_SLOTS, largest_slot_bytes
@@ -24,12 +25,9 @@ from umem.streaming.plan.step_timing import FIRST_SLOTS, largest_slot_bytes
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
 
-__all__ = ["StateRoom"]
+__all__ = ["StateRoom", "lock_ahead"]
 
-_TWO_AVERAGES = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
-    *(torch.optim.NAdam, torch.optim.RAdam),
-)
+_TWO_AVERAGES = torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam
 """Optimizers with two tensors of state as large as a parameter, or three."""
 
 _MOST_COPIES = 5
@@ -54,29 +52,29 @@ class StateRoom:
         self._used = [0] * len(budgets)
 
     def expect(self, model: nn.Module) -> None:
-        """Before the first pass of a model: have memory for state page-locked beside the passes.
+        """Before a model's first pass: have memory locked beside it for state that is to come.
 
         It is no more than the first step asks for, whose activations take room, too.
         """
-        trained = [it for it in model.parameters() if it.requires_grad and it.is_cuda]
+        trained = [it for it in model.parameters() if it.requires_grad]
         for device in _devices(trained) if torch.is_grad_enabled() else ():
-            stats, budget_bytes = self._allocator.stats(device), self._budgets[device]
+            stats = self._allocator.stats(device)
             live_bytes = stats["allocated_bytes"]["all"]["current"]
             most_bytes = live_bytes + _MOST_COPIES * _bytes_on(device, trained)
-            if budget_bytes is None or most_bytes <= self._left_bytes(device, 0):
+            if self._budgets[device] is None or most_bytes <= self._left_bytes(device, 0):
                 continue
             # No list of torch's has all optimizers.
             every = [it for it in gc.get_objects() if issubclass(type(it), Optimizer)]
             new = [it for it in every if vars(it).get("param_groups") and not it.state]
             updated = {id(it): it for some in new for it in optimizer_parameters(some)}
+            needed_bytes = live_bytes + _bytes_on(device, updated.values())
+            needed_bytes = max(needed_bytes, stats["highest_bytes"])
+            needed_bytes += max(map(_temporary_bytes, new), default=0)
             born_bytes = sum(
                 _copies(it, group) * _bytes_on(device, group["params"])
                 for it in new
                 for group in it.param_groups
             )
-            needed_bytes = max(
-                live_bytes + _bytes_on(device, updated.values()), stats["highest_bytes"]
-            ) + max(map(_temporary_bytes, new), default=0)
             born_bytes -= max(0, self._left_bytes(device, needed_bytes))
             lock_ahead(self._allocator, device, born_bytes - stats["locked_ahead_bytes"])
 
@@ -104,6 +102,16 @@ class StateRoom:
             return 0
         taken_bytes = needed_bytes + self._used[device] + least_slack_bytes(budget_bytes)
         return budget_bytes - taken_bytes - FIRST_SLOTS * largest_slot_bytes(budget_bytes)
+
+
+def lock_ahead(allocator: Allocator, device: int, size_bytes: int) -> None:
+    """Begin to lock as much for homes that a GPU's tensors will get on this stream."""
+    if size_bytes > 0:
+        atexit.register(allocator.end_locking_ahead, device, gives_back=False)
+        # Without CUDA, in tests, there is the default stream alone.
+        has_streams = torch.cuda.is_initialized()
+        stream = CurrentStream(torch.device("cuda", device)).handle() if has_streams else 0
+        allocator.lock_ahead(device, size_bytes, stream)
 
 
 def _devices(parameters: Iterable[torch.Tensor]) -> Collection[int]:
