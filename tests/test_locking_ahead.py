@@ -53,13 +53,13 @@ def wait_for(is_so: Callable[[], bool]) -> None:
     ],
 )
 def test_what_has_no_room_is_locked(budget_gib: int, kind: str, options: Any, copies: int) -> None:
-    memory, locked_bytes = expected(budget_gib, kind, **options)
+    _, locked_bytes = expected(budget_gib, kind, **options)
     wait_for(lambda: locked_bytes() == copies * GIB)
-    memory.end_locking_ahead(0, gives_back=False)
+    time.sleep(0.0 if copies else 0.02)  # a thread would have locked some
     assert locked_bytes() == copies * GIB
 
 
-def test_homes_of_a_plan_are_served_and_the_rest_goes_back() -> None:
+def test_homes_of_a_plan_are_served() -> None:
     memory, locked_bytes = expected(8, "SGD")
     room = CudaRoom(memory, 0, 8 * GIB, PINNED)
     for gib in (2, 4):  # the second time there are two
@@ -69,8 +69,8 @@ def test_homes_of_a_plan_are_served_and_the_rest_goes_back() -> None:
     with memory.class_override(TensorClass.OPTIMIZER_STATE.number):
         memory.malloc(GIB // 2)
     assert memory.stats(0)["served"]["segment"] == segments
-    room.lock_ahead(0)
-    wait_for(lambda: memory.kind_stats(0)["pinned"]["reserved_bytes"] == GIB)
+    room.trim()  # as the next plan does
+    assert memory.kind_stats(0)["pinned"]["reserved_bytes"] == GIB
 
 
 def test_a_plan_asks_for_its_homes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +82,7 @@ def test_a_plan_asks_for_its_homes(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(6):
             model(torch.randn(8, 32)).square().mean().backward()
             optimizer.step()
-    plan = asked.index(streams.status[0].state_bytes)
-    assert not any(asked[:plan]) and asked[plan + 1] == 0  # after its first step
+    assert asked[0] == streams.status[0].state_bytes > 0  # all of it is streamed
 
 
 AMID_IT = """

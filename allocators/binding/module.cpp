@@ -483,10 +483,8 @@ NB_MODULE(_native, module) {
           "device"_a, "bytes"_a, "stream"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "end_locking_ahead",
-          [](Allocator& self, int device, bool gives_back) {
-            self.device(device).end_locking_ahead(gives_back);
-          },
-          "device"_a, "gives_back"_a, nb::call_guard<nb::gil_scoped_release>())
+          [](Allocator& self, int device) { self.device(device).end_locking_ahead(); }, "device"_a,
+          nb::call_guard<nb::gil_scoped_release>())
       .def(
           "count_page_locked",
           [](Allocator& self, int device, std::ptrdiff_t bytes) {

@@ -35,7 +35,7 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
       budget_(config.device_budget_bytes, stats_.budget_bytes, limits) {}
 
 DeviceAllocator::~DeviceAllocator() {
-  end_locking_ahead(false);
+  end_locking_ahead();
   const BothLocks locks(locks_);
   synchronize_events();
   for (const auto& [stream, heaps] : heaps_)

@@ -1,6 +1,7 @@
 // The caching allocator of one device: heaps of cached blocks, cut from segments of four kinds.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -109,8 +110,7 @@ class DeviceAllocator {
   std::size_t set_device_room(TensorClass tensor_class, std::size_t bytes);
   // Locks memory for later requests that are page-locked, beside the program; ends what was begun.
   void lock_ahead(std::size_t bytes, StreamId stream);
-  // Returns when it has ended. With `gives_back` at once: what is cached then goes back meanwhile.
-  void end_locking_ahead(bool gives_back);
+  void end_locking_ahead();
   // Counts page-locked memory that somebody else has mapped on the device, by `bytes` more or less:
   // its page tables are in device memory, too.
   void count_page_locked(std::ptrdiff_t bytes);
@@ -246,7 +246,6 @@ class DeviceAllocator {
   std::size_t segment_bytes_for(const Heap& heap, std::size_t bytes) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
   Block* add_segment(const Segment& fresh);
-  void lock_segments(Heap& heap, std::size_t bytes);
   bool lock_segment(Heap& heap, std::size_t bytes);
   void wait_for_locking(std::unique_lock<std::mutex>& books, const Heap& heap, std::size_t bytes);
   void prepare(Segment& segment);
@@ -311,7 +310,7 @@ class DeviceAllocator {
   std::recursive_mutex locker_mutex_;  // of the thread that locks ahead; taken first
   std::thread locker_;
   int locker_process_ = 0;
-  bool locking_ends_ = true, gives_back_locked_ = false;
+  std::atomic<bool> locking_ends_ = true;
   const Heap* locking_heap_ = nullptr;  // of the segment that is being locked; nullptr: none is
   std::size_t locking_bytes_ = 0;
   std::condition_variable segment_locked_;

@@ -15,47 +15,29 @@ namespace umem {
 
 void DeviceAllocator::lock_ahead(std::size_t bytes, StreamId stream) {
   const std::lock_guard owner(locker_mutex_);
-  end_locking_ahead(false);
+  end_locking_ahead();
   const std::lock_guard lock(locks_.books);
   Heap& heap = heap_for(routes_.route_for(TensorClass::optimizer_state, bytes), stream, nullptr);
   if (bytes < kPageBytes || heap.kind != MemoryKind::pinned || paused_ != nullptr) return;
-  locking_ends_ = gives_back_locked_ = false;
+  locking_ends_ = false;
   locker_process_ = getpid();
   const SignalsBlocked blocked;
-  locker_ = std::thread([this, &heap, bytes] { lock_segments(heap, bytes); });
-}
-
-void DeviceAllocator::end_locking_ahead(bool gives_back) {
-  const std::lock_guard owner(locker_mutex_);
-  if (!locker_.joinable()) return;
-  {
-    const std::lock_guard lock(locks_.books);
-    locking_ends_ = true;
-    gives_back_locked_ |= gives_back;
-  }
-  segment_locked_.notify_all();
-  if (locker_process_ != getpid())
-    locker_.detach();  // the parent's
-  else if (!gives_back)
-    locker_.join();
-}
-
-// The thread stays until its memory may go back, which waits for the device.
-void DeviceAllocator::lock_segments(Heap& heap, std::size_t bytes) {
-  for (std::size_t part; bytes != 0; bytes -= part) {
-    part = std::min(bytes, kMostPinnedSegmentBytes);
-    if (!lock_segment(heap, round_up(part, kPageBytes))) break;
-  }
-  std::unique_lock ended(locks_.books);
-  segment_locked_.wait(ended, [this] { return locking_ends_; });
-  ended.unlock();
-  const BothLocks locks(locks_);
-  if (!gives_back_locked_ || !active_pools_.empty()) return;
-  std::vector<Spare> spares = segments_.spares();
-  std::erase_if(spares, [](const Spare& spare) {
-    return spare.block->segment->heap->kind != MemoryKind::pinned;
+  locker_ = std::thread([this, &heap, left = bytes]() mutable {
+    for (std::size_t part = 0; left != 0; left -= part) {
+      part = std::min(left, kMostPinnedSegmentBytes);
+      if (!lock_segment(heap, round_up(part, kPageBytes))) return;
+    }
   });
-  release_spares(std::move(spares));
+}
+
+void DeviceAllocator::end_locking_ahead() {
+  const std::lock_guard owner(locker_mutex_);
+  locking_ends_ = true;
+  if (!locker_.joinable()) return;
+  if (locker_process_ == getpid())
+    locker_.join();
+  else
+    locker_.detach();  // the parent's
 }
 
 bool DeviceAllocator::lock_segment(Heap& heap, std::size_t bytes) {

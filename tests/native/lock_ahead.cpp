@@ -37,13 +37,13 @@ struct Host : Machine {
   std::atomic<bool> held = false, asked = false;
 };
 
-TEST(homes_are_served_within_limits_and_the_rest_goes_back) {
+TEST(homes_are_served_within_limits) {
   Host host;
   host.lock(8 * GiB);
   while (host.locked() < 3 * GiB) std::this_thread::yield();
   for (int i = 0; i < 17; ++i) host.allocate_state(64 * MiB);
   CHECK_EQUAL(host.source.requests(), 3U);
-  for (const bool gives_back : {true, false}) host.device.end_locking_ahead(gives_back);
+  host.device.empty_cache();
   CHECK_EQUAL(host.source.held_bytes(), 2 * GiB);
 }
 
@@ -64,7 +64,7 @@ TEST(a_refusal_leaves_nothing) {
   Host host;
   host.source.set_throws(true);
   host.lock(3 * GiB);
-  host.device.end_locking_ahead(false);
+  host.device.end_locking_ahead();
   host.source.set_throws(false);
   host.allocate_state(3 * GiB);
   CHECK_EQUAL(host.locked(), 0U);
@@ -80,7 +80,7 @@ TEST(a_fork_and_a_pause_amid_it) {
   if (child == 0) {
     alarm(20);  // kills the child, and so fails the test
     host.allocate_state(48 * MiB);
-    host.device.end_locking_ahead(true);
+    host.device.end_locking_ahead();
     _exit(EXIT_SUCCESS);
   }
   int status = 0;

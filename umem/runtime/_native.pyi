@@ -99,9 +99,9 @@ class Allocator:
 
         Beside it `budget_bytes` (current/peak/...): what counts against the device budget, that is
         segments on the device, cached ones too, and the page tables there of page-locked memory.
-        And `highest_bytes`: the most bytes of live blocks ever, which nothing resets;
-        `locked_ahead_bytes`: what :meth:`lock_ahead` has locked. And `served`: how many requests
-        each rung of the allocator's ladder has served, by its name."""
+        And `highest_bytes`: the most bytes of live blocks ever, which nothing resets. And `served`:
+        how many requests each rung of the allocator's ladder has served, by its name. And
+        `locked_ahead_bytes`: what `lock_ahead` has locked."""
     def class_stats(self, device: int) -> list[dict[str, dict[str, int]]]:
         """Per class: stat (allocation, allocated_bytes, requested_bytes) -> current/peak/..."""
     def pool_stats(self, device: int) -> list[dict[str, Any]]:
@@ -126,8 +126,7 @@ class Allocator:
         Returns the bytes that were left before."""
     def lock_ahead(self, device: int, bytes: int, stream: int) -> None:
         """Page-lock memory for later requests of optimizer state, beside the program."""
-    def end_locking_ahead(self, device: int, gives_back: bool) -> None:
-        """Return when it has ended. With `gives_back` at once: what is cached then goes back."""
+    def end_locking_ahead(self, device: int) -> None: ...
     def count_page_locked(self, device: int, bytes: int) -> None:
         """Count page-locked memory of others on this device, by `bytes` more or less.
 

@@ -148,10 +148,10 @@ class Classifier:
         self._tag_parameters(module.parameters())
         self._tag(buffers_of(module), TensorClass.OTHER)
         self.on_root(module)
-        if self._state_room is not None:
-            self._state_room.expect(module)
         if outer is not None:
             enter_running_forward(outer)
+        if self._state_room is not None:
+            self._state_room.expect(module)
 
     def _on_parameter(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None:

@@ -32,5 +32,5 @@ class DeviceRoom(Protocol):
         """Give back all memory that no tensor has."""
 
     def lock_ahead(self, home_bytes: int) -> None:
-        """Begin to lock memory for so many bytes of homes; with 0 end, and give the rest back."""
+        """Begin to lock host memory for homes of so many bytes in all."""
         return

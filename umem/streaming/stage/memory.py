@@ -168,7 +168,5 @@ class CudaRoom(DeviceRoom):
 
     def lock_ahead(self, home_bytes: int) -> None:
         """Have the allocator lock what it does not hold."""
-        if not home_bytes:
-            return self._allocator.end_locking_ahead(self._device, gives_back=True)
         held_bytes = self._allocator.kind_stats(self._device)["pinned"]["reserved_bytes"]
         lock_ahead(self._allocator, self._device, home_bytes - held_bytes)

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["StateRoom", "lock_ahead"]
 
 _TWO_AVERAGES = torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam
-"""Optimizers with two tensors of state as large as a parameter, or three."""
+"""Optimizers with two tensors of state as large as a parameter, or three: the most."""
 
-_MOST_COPIES = 5
-"""The gradient, three tensors of state, and what functions over lists allocate."""
+_MOST_COPIES = 3
 
 
 class StateRoom:
@@ -56,37 +55,35 @@ class StateRoom:
 
         It is no more than the first step asks for, whose activations take room, too.
         """
-        trained = [it for it in model.parameters() if it.requires_grad]
-        for device in _devices(trained) if torch.is_grad_enabled() else ():
-            stats = self._allocator.stats(device)
-            live_bytes = stats["allocated_bytes"]["all"]["current"]
-            most_bytes = live_bytes + _MOST_COPIES * _bytes_on(device, trained)
-            if self._budgets[device] is None or most_bytes <= self._left_bytes(device, 0):
+        trained = [it for it in model.parameters() if it.requires_grad and it.is_cuda]
+        if not torch.is_grad_enabled():
+            return
+        for device in {it.device.index or 0 for it in trained}:
+            stats, trained_bytes = self._allocator.stats(device), _bytes_on(device, trained)
+            live_bytes = stats["allocated_bytes"]["all"]["current"] + trained_bytes  # gradients
+            room_bytes = self._left_bytes(device, live_bytes)
+            if self._budgets[device] is None or room_bytes > _MOST_COPIES * trained_bytes:
                 continue
             # No list of torch's has all optimizers.
             every = [it for it in gc.get_objects() if issubclass(type(it), Optimizer)]
-            new = [it for it in every if vars(it).get("param_groups") and not it.state]
-            updated = {id(it): it for some in new for it in optimizer_parameters(some)}
-            needed_bytes = live_bytes + _bytes_on(device, updated.values())
-            needed_bytes = max(needed_bytes, stats["highest_bytes"])
-            needed_bytes += max(map(_temporary_bytes, new), default=0)
             born_bytes = sum(
                 _copies(it, group) * _bytes_on(device, group["params"])
-                for it in new
+                for it in every
+                if not it.state
                 for group in it.param_groups
             )
-            born_bytes -= max(0, self._left_bytes(device, needed_bytes))
-            lock_ahead(self._allocator, device, born_bytes - stats["locked_ahead_bytes"])
+            born_bytes -= max(0, room_bytes) + stats["locked_ahead_bytes"]
+            lock_ahead(self._allocator, device, born_bytes)
 
     def open(self, optimizer: Optimizer) -> None:
         """Before a step in which an optimizer makes state: give what no earlier pass has needed."""
-        for device in _devices(optimizer_parameters(optimizer)):
+        for device in _devices(optimizer):
             self._given[device] = room_bytes = self._room_bytes(optimizer, device)
             self._allocator.set_device_room(device, TensorClass.OPTIMIZER_STATE.number, room_bytes)
 
     def close(self, optimizer: Optimizer) -> None:
         """Behind that step."""
-        for device in _devices(optimizer_parameters(optimizer)):
+        for device in _devices(optimizer):
             left = self._allocator.set_device_room(device, TensorClass.OPTIMIZER_STATE.number, 0)
             self._used[device] += self._given[device] - left
             self._given[device] = 0
@@ -107,15 +104,15 @@ class StateRoom:
 def lock_ahead(allocator: Allocator, device: int, size_bytes: int) -> None:
     """Begin to lock as much for homes that a GPU's tensors will get on this stream."""
     if size_bytes > 0:
-        atexit.register(allocator.end_locking_ahead, device, gives_back=False)
+        atexit.register(allocator.end_locking_ahead, device)
         # Without CUDA, in tests, there is the default stream alone.
         has_streams = torch.cuda.is_initialized()
         stream = CurrentStream(torch.device("cuda", device)).handle() if has_streams else 0
         allocator.lock_ahead(device, size_bytes, stream)
 
 
-def _devices(parameters: Iterable[torch.Tensor]) -> Collection[int]:
-    found = {it.device for it in parameters if it.device.type == "cuda"}
+def _devices(optimizer: Optimizer) -> Collection[int]:
+    found = {it.device for it in optimizer_parameters(optimizer) if it.device.type == "cuda"}
     return {device.index or 0 for device in found}
 
 

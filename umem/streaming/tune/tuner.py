@@ -220,7 +220,6 @@ class StreamTuner:
             self._try(self._measuring.step_begins)
 
     def _step_ends(self) -> None:
-        self._room.lock_ahead(0)
         figures = self._measuring.step_ends() if self.is_measuring else None
         if self._is_stale or self._planning.has_other_members:
             self._start_over()
