@@ -116,6 +116,7 @@ nb::dict to_dict(const DeviceStats& stats) {
   dict["requested_bytes"] = to_dict(stats.requested_bytes);
   dict["budget_bytes"] = to_dict(stats.budget_bytes);
   dict["highest_bytes"] = stats.highest_bytes;
+  dict["locked_ahead_bytes"] = stats.locked_ahead_bytes;
   dict["oversize_allocations"] = to_dict(Stat{});
   dict["oversize_segments"] = to_dict(Stat{});
   dict["max_split_size"] = -1;
@@ -474,6 +475,16 @@ NB_MODULE(_native, module) {
             return self.device(device).set_device_room(class_of(tensor_class), bytes);
           },
           "device"_a, "tensor_class"_a, "bytes"_a)
+      .def(
+          "lock_ahead",
+          [](Allocator& self, int device, std::size_t bytes, StreamId stream) {
+            self.device(device).lock_ahead(bytes, stream);
+          },
+          "device"_a, "bytes"_a, "stream"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "end_locking_ahead",
+          [](Allocator& self, int device) { self.device(device).end_locking_ahead(); }, "device"_a,
+          nb::call_guard<nb::gil_scoped_release>())
       .def(
           "count_page_locked",
           [](Allocator& self, int device, std::ptrdiff_t bytes) {

@@ -35,6 +35,7 @@ DeviceAllocator::DeviceAllocator(int device, const Config& config, SegmentSource
       budget_(config.device_budget_bytes, stats_.budget_bytes, limits) {}
 
 DeviceAllocator::~DeviceAllocator() {
+  end_locking_ahead();
   const BothLocks locks(locks_);
   synchronize_events();
   for (const auto& [stream, heaps] : heaps_)
@@ -76,7 +77,7 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
     std::tie(heap, bytes) = heap_and_bytes_for(request);
   };
   {
-    const std::lock_guard lock(locks_.books);
+    std::unique_lock lock(locks_.books);
     if (!cache_closed_) {
       choose_heap();
       if (Block* best = find_cached(*heap, bytes);
@@ -84,6 +85,7 @@ void* DeviceAllocator::serve(Request request, Shortage& shortage) {
         ++stats_.served[static_cast<std::size_t>(Rung::cached)];
         return hand_out(take(*heap, best, bytes), request.bytes, request.tensor_class);
       }
+      wait_for_locking(lock, *heap, bytes);
     }
   }
   // The driver is needed, for advice or for memory, unless the cache was filled in the meantime.

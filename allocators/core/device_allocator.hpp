@@ -1,12 +1,15 @@
 // The caching allocator of one device: heaps of cached blocks, cut from segments of four kinds.
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -72,6 +75,8 @@ struct PauseReport {
   std::size_t host_bytes;      // of the copy of what was returned
 };
 
+inline constexpr std::size_t kMostPinnedSegmentBytes = std::size_t{1} << 30;
+
 using StreamFilter = std::function<bool(StreamId)>;
 
 // Thread-safe, see Note [Locks of a device] in locks.hpp.
@@ -103,6 +108,9 @@ class DeviceAllocator {
   // request that does not fit, and those behind it, are served as the class's own. Returns what was
   // left before.
   std::size_t set_device_room(TensorClass tensor_class, std::size_t bytes);
+  // Locks memory for later requests that are page-locked, beside the program; ends what was begun.
+  void lock_ahead(std::size_t bytes, StreamId stream);
+  void end_locking_ahead();
   // Counts page-locked memory that somebody else has mapped on the device, by `bytes` more or less:
   // its page tables are in device memory, too.
   void count_page_locked(std::ptrdiff_t bytes);
@@ -237,6 +245,9 @@ class DeviceAllocator {
 
   std::size_t segment_bytes_for(const Heap& heap, std::size_t bytes) const;
   Block* new_segment(Heap& heap, std::size_t bytes, Shortage& shortage);
+  Block* add_segment(const Segment& fresh);
+  bool lock_segment(Heap& heap, std::size_t bytes);
+  void wait_for_locking(std::unique_lock<std::mutex>& books, const Heap& heap, std::size_t bytes);
   void prepare(Segment& segment);
   bool reserve(const Heap& heap, std::size_t bytes, Shortage& shortage);
   bool waiting_helps(const Attempt& attempt) const;
@@ -296,6 +307,13 @@ class DeviceAllocator {
   SharedLimits& limits_;
 
   mutable Locks locks_;
+  std::recursive_mutex locker_mutex_;  // of the thread that locks ahead; taken first
+  std::thread locker_;
+  int locker_process_ = 0;
+  std::atomic<bool> locking_ends_ = true;
+  const Heap* locking_heap_ = nullptr;  // of the segment that is being locked; nullptr: none is
+  std::size_t locking_bytes_ = 0;
+  std::condition_variable segment_locked_;
   bool cache_closed_ = false;  // the device is being paused or resumed: allocations wait
   StreamUses uses_{device_, driver_, locks_};
   Routes routes_;

@@ -32,7 +32,6 @@ constexpr std::size_t kSmallRequestBytes = std::size_t{1} << 20;
 constexpr std::size_t kMediumSegmentBytes = std::size_t{8} << 20;  // for requests of 1 to 2 MiB
 constexpr std::size_t kLargeSegmentBytes = std::size_t{20} << 20;
 constexpr std::size_t kMinExactSegmentBytes = std::size_t{10} << 20;  // from here, just enough
-constexpr std::size_t kMostPinnedSegmentBytes = std::size_t{1} << 30;
 
 std::size_t standard_segment_bytes(Tier tier, std::size_t bytes) {
   if (tier == Tier::small)
@@ -171,18 +170,23 @@ Block* DeviceAllocator::new_segment(Heap& heap, std::size_t bytes, Shortage& sho
                 .raw_bytes = raw_bytes,
                 .heap = &heap};
   prepare(fresh);
-  if (heap.kind == MemoryKind::pinned) count_page_tables(segment_bytes);
+  Block* block = add_segment(fresh);
+  segments_.cut(block, bytes);
+  return block;
+}
 
-  // From here on the lock is held: the block is in no heap until it is handed out.
+// Books a segment. The lock is held from here on: its block is in no heap yet.
+Block* DeviceAllocator::add_segment(const Segment& fresh) {
+  Heap& heap = *fresh.heap;
+  if (heap.kind == MemoryKind::pinned) count_page_tables(fresh.bytes);
   Block* block = segments_.add(fresh);
-  count_memory(heap, segment_bytes, raw_bytes, true);
+  count_memory(heap, fresh.bytes, fresh.raw_bytes, true);
   system_bytes_ += fresh.device_bytes;
   heap.grow_patient();
   if (heap.pool != nullptr) {
     ++heap.pool->segments;
-    heap.pool->reserved_bytes += segment_bytes;
+    heap.pool->reserved_bytes += fresh.bytes;
   }
-  segments_.cut(block, bytes);
   return block;
 }
 

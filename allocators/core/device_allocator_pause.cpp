@@ -44,6 +44,7 @@ class FlagSet {
 }  // namespace
 
 PauseReport DeviceAllocator::pause(std::size_t host_available_bytes) {
+  end_locking_ahead();
   std::unique_ptr<HostCopy> copy;  // after a failure it is freed without the locks
   const BothLocks locks(locks_);
   const std::string gpu = "GPU " + std::to_string(device_);

@@ -106,6 +106,7 @@ struct DeviceStats {
   std::array<ClassStats, kClasses> by_class;
   std::array<std::int64_t, kRungs> served{};  // requests, by rung
   std::int64_t highest_bytes = 0;      // peak of allocated_bytes that is never reset
+  std::int64_t locked_ahead_bytes = 0;  // page-locked before it was asked for; never reset
   std::int64_t uncached_ns = 0;        // of requests that the cache had no memory for; never reset
   std::int64_t num_alloc_retries = 0;  // the cache was freed to serve a request
   std::int64_t num_ooms = 0;

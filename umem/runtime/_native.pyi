@@ -100,7 +100,8 @@ class Allocator:
         Beside it `budget_bytes` (current/peak/...): what counts against the device budget, that is
         segments on the device, cached ones too, and the page tables there of page-locked memory.
         And `highest_bytes`: the most bytes of live blocks ever, which nothing resets. And `served`:
-        how many requests each rung of the allocator's ladder has served, by its name."""
+        how many requests each rung of the allocator's ladder has served, by its name. And
+        `locked_ahead_bytes`: what `lock_ahead` has locked."""
     def class_stats(self, device: int) -> list[dict[str, dict[str, int]]]:
         """Per class: stat (allocation, allocated_bytes, requested_bytes) -> current/peak/..."""
     def pool_stats(self, device: int) -> list[dict[str, Any]]:
@@ -123,6 +124,9 @@ class Allocator:
 
         The first one that does not fit, and those behind it, are served as the class's own.
         Returns the bytes that were left before."""
+    def lock_ahead(self, device: int, bytes: int, stream: int) -> None:
+        """Page-lock memory for later requests of optimizer state, beside the program."""
+    def end_locking_ahead(self, device: int) -> None: ...
     def count_page_locked(self, device: int, bytes: int) -> None:
         """Count page-locked memory of others on this device, by `bytes` more or less.
 

@@ -150,6 +150,8 @@ class Classifier:
         self.on_root(module)
         if outer is not None:
             enter_running_forward(outer)
+        if self._state_room is not None:
+            self._state_room.expect(module)
 
     def _on_parameter(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None:

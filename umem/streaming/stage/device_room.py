@@ -30,3 +30,7 @@ class DeviceRoom(Protocol):
 
     def trim(self) -> None:
         """Give back all memory that no tensor has."""
+
+    def lock_ahead(self, home_bytes: int) -> None:
+        """Begin to lock host memory for homes of so many bytes in all."""
+        return

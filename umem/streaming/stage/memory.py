@@ -17,6 +17,7 @@ from umem.runtime.unfilled_memory import unfilled_bytes, unfilled_like
 from umem.runtime.unguarded import addresses_of
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.homes import StateMemory, is_whole
+from umem.streaming.stage.state_room import lock_ahead
 
 if TYPE_CHECKING:
     from umem.runtime._native import Allocator
@@ -164,3 +165,8 @@ class CudaRoom(DeviceRoom):
     def trim(self) -> None:
         """Give cached segments back."""
         self._allocator.empty_cache()
+
+    def lock_ahead(self, home_bytes: int) -> None:
+        """Have the allocator lock what it does not hold."""
+        held_bytes = self._allocator.kind_stats(self._device)["pinned"]["reserved_bytes"]
+        lock_ahead(self._allocator, self._device, home_bytes - held_bytes)

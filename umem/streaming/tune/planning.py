@@ -255,6 +255,7 @@ class Planning:
         if ending is not None:
             ending.set_plan(self.named)
         self._room.trim()
+        self._room.lock_ahead(self._host_bytes() - self.copied_bytes)
         if whole.overflow_bytes:
             self._warn(error, whole)
         self._log(whole)
