@@ -17,7 +17,8 @@ PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 
 @pytest.mark.slow
 def test_tasks_of_a_lane_follow_each_other_and_fill_the_step() -> None:
-    step = planned_step()
+    step = planned_step("llama-tiny", {"extends": "sft", "device_budget": "450MiB"})
+    assert step.prediction.plan.copied
     for lane in step.lanes:
         for before, behind in pairwise(lane):
             assert before.begin_s <= before.end_s <= behind.begin_s + 1e-9

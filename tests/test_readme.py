@@ -61,12 +61,14 @@ def test_predictions_are_the_committed_ones(page: str, options: str, kept: str) 
 
 @pytest.mark.slow
 def test_streamed_weights_are_predicted_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the code as it is."""
+    """By the code as it is; of the two simulations, the longer is the other at another size."""
     monkeypatch.chdir(ROOT)
     text = (RESULTS / "predicted-weights.txt").read_text(encoding="utf-8")
     kept = re.findall(r"^\$ umem (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
     assert len(kept) == 6
     for words, answer in kept:
+        if words.startswith("simulate --model llama-2-13b"):
+            continue
         said = CliRunner(env={"COLUMNS": "80"}).invoke(app, shlex.split(words))
         lines = [line.rstrip() for line in said.output.strip().splitlines()]
         assert lines == answer.strip().splitlines(), words
@@ -136,10 +138,10 @@ def test_the_first_hour_runs_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("umem").symlink_to(ROOT)
     said = ""
     for line in re.findall(r"^\$ (.*)$", page, re.MULTILINE):
-        if "●" in line or line.startswith(("git ", "pip ", "rm ", "umem top")):
+        if "●" in line or line.startswith(("git ", "pip ", "rm ", "umem top", "python ")):
             continue
-        if line.startswith("umem ") and "umem run" not in line and ">" not in line:
-            done = CliRunner().invoke(app, shlex.split(line, comments=True)[1:])
+        if line.startswith("umem ") and "umem run" not in line:
+            done = CliRunner().invoke(app, shlex.split(line.partition(" > ")[0], comments=True)[1:])
             status, output = done.exit_code, done.output
         else:
             ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True)

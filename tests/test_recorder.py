@@ -119,9 +119,9 @@ class Silent(Training):
         pass
 
 
-def recorded(training: Training, steps: int = 13, **options: Any) -> Trace:
-    with umem.record(training.model, training.optimizer, **options) as recording:
-        for _ in range(steps):
+def recorded(training: Training, **options: Any) -> Trace:
+    with umem.record(training.model, training.optimizer, steps=2, **options) as recording:
+        while not recording.done:
             training.step()
     assert recording.done
     check_trace(recording.trace, "test")

@@ -50,31 +50,24 @@ if __name__ == "__main__":
     sys.exit(3)
 """
 
-# A worker of each kind must import the script again to find Squares and square.
+# A worker must import the script again to find Squares.
 SPAWN = """
-import multiprocessing
 import torch
 import umem
-
-def square(number):
-    return number * number, umem.is_enabled()
 
 class Squares(torch.utils.data.Dataset):
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
-        return square(index)[0]
+        return index * index, umem.is_enabled()
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        print(pool.map(square, range(4)))
     loader = torch.utils.data.DataLoader(Squares(), 2, num_workers=1,
                                          multiprocessing_context="spawn")
-    print([batch.tolist() for batch in loader])
+    print([(squares.tolist(), any(enabled)) for squares, enabled in loader])
 """
-SPAWN_OUTPUT = "[(0, False), (1, False), (4, False), (9, False)]\n[[0, 1], [4, 9]]\n"
+SPAWN_OUTPUT = "[([0, 1], False), ([4, 9], False)]\n"
 
 
 def write(path: Path, source: str) -> Path:

@@ -274,7 +274,7 @@ def one(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [[halves], [one, one], [one, halves, one]])
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 1.0])
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 def test_trainings_keep_one_budget(parts: list[Any], share: float) -> None:
     least_bytes = 2 * LAYER_STATE * len(parts)
     more_bytes = MODEL_SAVED + least_bytes + int(share * MODEL_STATE * len(parts))
@@ -410,7 +410,7 @@ MODEL_WEIGHTS = MODEL_STATE // 2
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [[one, one], [halves, one], [frozen, one], [one, frozen]])
-@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.3, 1.0])
 def test_weights_that_are_streamed_keep_the_same_budget(parts: list[Any], share: float) -> None:
     """A model without optimizers is as a teacher: it is called in each step of the other one."""
 

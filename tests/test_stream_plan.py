@@ -250,13 +250,7 @@ def test_clipping_takes_longer_for_gradients_on_the_host(two_way: Hardware) -> N
 
     def step_s(other_s: float, **settings: Any) -> float:
         return simulate_stream(
-            units,
-            (),
-            0,
-            hardware=hardware,
-            other_s=other_s,
-            copied_gradients=[1],
-            **settings,
+            units, (), 0, hardware=hardware, other_s=other_s, copied_gradients=[1], **settings
         ).step_s
 
     # Three times 40 MiB through memory take 0.1 ms: a norm, and a product read and written.
@@ -304,12 +298,7 @@ def test_the_host_updates_a_unit_beside_the_passes(two_way: Hardware) -> None:
     units = [replace(BACK, gradient_bytes=20 * MIB, name=name) for name in ("first", "second")]
     for number, step in enumerate((0.5 + 0.5 + 1 + 0.5, 0.5 + 0.5 + 1 + 0.5 - 0.25)):
         timing = simulate_stream(
-            units,
-            [1 - number],
-            0,
-            hardware=hardware,
-            copied_gradients=[number],
-            hosts=[number],
+            units, [1 - number], 0, hardware=hardware, copied_gradients=[number], hosts=[number]
         )
         # The other unit is updated by the program, before it goes on.
         hidden = 0.5 if number == 0 else 0.5 + 0.5
@@ -334,12 +323,7 @@ def test_the_host_updates_a_unit_beside_the_passes(two_way: Hardware) -> None:
             120,
         ),
         # A second batch is added to them, read and written.
-        (
-            {"copied_gradients": [3], "batches": 2, "adds_at_home": True},
-            6 + 4 + 6 + 3,
-            2,
-            0,
-        ),
+        ({"copied_gradients": [3], "batches": 2, "adds_at_home": True}, 6 + 4 + 6 + 3, 2, 0),
         # They leave in the last batch only.
         ({"copied_gradients": [3], "batches": 2, "final_gradients": [3]}, 4 + 6 + 3, 2, 0),
         # They come back after the first unit's backward pass, and the update finds them there.
@@ -471,12 +455,7 @@ def test_a_deferred_step_is_never_slower(
     hardware = machine_of(machine, figures)
     deferred, waiting = (
         simulate_stream(
-            units,
-            resident,
-            slots,
-            hardware=hardware,
-            other_s=backward_s,
-            is_deferred=is_deferred,
+            units, resident, slots, hardware=hardware, other_s=backward_s, is_deferred=is_deferred
         ).step_s
         for is_deferred in (True, False)
     )
@@ -877,11 +856,7 @@ def test_memory_with_gradients_on_the_host(
 
 @pytest.mark.parametrize(
     ("first_mib", "unseen", "returning"),
-    [
-        (0, 9, {4: 1, 5: 2, 6: 3, 7: 4}),
-        (260, 9, {4: 1, 5: 2}),
-        (0, 2, {4: 1, 5: 1, 6: 3, 7: 4}),
-    ],
+    [(0, 9, {4: 1, 5: 2, 6: 3, 7: 4}), (260, 9, {4: 1, 5: 2}), (0, 2, {4: 1, 5: 1, 6: 3, 7: 4})],
 )
 def test_gradients_come_back_where_activations_have_made_room(
     machine: Hardware, first_mib: int, unseen: int, returning: dict[int, int]
@@ -923,11 +898,7 @@ def test_gradients_come_back_for_later_batches_where_there_is_room_for_some(
     """Weights take 100 MiB, and each of sixteen units makes 40 MiB of gradients."""
     units, step = with_gradients([40] * 16, 3, holds=False)
     units = [replace(it, backward_s=1 * MS) for it in units]
-    settings: dict[str, Any] = {
-        "hardware": machine,
-        "step_peak_bytes": step * MIB,
-        "batches": 3,
-    }
+    settings: dict[str, Any] = {"hardware": machine, "step_peak_bytes": step * MIB, "batches": 3}
     plan = fastest(units, budget_bytes=460 * MIB, **settings)
     assert not plan.adds_at_home
     # Beside 40 MiB that a unit makes, there are those of five that come, or leave.

@@ -17,12 +17,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import HardwareError, PlanError, TraceError
 from umem.hardware import Hardware
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.predict.stream_prediction import (
-    StreamedStep,
-    predict_stream,
-    stream_row,
-    streamed_step,
-)
+from umem.predict.stream_prediction import StreamedStep, predict_stream, stream_row, streamed_step
 from umem.streaming.plan import (
     StreamProblem,
     WeightUnit,

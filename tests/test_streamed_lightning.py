@@ -74,11 +74,7 @@ def batches(count: int) -> Any:
 
 
 def train(
-    folder: Path,
-    make_decoder: type[Decoder] = Decoder,
-    *,
-    adapts: bool = False,
-    **options: Any,
+    folder: Path, make_decoder: type[Decoder] = Decoder, *, adapts: bool = False, **options: Any
 ) -> Any:
     """Train, then begin anew from the checkpoint in the middle. Returns what can be compared."""
     found: list[Any] = []

@@ -158,11 +158,7 @@ ENGINES = {
     "returning-gradients": Engine({"copied_gradients": UNITS, "returning": BACK}),
     "host": Engine({"hosts": HOSTS, "copied_gradients": UNITS}, check=the_host_updates),
     "host-in-pieces": Engine(
-        {
-            "hosts": HOSTS,
-            "copied_gradients": HOSTS,
-            "make_model": NetWithFlat,
-        },
+        {"hosts": HOSTS, "copied_gradients": HOSTS, "make_model": NetWithFlat},
         (0.5,),
         the_host_updates,
     ),
@@ -198,10 +194,7 @@ ENGINES = {
         in_backward(WATCHED), check=units_are_updated_in_the_backward_pass, refuses=NEEDS_GRADIENTS
     ),
     "recomputed-in-backward": Engine(
-        in_backward(WATCHED, recomputes=True),
-        (0.5,),
-        blocks_run_again,
-        leaves_out=NEEDS_GRADIENTS,
+        in_backward(WATCHED, recomputes=True), (0.5,), blocks_run_again, leaves_out=NEEDS_GRADIENTS
     ),
     "in-backward-in-pieces": Engine(
         in_backward(WATCHED, make_model=NetWithFlat),
@@ -212,37 +205,40 @@ ENGINES = {
 }
 
 
-OFTEN = frozenset(("state", "weights", "in-backward"))
+OFTEN = ("state", "weights", "in-backward")
 """Engines of the fast tests. The others use the same parts."""
 
 BY_TURNS = (
-    ("state-in-pieces", "state-with-a-number-in-pieces"),
+    ("weights-and-state",),
+    ("state-in-pieces", "state-with-a-number-in-pieces", "host-in-pieces"),
     ("temporary-slots", "temporary-slots-at-the-step"),
-    ("gradients", "returning-gradients"),
-    ("host", "host-in-pieces"),
-    ("recomputed", "recomputed-with-weights-and-state"),
-    ("checkpoints-left-out", "checkpoints-left-out-with-weights-and-state"),
-    ("caches-of-eight-bits", "weights-and-caches-of-eight-bits"),
-    ("recomputed-in-backward", "in-backward-in-pieces"),
+    ("gradients", "returning-gradients", "host"),
+    (
+        *("recomputed", "recomputed-with-weights-and-state"),
+        *("checkpoints-left-out", "checkpoints-left-out-with-weights-and-state"),
+    ),
+    ("weights-of-four-bits", "caches-of-eight-bits", "weights-and-caches-of-eight-bits"),
+    ("in-backward-watched", "recomputed-in-backward", "in-backward-in-pieces"),
 )
-"""Engines of the same parts: every use meets one of two, every second use the same one."""
+"""Engines of the same parts: every use meets one of each line, the next use the next one."""
 
 
 def cases() -> Iterator[Any]:
     """Use, engine and eagerness; by use first, whose stock runs are kept for all its engines.
 
-    Slow ones have one eagerness by turns, so that each use and each engine meets all.
+    Each engine has its eagernesses by turns, but for the first two, where each use meets both.
     """
     for number, use in enumerate(USES):
-        others = {two[number % 2] for two in BY_TURNS}
-        for turn, (name, engine) in enumerate(ENGINES.items(), number // 2):
-            if use.__name__ in engine.leaves_out or name in others:
+        for names in (*((it,) for it in OFTEN), *BY_TURNS):
+            able = [it for it in names if use.__name__ not in ENGINES[it].leaves_out]
+            if not able:
                 continue
-            is_often = name in OFTEN
+            turn, place = divmod(number, len(able))
+            name, engine = able[place], ENGINES[able[place]]
             chosen = engine.eagerness[turn % len(engine.eagerness)]
-            for eagerness in engine.eagerness if is_often else (chosen,):
+            for eagerness in engine.eagerness if name in OFTEN[:2] else (chosen,):
                 case_id = f"{use.__name__}-{name}-{eagerness}"
-                marks = () if is_often else (pytest.mark.slow,)
+                marks = () if name in OFTEN else (pytest.mark.slow,)
                 yield pytest.param(use, engine, eagerness, id=case_id, marks=marks)
 
 
@@ -264,7 +260,8 @@ def test_whatever_the_program_does(
     data=st.data(),
     eagerness=st.floats(0, 0.99),
     seed=st.integers(0, 100),
-    slots=st.integers(1, 6),
+    slots=st.integers(0, 6),
+    most_buffers=st.sampled_from([None, None, 0, 1]),
     resident=st.sets(st.sampled_from(["stem", "layers.0", "layers.2", "head", ""])),
 )
 def test_uses_in_any_order(
@@ -273,17 +270,19 @@ def test_uses_in_any_order(
     eagerness: float,
     seed: int,
     slots: int,
+    most_buffers: int | None,
     resident: set[str],
 ) -> None:
     engine = ENGINES[name]
     allowed = [use for use in USES if use.__name__ not in engine.refuses]
-    uses = data.draw(st.lists(st.sampled_from(allowed), min_size=2, max_size=4))
+    uses = data.draw(st.lists(st.sampled_from(allowed), max_size=4))
 
     def change(program: Program) -> None:
         for use in uses:
             use(program)
 
     options = {**engine.options, "slots": slots, "resident": frozenset(resident)}
+    options |= {"most_buffers": most_buffers}
     del options["seed"]
     try:
         expected = stock_bits(change, **options)

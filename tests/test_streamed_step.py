@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from collectors import StandInCollector
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lazy_lanes import CountedMemory, HostStateMemory, LazyLanes
 from streamed_programs import EAGERNESS, Net, NetWithFlat, Program, begin, bits, compare
 from streamed_uses import norms_of_state
@@ -29,27 +27,6 @@ from umem.runtime.torch_hooks.hidden import hidden_in
 from umem.streaming.stage import HostLanes
 from umem.streaming.training import StreamedTraining
 from umem.telemetry import Profile, load_run
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=25)
-@given(
-    eagerness=st.floats(0, 0.99),
-    seed=st.integers(0, 1000),
-    slots=st.integers(0, 6),
-    most_buffers=st.sampled_from([None, 0, 1]),
-    resident=st.sets(st.sampled_from(["stem", "layers.0", "layers.2", "head", ""])),
-)
-def test_any_order_of_lanes_slots_and_resident_state(
-    eagerness: float, seed: int, slots: int, most_buffers: int | None, resident: set[str]
-) -> None:
-    compare(
-        eagerness=eagerness,
-        seed=seed,
-        slots=slots,
-        most_buffers=most_buffers,
-        resident=frozenset(resident),
-    )
 
 
 @pytest.mark.parametrize("make_model", [Net, NetWithFlat])

@@ -180,12 +180,16 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
+WITH_ROOM = ("saved and resumed", "autocast, reentrant checkpoints", "adafactor", "lora")
+"""Trained with room for a part of the state, too."""
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_trainer_with_streamed_state_is_exact(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = bits(train(tmp_path / "stock", **PROGRAMS[name]))
-    for more_bytes in (-(10**6), 30_000):
+    for more_bytes in (-(10**6), 30_000)[: 2 if name in WITH_ROOM else 1]:
         streams = Streams(more_bytes)
         with streaming(streams, monkeypatch):
             found = bits(train(tmp_path / str(more_bytes), **PROGRAMS[name]))
@@ -259,12 +263,7 @@ def gradient_of_a_function(program: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        compile_what_calls_the_model,
-        gradient_of_a_function,
-    ],
-    ids=lambda it: it.__name__,
+    "change", [compile_what_calls_the_model, gradient_of_a_function], ids=lambda it: it.__name__
 )
 def test_compilers_and_transforms_see_updated_weights(change: Callable[[Program], None]) -> None:
     # More steps than torch compiles the same code again.

@@ -240,11 +240,7 @@ def test_each_record_is_searched_in_the_snapshot_before_it() -> None:
 
 def test_copies_belong_to_no_tensor() -> None:
     snapshot = Snapshot(
-        0,
-        np.array([0]),
-        np.array([100]),
-        np.array([1], np.int8),
-        np.array([0], np.int32),
+        0, np.array([0]), np.array([100]), np.array([1], np.int8), np.array([0], np.int32)
     )
     records = records_of([(5, 1, 2, 0, 8, 0, 0), (0, 1, 2, 0, 8, 0, 1)])
     found = attribute(records, [snapshot])

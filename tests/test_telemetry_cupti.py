@@ -167,13 +167,7 @@ def activity(kind: int, **values: int) -> bytes:
 
 def counter(kind: int, value: int, start: int, end: int, address: int, flags: int) -> bytes:
     return activity(
-        25,
-        counter_kind=kind,
-        value=value,
-        start=start,
-        end=end,
-        address=address,
-        flags_=flags,
+        25, counter_kind=kind, value=value, start=start, end=end, address=address, flags_=flags
     )
 
 
@@ -577,10 +571,7 @@ def test_stop_waits_for_callbacks_that_other_threads_run(cupti: StandInCupti, ma
 
 @pytest.mark.slow
 def test_a_process_begins_with_an_empty_recording(
-    cupti: StandInCupti,
-    make: Make,
-    callbacks: BufferCallbacks,
-    caplog: pytest.LogCaptureFixture,
+    cupti: StandInCupti, make: Make, callbacks: BufferCallbacks, caplog: pytest.LogCaptureFixture
 ) -> None:
     callbacks.is_primed = False
     cupti.on_disable = [[copy(7, 5, 6)]]

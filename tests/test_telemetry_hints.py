@@ -176,11 +176,7 @@ def test_the_engines_counts_replace_records_that_are_missing(engine: HintEngine,
     assert any(words in note for note in report.notes)
     assert any("the hint engine's own count" in note for note in report.notes)
     row = measured_row(run_of(profile.recording))
-    assert row["moved_bytes"] == {
-        "to_device": 2 * BLOCK,
-        "to_host": BLOCK,
-        "between_devices": 0,
-    }
+    assert row["moved_bytes"] == {"to_device": 2 * BLOCK, "to_host": BLOCK, "between_devices": 0}
     assert row["um_time_share"] is row["fault_batches"] is row["memory_ops"] is None
 
 

@@ -93,12 +93,10 @@ class _Step:
     """By lane of the simulator, in the order of its tasks."""
 
 
-def planned_step() -> _Step:
-    """Plan the training of the picture for an H100, as ``umem simulate`` does."""
+def planned_step(model: str = "llama-2-7b", policy: Any = "sft") -> _Step:
+    """Plan a training for an H100, by default the picture's, as ``umem simulate`` does."""
     hardware = load_hardware("h100-sxm")
-    trace = model_trace(
-        "llama-2-7b", "sft", precision="fp32-autocast", batch=4, seq=2048, checkpoint=True
-    )
+    trace = model_trace(model, "sft", precision="fp32-autocast", batch=4, seq=2048, checkpoint=True)
     kept: list[tuple[LaneTasks, LaneReport]] = []
 
     def keep(tasks: LaneTasks, machine: Any) -> LaneReport:
@@ -106,7 +104,7 @@ def planned_step() -> _Step:
         kept.append((tasks, report))
         return report
 
-    prediction = predict_stream(trace, hardware, resolve(load_policy("sft"), hardware))
+    prediction = predict_stream(trace, hardware, resolve(load_policy(policy), hardware))
     plan, step = prediction.plan, prediction.step
     # The simulator reports sums; a picture needs each task.
     with mock.patch.object(step_timing, "simulate_lanes", keep):

@@ -188,9 +188,10 @@ Attributes = dict[tuple[int, str], tuple[str, Any, Any]]
 
 
 def attributes() -> Attributes:
+    once = {id(owner): (label, owner) for label, owner in owners()}  # most have many names
     return {
         (id(owner), name): (f"{label}.{name}", owner, value)
-        for label, owner in owners()
+        for label, owner in once.values()
         for name, value in list(vars(owner).items())
         if name not in COUNTERS and not isinstance(value, ModuleType)
     }
@@ -215,6 +216,7 @@ class Looks:
 
     def __init__(self) -> None:
         self.report = Report()
+        gc.freeze()  # what is looked at below is collected often
         self._before = attributes()
         self._known = {owner for owner, _ in self._before}
         self._seen: set[str] = set()

@@ -117,7 +117,7 @@ class LazyLanes(Lanes):
         """All that the model has or had: an optimizer may keep one that was replaced."""
         model = self._model()
         if model is not None:
-            self._known |= {id(it): it for it in _parameters_below(model) if it is not None}
+            _add_parameters(model, self._known)
         return list(self._known.values())
 
     def mark(self) -> _Task:
@@ -171,8 +171,10 @@ class LazyLanes(Lanes):
         parameters = self._parameters()
         last = self._last()
         if last is not None and len(last.gradients) == len(parameters):
-            pairs = zip(last.gradients, parameters, strict=True)
-            if all(of[0] is it and of[1] is get(it) for of, it in pairs):
+            for (known, of), it in zip(last.gradients, parameters, strict=True):
+                if known is not it or of is not get(it):
+                    break
+            else:
                 return last.gradients
         return [(it, it.grad) for it in parameters]
 
@@ -267,12 +269,14 @@ def _can_have(parameter: nn.Parameter, *gradients: torch.Tensor | None) -> bool:
     )
 
 
-def _parameters_below(module: nn.Module) -> Iterator[Any]:
-    """All, some of them several times: `nn.Module.parameters` takes several times as long."""
-    yield from module._parameters.values()
-    for child in module._modules.values():
-        if child is not None:
-            yield from _parameters_below(child)
+def _add_parameters(model: nn.Module, known: dict[int, Any]) -> None:
+    """Add all by ``id``: `nn.Module.parameters` takes several times as long."""
+    modules = [model]
+    for module in modules:
+        for it in module._parameters.values():
+            if it is not None:
+                known[id(it)] = it
+        modules += [it for it in module._modules.values() if it is not None]
 
 
 def _overwrite(memory: bytearray) -> None:

@@ -89,27 +89,28 @@ def _is_memory(it: object) -> bool:
 def _reach(works: Iterable[object]) -> tuple[dict[int, Any], dict[int | None, list[int]]]:
     """What objects lead to, by ``id``, and the ``id`` of each one's parts; None has the works."""
     found: dict[int, Any] = {}
-    left = [*works]
+    left: list[Any] = [*works]
     parts: dict[int | None, list[int]] = {None: [*map(id, left)]}
     while left:
         it = left.pop()
         key = id(it)
-        if key not in found:
-            found[key] = it
-            more = _parts(it)
-            parts[key] = [*map(id, more)]
-            left += more
+        if key in found:
+            continue
+        found[key] = it
+        kind: Any = type(it)
+        if kind is FunctionType:
+            more = [] if it.__closure__ is None else [it.__closure__]
+        elif _LEADS[kind]:
+            more = [part for part in gc.get_referents(it) if _IS_KNOWN[type(part)]]
+        else:  # most: tensors
+            parts[key] = _NONE
+            continue
+        parts[key] = [*map(id, more)]
+        left += more
     return found, parts
 
 
-def _parts(whole: Any) -> list[Any]:
-    """What an object refers to, as far as that is looked at."""
-    kind: Any = type(whole)
-    if kind is FunctionType:
-        return [] if whole.__closure__ is None else [whole.__closure__]
-    if not _LEADS[kind]:
-        return []
-    return [it for it in gc.get_referents(whole) if _IS_KNOWN[type(it)]]
+_NONE: list[int] = []
 
 
 class _OfKinds(dict[Any, bool]):

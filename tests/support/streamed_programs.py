@@ -287,10 +287,7 @@ class Program:
         )
         self.training.temporary.set_plan(self.temporary)
         self.training.step.units.set_plan(
-            self.resident,
-            self.slots,
-            temporary=len(self.temporary.made_in),
-            hosts=self.hosts,
+            self.resident, self.slots, temporary=len(self.temporary.made_in), hosts=self.hosts
         )
         if self.hosts:
             self.training.step.hosts.updater = StockHost(self.optimizer)
@@ -480,10 +477,7 @@ _OF_STREAMED = {it.name for it in fields(WeightProgram)} - {*_OF_STOCK}
 
 @lru_cache(maxsize=64)
 def _repeated(
-    kind: type[Program],
-    change: Callable[[Program], None],
-    steps: int,
-    *options: tuple[str, Any],
+    kind: type[Program], change: Callable[[Program], None], steps: int, *options: tuple[str, Any]
 ) -> Any:
     return bits(kind(None, **dict(options)).run(change, steps))
 

@@ -8,11 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 # Width, words, texts, words of a text.
-SHAPES = {
-    "tiny": (16, 64, 4, 12),
-    "small": (1024, 4096, 512, 64),
-    "large": (2048, 4096, 512, 128),
-}
+SHAPES = {"tiny": (16, 64, 4, 12), "small": (1024, 4096, 512, 64), "large": (2048, 4096, 512, 128)}
 CLASSES = 40
 
 program = Program(shapes=SHAPES)
