@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import compile_once
 import pytest
 import yaml
 from once import made_once
@@ -83,19 +82,12 @@ def without_toolkit(env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     return [*unshare, "bash", "-c", HIDE, "hide"], env | hidden
 
 
-def build_wheel(
-    cuda: str, folder: Path, temporary: pytest.TempPathFactory, torch: str = "none"
-) -> tuple[Path, str]:
+def build_wheel(cuda: str, folder: Path, torch: str = "none") -> tuple[Path, str]:
     """Build in isolation without a CUDA toolkit; the wheel, and what the build said."""
     before, env = without_toolkit(clean_environment(UMEM_CUDA=cuda, UMEM_TORCH=torch))
-    objects = made_once(temporary, "objects", lambda _: None)
     # Not optimised, and each library in one piece, as most of the time goes into headers: these
-    # tests ask what a wheel holds and finds, not how fast it is. The core is the same in all.
-    options = (
-        "CMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG",
-        "CMAKE_UNITY_BUILD_BATCH_SIZE=0",
-        f"CMAKE_CXX_COMPILER_LAUNCHER={sys.executable};-S;{compile_once.__file__};{objects}",
-    )
+    # tests ask what a wheel holds and finds, not how fast it is.
+    options = ("CMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG", "CMAKE_UNITY_BUILD_BATCH_SIZE=0")
     flags = [f"--config-settings=cmake.define.{it}" for it in options]
     pip = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", *flags]
     said = run(*before, *pip, "--wheel-dir", folder, ROOT, env=env)
@@ -114,7 +106,7 @@ def native_library(wheel: Path, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel13(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     def build(folder: Path) -> None:
-        _, said = build_wheel("13", folder, tmp_path_factory, torch="auto")
+        _, said = build_wheel("13", folder, torch="auto")
         (folder / "said").write_text(said)
 
     folder = made_once(tmp_path_factory, "wheel13", build)
@@ -142,15 +134,12 @@ def clean_python(wheel13: tuple[Path, str], tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("cuda", ["12", "13"])
 def test_builds_without_a_system_toolkit(
-    cuda: str,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
+    cuda: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if cuda == "13":
         wheel, said = request.getfixturevalue("wheel13")
     else:
-        wheel, said = build_wheel(cuda, tmp_path, tmp_path_factory)
+        wheel, said = build_wheel(cuda, tmp_path)
     (line,) = [line for line in said.splitlines() if f"umem: CUDA {cuda} runtime at" in line]
     assert "pip-build-env" in line.partition("headers in")[2]
     library = native_library(wheel, tmp_path).read_bytes()
@@ -160,10 +149,8 @@ def test_builds_without_a_system_toolkit(
     assert b"libc10" not in library
 
 
-def test_builds_the_core_without_cuda_and_rmm(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    wheel, said = build_wheel("none", tmp_path, tmp_path_factory)
+def test_builds_the_core_without_cuda_and_rmm(tmp_path: Path) -> None:
+    wheel, said = build_wheel("none", tmp_path)
     assert "librmm" not in said
     library = native_library(wheel, tmp_path)
     with zipfile.ZipFile(wheel) as archive:
