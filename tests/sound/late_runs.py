@@ -1,16 +1,23 @@
-"""Runs on the CPU whose updates and copies are late: what does not wait shows in the records."""
+"""Runs on the CPU whose updates and copies are late, or in which all that may is computed twice.
+
+What does not wait, or is not what it was, shows in the records.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from activation_chain import LazyMover
 from lazy_lanes import HostStateMemory, LazyLanes
 from small_trainings import HOST_SIZE, Run, Size
 from streamed_programs import STAGED_BYTES, NoRoom
 
+from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore
 from umem.runtime.held_memory import note_export
 from umem.runtime.torch_hooks.memory_access import on_export
+from umem.streaming.activations import CopiedActivations
 from umem.streaming.stage import Ring
 from umem.streaming.training import StreamedTraining
 from umem.streaming.weights import ModelWeights
@@ -91,3 +98,53 @@ class LateRun(Run):
             training.close()
         for its in self._weights:
             its.close()
+
+
+class RepeatedRun(Run):
+    """A run in which blocks are run again in the backward pass, and results of modules made again.
+
+    Blocks are watched in the second step, and results proved in the third one.
+    """
+
+    is_umem = True
+
+    def __init__(self) -> None:
+        super().__init__(HOST_SIZE, "cpu")
+        self.activations: list[CopiedActivations] = []
+        self.again: set[str] = set()
+        """Blocks that were run again."""
+
+    def begin(self) -> None:
+        """Watch what is trained."""
+        for model, optimizers in self.trained[len(self.activations) :]:
+            store = ActivationStore("cpu", LazyMover(), min_bytes=64)
+            blocks = find_blocks(model)
+            its = CopiedActivations(model, blocks, store, _raise, may_recompute=True)
+            its.set_plan({}, 1, is_measuring=True)
+            its.begin_step()
+            self.activations.append(its)
+            for optimizer in optimizers:
+                optimizer.register_step_pre_hook(functools.partial(_update_begins, its))
+
+    def step_ended(self) -> None:
+        """Run again what may, by turns with making results again."""
+        for its in self.activations:
+            again = its.proofs if self.step % 2 else {}
+            self.again.update(again)
+            if self.step == 2 and its.remade is not None:
+                its.remade.begin()
+            its.set_plan({}, 1, is_measuring=False, recomputed=dict.fromkeys(again))
+            its.begin_step()
+
+    def close(self) -> None:
+        """Compute nothing twice any more."""
+        for its in self.activations:
+            its.close()
+
+
+def _update_begins(activations: CopiedActivations, *_: object) -> None:
+    activations.update_begins()
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from late_runs import LateRun
+from late_runs import LateRun, RepeatedRun
 from pairs import pairs
 from small_trainings import HOST_SIZE, Program, Run
 from sound_programs import PROGRAMS
@@ -14,6 +14,9 @@ pytestmark = pytest.mark.slow
 
 ON_HOST = [each for each in PROGRAMS.values() if each.runs_on_host and not each.page]
 """Without those that may differ, for a reason that a page of docs/ names."""
+
+OUTLIVING = ("two_losses", "old_graph_of_convolutions")
+"""Programs whose graphs live through updates from their first step on: nothing is run again."""
 
 
 @functools.cache
@@ -39,3 +42,10 @@ def test_every_step_is_stocks(program: Program, streams_weights: bool, eagerness
     run = LateRun(eagerness, streams_weights=streams_weights)
     assert trained(program, run) == stock(program)
     assert run.active, "nothing was deferred or away: equal means nothing"
+
+
+@pytest.mark.parametrize("program", ON_HOST, ids=lambda each: each.name)
+def test_what_is_computed_twice_is_stocks(program: Program) -> None:
+    run = RepeatedRun()
+    assert trained(program, run) == stock(program)
+    assert bool(run.again) == (program.name not in OUTLIVING)
