@@ -61,7 +61,7 @@ class SharedBudget:
         self.plans = 0
         """How often a training has put a plan in force, by which others have other memory."""
         self.unplanned = weakref.WeakSet[BudgetMember]()
-        """Trainings whose steps are measured for a plan."""
+        """Trainings whose steps are measured for a first plan."""
         self.surrounding = weakref.WeakSet[BudgetMember]()
         """Trainings between whose forward and backward passes others have theirs."""
         self._members: list[weakref.ref[BudgetMember]] = []

@@ -86,6 +86,8 @@ class Planning:
         self.units: Sequence[StreamUnit] = []
         """Those of the plan."""
         self.plans = 0
+        self.in_force = 0
+        """How often a plan was put in force, those before plans were counted anew included."""
         self._whole: TrainingPlan | None = None
         """The plan in force."""
         self._whole_s: float | None = None
@@ -259,6 +261,7 @@ class Planning:
         self.left_out = self.named.left_out
         self._place_weights(whole)
         self._shared.plans += 1
+        self.in_force += 1
         if ending is not None:
             ending.set_plan(self.named)
         self._room.trim()

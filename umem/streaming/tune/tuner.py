@@ -95,7 +95,7 @@ class StreamTuner:
     ) -> None:
         self._shared = shared = shared or SharedBudget()
         self._known_plans = 0
-        """Plans of all trainings when this one's last step ended."""
+        """Those of other trainings that this one's plan, or its measured steps, are under."""
         self._answers = 0
         """How often this one was planned anew because of such plans."""
         blocks = find_blocks(model)
@@ -230,12 +230,14 @@ class StreamTuner:
 
     def _step_ends(self) -> None:
         figures = self._measuring.step_ends() if self.is_measuring else None
+        # While steps under a plan are measured, others' plans wait for an answer.
+        is_again = self.is_measuring and not self._is_unplanned
         if figures is not None and BETWEEN in figures.blocks:
             self._shared.surrounding.add(self._optimizers)
         if self._is_stale or self._planning.has_other_members:
             self._answers = 0
             self._start_over()
-        elif self._known_plans != self._shared.plans and self._depends_on_others:
+        elif self._known_plans != self._others_plans and self._depends_on_others:
             self._answers += not self.is_measuring
             self._start_over()
         elif not self.is_measuring:
@@ -243,7 +245,16 @@ class StreamTuner:
         elif self._measuring.add(figures) and not self._waits():
             self._measuring.stop()
             self._plan_measured(self._measuring.round)
-        self._known_plans = self._shared.plans
+        if not is_again:
+            self._known_plans = self._others_plans
+
+    @property
+    def _is_unplanned(self) -> bool:
+        return self._optimizers in self._shared.unplanned
+
+    @property
+    def _others_plans(self) -> int:
+        return self._shared.plans - self._planning.in_force
 
     @property
     def _depends_on_others(self) -> bool:
@@ -251,7 +262,7 @@ class StreamTuner:
 
         Where no plan has fitted that has the others within this one's passes as they are, too.
         """
-        if self.is_measuring:
+        if self._is_unplanned:
             return bool(self._shared.surrounding)
         is_over = self._state is TuningState.NO_PLAN_FITS and self._answers < _MOST_CORRECTIONS
         return is_over and self._optimizers in self._shared.surrounding
@@ -266,9 +277,9 @@ class StreamTuner:
 
     def _enter(self, event: TuningEvent) -> None:
         self._state = TRANSITIONS[self._state, event]
-        if self.is_measuring:
+        if event in (TuningEvent.BEGINS, TuningEvent.CHANGED):
             self._shared.unplanned.add(self._optimizers)
-        else:
+        elif not self.is_measuring:
             self._shared.unplanned.discard(self._optimizers)
 
     def _measure(
