@@ -56,6 +56,14 @@ class SharedBudget:
     def __init__(self) -> None:
         self.changes = 0
         """How often members have come or gone: what each one needs is to be measured anew."""
+        self.calls = 0
+        """Forward passes of trainings."""
+        self.plans = 0
+        """How often a training has put a plan in force, by which others have other memory."""
+        self.unplanned = weakref.WeakSet[BudgetMember]()
+        """Trainings whose steps are measured for a first plan."""
+        self.surrounding = weakref.WeakSet[BudgetMember]()
+        """Trainings between whose forward and backward passes others have theirs."""
         self._members: list[weakref.ref[BudgetMember]] = []
 
     @property
@@ -80,6 +88,16 @@ class SharedBudget:
             if it() is member:
                 self._forget(it)
                 return
+
+    def waits(self, member: BudgetMember) -> bool:
+        """Whether a training is to be measured under another one's plan, which is not made yet.
+
+        Trainings within whose passes others run come first: what they keep is idle for longest.
+        """
+        before = [it for it in self.members if it in self.surrounding]
+        if member in before:
+            before = before[: before.index(member)]
+        return any(it in self.unplanned for it in before)
 
     def _forget(self, reference: weakref.ref[BudgetMember]) -> None:
         self._members.remove(reference)

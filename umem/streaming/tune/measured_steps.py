@@ -9,7 +9,11 @@ from umem.capture.live import NO_BLOCK
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.step.unit_names import is_outside
 
-__all__ = ["AS_LARGE", "MeasuredBlock", "MeasuredStep", "MeasuredSteps"]
+__all__ = ["AS_LARGE", "BETWEEN", "MeasuredBlock", "MeasuredStep", "MeasuredSteps"]
+
+BETWEEN = ".between"
+"""Stands for the passes of other trainings between the forward and the backward pass of a model. No
+module has such a name."""
 
 AS_LARGE = 0.97
 """A step is as large as another one from this part of its memory on."""
@@ -37,7 +41,8 @@ class MeasuredStep:
 
     blocks: dict[str, MeasuredBlock] = field(default_factory=dict)
     """By name, in the order of the forward pass. :data:`NO_BLOCK` is first: the model between its
-    blocks. What comes after the model's end, such as the loss, counts for the last block."""
+    blocks. What comes after the model's end, such as the loss, counts for the last block, or for
+    :data:`BETWEEN`, which is behind that."""
     other_s: float = 0.0
     """From the last backward pass to the optimizer's step."""
     step_peak_bytes: int = 0
@@ -184,6 +189,8 @@ class MeasuredSteps:
                 blocks[name] = replace(
                     rest, forward_s=share * rest.forward_s, backward_s=share * rest.backward_s
                 )
+        if BETWEEN in blocks:
+            blocks[BETWEEN] = blocks.pop(BETWEEN)
         return [
             StreamUnit(
                 name=name,

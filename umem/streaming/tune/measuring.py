@@ -82,6 +82,7 @@ class Measuring:
             self.away_bytes,
             self._stretch,
             frozenset if activations is None else lambda: activations.recomputed,
+            lambda: shared.calls,
         )
         self._tracker = PhaseTracker(root, blocks, HookErrors(on_error), self._meter)
         if activations is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from umem.streaming.plan.stretches import block_of
 from umem.streaming.plan.training_plan import TrainingPlan
 from umem.streaming.step.temporary_slots import TemporaryPlan
+from umem.streaming.tune.measured_steps import BETWEEN
 
 __all__ = ["FEWEST_SLOTS", "NamedPlan"]
 
@@ -67,20 +68,23 @@ class NamedPlan:
         plan, units = whole.stream, whole.units
         order = tuple(unit.name for unit in units)
 
+        # Nothing tells when other trainings' passes begin in between.
+        heard = tuple(name for name in order if name != BETWEEN)
+
         def name_before(number: int) -> str | None:
-            return order[number] if number < len(order) else None
+            return heard[number] if number < len(heard) else None
 
         cut = {block_of(name) for name in order if block_of(name) != name}
 
         def made_in(number: int | None) -> str | None:
             """The block whose backward pass begins with the unit's, or next; None for the step."""
-            before = order[: 0 if number is None else number + 1]
+            before = heard[: 0 if number is None else number + 1]
             found = (name for name in reversed(before) if block_of(name) not in cut)
             return next(filter(None, found), None)
 
         def freed_in(number: int) -> str:
             """The block whose backward pass begins with the unit's, or before."""
-            return next(filter(None, map(block_of, order[number:])), order[-1])
+            return next(filter(None, map(block_of, heard[number:])), heard[-1])
 
         freed = [slot.freed_before for slot in plan.temporary]
         freed_before = [name_before(it) for it in freed if it <= len(order)]

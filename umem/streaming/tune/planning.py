@@ -24,7 +24,7 @@ from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.training_plan import TrainingPlan, plan_training, with_weights
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
-from umem.streaming.tune.measured_steps import MeasuredStep, MeasuredSteps
+from umem.streaming.tune.measured_steps import BETWEEN, MeasuredStep, MeasuredSteps
 from umem.streaming.tune.named_plan import NamedPlan
 from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
 from umem.streaming.tune.remaking import Remaking
@@ -86,6 +86,8 @@ class Planning:
         self.units: Sequence[StreamUnit] = []
         """Those of the plan."""
         self.plans = 0
+        self.in_force = 0
+        """How often a plan was put in force, those before plans were counted anew included."""
         self._whole: TrainingPlan | None = None
         """The plan in force."""
         self._whole_s: float | None = None
@@ -140,6 +142,12 @@ class Planning:
         self.forget_fastest()
         if of_other_steps:
             self._slack, self._changes = 1, self._shared.changes
+
+    @property
+    def is_first(self) -> bool:
+        """Whether trainings have no plan yet that are to have one beside this one's."""
+        shared, own = self._shared, self._tuned
+        return own in shared.surrounding and bool(set(shared.unplanned) - {own})
 
     @property
     def may_plan(self) -> bool:
@@ -252,11 +260,13 @@ class Planning:
         self.copied, self.recomputed = self.named.copied, self.named.recomputed
         self.left_out = self.named.left_out
         self._place_weights(whole)
+        self._shared.plans += 1
+        self.in_force += 1
         if ending is not None:
             ending.set_plan(self.named)
         self._room.trim()
         self._room.lock_ahead(self._host_bytes() - self.copied_bytes)
-        if whole.overflow_bytes:
+        if whole.overflow_bytes and not self.is_first:
             self._warn(error, whole)
         self._log(whole)
         return _fits(whole)
@@ -569,4 +579,4 @@ def _fits(whole: TrainingPlan) -> TuningEvent:
 def _is_fullest_at_loss(units: Sequence[StreamUnit]) -> bool:
     """Whether that is in the last unit's passes, which the loss counts for."""
     peaks = [max(unit.forward_peak_bytes, unit.backward_peak_bytes) for unit in units]
-    return bool(peaks) and peaks[-1] == max(peaks)
+    return bool(peaks) and peaks[-1] == max(peaks) and units[-1].name != BETWEEN

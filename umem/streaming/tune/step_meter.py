@@ -13,7 +13,7 @@ from umem.capture.live.phase_tracker import AFTER_BACKWARD, BACKWARD_LOSS, FORWA
 from umem.capture.live.timing import Clock
 from umem.runtime.program_waits import program_waits
 from umem.streaming.stage.device_room import DeviceRoom
-from umem.streaming.tune.measured_steps import MeasuredBlock, MeasuredStep
+from umem.streaming.tune.measured_steps import BETWEEN, MeasuredBlock, MeasuredStep
 from umem.trace import OPTIMIZER
 
 __all__ = ["StepMeter"]
@@ -29,6 +29,8 @@ class _Phase:
     """The unit in which the pass is, where blocks do not tell."""
     placed_bytes: int
     """The least that plans have placed meanwhile: those of other trainings may change."""
+    calls: int
+    """Forward passes of all trainings when it begins."""
     peak_bytes: int = 0
     home_bytes: int = 0
     """Activations that are on the host only when it is fullest."""
@@ -61,6 +63,8 @@ class StepMeter(StepListener):
         Returns the unit in which a pass is that is cut by what it saves; None for the block.
     recomputed
         Returns the blocks whose second forward pass is a plan's: no time of theirs.
+    calls
+        Returns the number of forward passes of all trainings so far.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class StepMeter(StepListener):
         away_bytes: Callable[[], int],
         stretch: Callable[[], str | None] = lambda: None,
         recomputed: Callable[[], Collection[str]] = frozenset,
+        calls: Callable[[], int] = int,
     ) -> None:
         self._clock = clock
         self._room = room
@@ -80,6 +85,7 @@ class StepMeter(StepListener):
         self._away = away_bytes
         self._stretch = stretch
         self._recomputed = recomputed
+        self._calls = calls
         every = (root, *blocks)
         self._forward = {block.forward: block.name for block in every}
         self._backward = {block.backward: block.name for block in every}
@@ -152,7 +158,8 @@ class StepMeter(StepListener):
         self._is_usable &= self._clock.is_usable()
         if self._is_usable:
             mark, stretch = self._clock.mark(), self._stretch()
-            self._phases.append(_Phase(label, mark, away_bytes, stretch, placed_bytes))
+            calls = self._calls()
+            self._phases.append(_Phase(label, mark, away_bytes, stretch, placed_bytes, calls))
 
     def block_begins(self, block: Block, is_recomputed: bool) -> None:
         """Blocks are phases."""
@@ -170,25 +177,57 @@ class StepMeter(StepListener):
 
     # ------------------------------------------------------------------ sums
 
+    def _between(self) -> tuple[set[int], set[int]]:
+        """Phases from the model's end to its backward pass, where others are called meanwhile.
+
+        By number: those ahead of the backward pass that comes to the model, and those of it.
+        """
+        forward, backward = set[int](), set[int]()
+        ended, begun = None, -1
+        for number, phase in enumerate(self._phases):
+            if phase.label in self._forward:
+                ended = None
+            elif phase.label == FORWARD_LOSS:
+                ended = number
+            elif phase.label == BACKWARD_LOSS:
+                begun = number
+            elif phase.label in self._backward and ended is not None:
+                if begun > ended and phase.calls > self._phases[ended].calls:
+                    forward.update(range(ended, begun))
+                    backward.update(range(begun, number))
+                ended = None
+        return forward, backward
+
     def _figures(self) -> MeasuredStep:
         phases, found = self._phases, MeasuredStep()
         blocks = found.blocks
-        for phase in phases:
+        others_forward, others_backward = self._between()
+        for number, phase in enumerate(phases):
             if phase.label in self._forward:
                 blocks.setdefault(phase.name_in(self._forward), MeasuredBlock())
-            found.batches += phase.label == BACKWARD_LOSS
+            found.batches += phase.label == BACKWARD_LOSS and number not in others_forward
         last = next(reversed(blocks))
+        if others_forward:
+            blocks[BETWEEN] = MeasuredBlock()
         recomputed = self._recomputed()
         forward = {**self._forward, FORWARD_LOSS: last}
         backward = {**self._backward, BACKWARD_LOSS: last}
         forward_s: defaultdict[str, float] = defaultdict(float)
         backward_s: defaultdict[str, float] = defaultdict(float)
         before = NO_BLOCK  # memory between two blocks counts for the one that ran before
-        for phase, following in pairwise(phases):
+        for number, (phase, following) in enumerate(pairwise(phases)):
             seconds = self._seconds(phase, following)
             found.peak_bytes = max(found.peak_bytes, phase.peak_bytes)
             need_bytes = phase.peak_bytes + phase.home_bytes - phase.placed_bytes
-            if phase.label == AFTER_BACKWARD:
+            if number in others_forward:
+                block = blocks[BETWEEN]
+                forward_s[BETWEEN] += seconds
+                block.forward_peak_bytes = max(block.forward_peak_bytes, need_bytes)
+            elif number in others_backward:
+                block = blocks[BETWEEN]
+                backward_s[BETWEEN] += seconds
+                block.backward_peak_bytes = max(block.backward_peak_bytes, need_bytes)
+            elif phase.label == AFTER_BACKWARD:
                 before = NO_BLOCK
                 found.other_s += seconds
                 found.step_peak_bytes = max(found.step_peak_bytes, need_bytes)

@@ -16,7 +16,7 @@ from umem.streaming.activations.copied_activations import CopiedActivations
 from umem.streaming.plan.state_plan import StreamPlan
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import SharedBudget
-from umem.streaming.tune.measured_steps import MeasuredSteps
+from umem.streaming.tune.measured_steps import BETWEEN, MeasuredSteps
 from umem.streaming.tune.measuring import Measuring, Round
 from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
 from umem.streaming.tune.planning import Planning
@@ -40,8 +40,12 @@ _SURELY_SHORTER = 0.9
 """Where steps under a plan take this part of what was measured of their passes, or less, that was
 slowed: no step is shorter than its passes."""
 
+_LONGEST_WAIT = 16
+"""Measured steps after which there is a plan without that of another training."""
+
 _MOST_CORRECTIONS = 2
-"""How often plans are replaced because of that at once. Later, each has run for a while."""
+"""How often plans are replaced because of that at once. Later, each has run for a while. And how
+often because of other trainings' plans."""
 
 
 class StreamTuner:
@@ -89,7 +93,11 @@ class StreamTuner:
         may_recompute: bool = False,
         losses: SlicedLosses | None = None,
     ) -> None:
-        shared = shared or SharedBudget()
+        self._shared = shared = shared or SharedBudget()
+        self._known_plans = 0
+        """Those of other trainings that this one's plan, or its measured steps, are under."""
+        self._answers = 0
+        """How often this one was planned anew because of such plans."""
         blocks = find_blocks(model)
         self._state = TuningState.OFF
         self._room = room
@@ -165,6 +173,7 @@ class StreamTuner:
 
     def forward_begins(self) -> None:
         """The model is called: a step whose updates were made in the backward pass is over."""
+        self._shared.calls += 1
         if self._is_open:
             self._is_open = False
             self._seen_first.clear()
@@ -227,18 +236,57 @@ class StreamTuner:
 
     def _step_ends(self) -> None:
         figures = self._measuring.step_ends() if self.is_measuring else None
+        # While steps under a plan are measured, others' plans wait for an answer.
+        is_again = self.is_measuring and not self._is_unplanned
+        if figures is not None and BETWEEN in figures.blocks:
+            self._shared.surrounding.add(self._optimizers)
         if self._is_stale or self._planning.has_other_members:
+            self._answers = 0
+            self._start_over()
+        elif self._known_plans != self._others_plans and self._depends_on_others:
+            self._answers += not self.is_measuring
             self._start_over()
         elif not self.is_measuring:
             self._watch()
-        elif self._measuring.add(figures) and not self._optimizers.expects_backward:
+        elif self._measuring.add(figures) and not self._waits():
             self._measuring.stop()
             self._plan_measured(self._measuring.round)
+        if not is_again:
+            self._known_plans = self._others_plans
+
+    @property
+    def _is_unplanned(self) -> bool:
+        return self._optimizers in self._shared.unplanned
+
+    @property
+    def _others_plans(self) -> int:
+        return self._shared.plans - self._planning.in_force
+
+    @property
+    def _depends_on_others(self) -> bool:
+        """Whether steps are to be measured anew under another training's plan.
+
+        Where no plan has fitted that has the others within this one's passes as they are, too.
+        """
+        if self._is_unplanned:
+            return bool(self._shared.surrounding)
+        is_over = self._state is TuningState.NO_PLAN_FITS and self._answers < _MOST_CORRECTIONS
+        return is_over and self._optimizers in self._shared.surrounding
+
+    def _waits(self) -> bool:
+        """Whether there is to be another plan before this training's."""
+        if self._optimizers.expects_backward:
+            return True
+        return self._measuring.round.tried < _LONGEST_WAIT and self._shared.waits(self._optimizers)
 
     # ------------------------------------------------------------------ from state to state
 
     def _enter(self, event: TuningEvent) -> None:
         self._state = TRANSITIONS[self._state, event]
+        if event in (TuningEvent.BEGINS, TuningEvent.CHANGED):
+            self._shared.unplanned.add(self._optimizers)
+        elif not self.is_measuring:
+            self._shared.unplanned.discard(self._optimizers)
 
     def _measure(
         self, event: TuningEvent, steps: int = _MEASURED_STEPS, peak_bytes: int = 0
