@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_jobs import SIDE_BY_SIDE, Start, under
+from gpu_jobs import SIDE_BY_SIDE, Start, start_pair, under
 
 pytestmark = pytest.mark.gpu
 
@@ -30,15 +30,14 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_and_generate
 
 @pytest.fixture(scope="module")
 def pairs(start: Start) -> dict[tuple[str, str], tuple[Any, Any]]:
-    """Facts of the stock training and of the one under umem, each alone on the card."""
-
-    def run(case: tuple[str, str], **variables: str) -> Any:
-        return start("moving.py", *case, **variables, **SIDE_BY_SIDE).facts()
-
-    return {
-        case: (run(case), run(case, **under("sft", BUDGETS[case[0]])))
+    """Facts of the stock training and of the one under umem."""
+    jobs = {
+        case: start_pair(
+            start, "moving.py", *case, umem=under("sft", BUDGETS[case[0]]), **SIDE_BY_SIDE
+        )
         for case in product(BUDGETS, WAYS)
     }
+    return {case: (stock.facts(), its.facts()) for case, (stock, its) in jobs.items()}
 
 
 @pytest.mark.parametrize("case", [*product(BUDGETS, WAYS)])

@@ -1,8 +1,8 @@
 """A training that the program moves to the host and back, twice: ``moving.py state|weights WAY``.
 
 WAY is "memory", where tensors of state get other memory, or "tensors", where they are replaced.
-With ``UMEM_POLICY`` umem is enabled; without it, the same program runs stock. Nothing else may use
-the card meanwhile. The last line is JSON.
+With ``UMEM_POLICY`` umem is enabled; without it, the same program runs stock. The last line is
+JSON.
 """
 
 from __future__ import annotations
