@@ -47,7 +47,7 @@ class SecondRun:
         self._saved: Any = _save(tensors)
         kind = next((it.device.type for it in tensors), "cpu")
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._modes = list(_modes_of(module))
+        self._modes = _modes_of(module)
         self._saves: list[torch.Tensor] | None = None
 
     def __call__(self, *_: object) -> None:
@@ -130,23 +130,31 @@ class RecomputedCall:
         self._ends.close()
 
 
-def _modes_of(module: nn.Module) -> Iterator[tuple[Any, str, bool]]:
+_Modes = tuple[list[tuple[nn.Module, bool]], list[tuple[nn.Parameter, bool]]]
+
+
+def _modes_of(module: nn.Module) -> _Modes:
     """What decides what a call does, and programs set between passes."""
-    yield from ((it, "training", it.training) for it in module.modules())
-    yield from ((it, "requires_grad", it.requires_grad) for it in module.parameters())
+    modules = [(it, it.training) for it in module.modules()]
+    return modules, [(it, it.requires_grad) for it in module.parameters()]
 
 
 @contextmanager
-def _with_modes(modes: Iterable[tuple[Any, str, bool]]) -> Iterator[None]:
+def _with_modes(modes: _Modes) -> Iterator[None]:
     """Give modules and parameters the modes that they had: the program may have set others."""
-    others = [(it, name, was) for it, name, was in modes if getattr(it, name) != was]
-    for it, name, was in others:
-        setattr(it, name, was)
+    modules = [(it, was) for it, was in modes[0] if it.training != was]
+    parameters = [(it, was) for it, was in modes[1] if it.requires_grad != was]
+    for module, was in modules:
+        module.training = was
+    for parameter, was in parameters:
+        parameter.requires_grad_(was)
     try:
         yield
     finally:
-        for it, name, was in others:
-            setattr(it, name, not was)
+        for module, was in modules:
+            module.training = not was
+        for parameter, was in parameters:
+            parameter.requires_grad_(not was)
 
 
 class _Saved(torch.autograd.Function):

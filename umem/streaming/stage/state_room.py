@@ -64,13 +64,14 @@ class StateRoom:
             room_bytes = self._left_bytes(device, live_bytes)
             if self._budgets[device] is None or room_bytes > _MOST_COPIES * trained_bytes:
                 continue
-            # No list of torch's has all optimizers.
+            # No list of torch's has all optimizers. One that an error has ended the making of has
+            # no groups.
             every = [it for it in gc.get_objects() if issubclass(type(it), Optimizer)]
             born_bytes = sum(
                 _copies(it, group) * _bytes_on(device, group["params"])
                 for it in every
-                if not it.state
-                for group in it.param_groups
+                if not vars(it).get("state")
+                for group in vars(it).get("param_groups", ())
             )
             born_bytes -= max(0, room_bytes) + stats["locked_ahead_bytes"]
             lock_ahead(self._allocator, device, born_bytes)

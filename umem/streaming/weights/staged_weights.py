@@ -432,8 +432,9 @@ class StagedWeights(Bundle):
         if self.users or self.slot is None:
             return
         self._unbind()  # an interrupt may have cut short the begin of a use
-        self.slot.holder = None
-        super().drop()
+        super().drop()  # ahead of the slot, which may be another's from then on
+        if self.slot.holder is self:  # not if an interrupt has cut short the way into it
+            self.slot.holder = None
         self.slot = None
         self.was_used = self.is_whole = False
 
