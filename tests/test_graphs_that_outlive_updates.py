@@ -6,7 +6,6 @@ through such a graph: with activations of the old weights, and with the new weig
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -75,9 +74,8 @@ def test_all_bits_are_stocks(kind: type[Layer], late: int) -> None:
     activations = managed(model)
     own, found = trained(kind, activations, model, late)
     assert own == stock
+    # Behind the first backward pass through such a graph nothing is proved any more.
     assert sum(found) == 1
-    # The proofs are gone with the first such update, and nothing is proved any more.
-    assert found.index(True) == late
     assert not activations.proofs
 
 
@@ -106,22 +104,17 @@ def test_results_are_made_before_the_update() -> None:
     assert not remade.begin()
 
 
-def test_a_graph_that_is_gone_ends_nothing() -> None:
+def test_a_graph_that_no_backward_pass_comes_to_ends_nothing() -> None:
+    """Such as that of a validation whose result the program keeps."""
     model = Net(Layer)
     activations = managed(model)
-    plan(activations, 0)
-    model(torch.ones(ROWS, WIDTH)).sum().backward()
-    plan(activations, 1)
+    kept = []
+    for number in range(3):
+        plan(activations, number)
+        kept.append(model(torch.ones(ROWS, WIDTH)))
+        model(torch.ones(ROWS, WIDTH)).sum().backward()
+        assert not activations.update_begins()
     assert activations.proofs.keys() >= set(NAMES)
-    kept = model(torch.ones(ROWS, WIDTH))
-    kept.sum().backward()
-    assert not activations.update_begins()  # the output is alive, and nothing that it saved
-    del kept
-    lost = model(torch.ones(ROWS, WIDTH))
-    assert activations.recomputed
-    del lost
-    gc.collect()
-    assert not activations.update_begins()
 
 
 class DroppingNormed(Layer):

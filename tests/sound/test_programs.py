@@ -15,9 +15,6 @@ pytestmark = pytest.mark.slow
 ON_HOST = [each for each in PROGRAMS.values() if each.runs_on_host and not each.page]
 """Without those that may differ, for a reason that a page of docs/ names."""
 
-OUTLIVING = ("two_losses", "old_graph_of_convolutions")
-"""Programs whose graphs live through updates from their first step on: nothing is run again."""
-
 
 @functools.cache
 def stock(program: Program) -> dict[str, str]:
@@ -48,4 +45,5 @@ def test_every_step_is_stocks(program: Program, streams_weights: bool, eagerness
 def test_what_is_computed_twice_is_stocks(program: Program) -> None:
     run = RepeatedRun()
     assert trained(program, run) == stock(program)
-    assert bool(run.again) == (program.name not in OUTLIVING)
+    # Two losses go backward by turns with their updates from the first step on.
+    assert bool(run.again) == (program.name != "two_losses")

@@ -171,6 +171,8 @@ class _Group:
         admit: Callable[[_Group, torch.Tensor], SavedHandle | None],
     ) -> None:
         self.stream = stream
+        self.born = 0
+        """How many updates there were before."""
         self.reference = weakref.ref(self)
         self.follower: _Group | None = None
         """The group of what this one's hooks see from now on, since it was split."""
@@ -384,6 +386,10 @@ class ActivationStore:
         self._on_device: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
         self._hooks = _HookStack()
         self._totals = ActivationStatistics()
+        self.updates = 0
+        """Updates of weights, as its user counts them."""
+        self.is_used_late = False
+        """Whether a backward pass has asked for something that was saved before an update."""
         self.on_save: Callable[[SavedHandle, torch.Tensor], None] | None = None
         """Called for each tensor that may leave; it may have the contents made again."""
 
@@ -450,6 +456,7 @@ class ActivationStore:
             self._hooks.push(None)
             return False
         group = _Group(chosen, self._mover.stream(), self._admit)
+        group.born = self.updates
         pack = group.pack if before_save is None else partial(group.pack_in_turn, before_save)
         self._hooks.push((pack, self._unpack))
         self._groups[key] = group
@@ -467,6 +474,7 @@ class ActivationStore:
         """
         group = self._groups[key]
         group.follower = self._groups[new_key] = _Group(None, group.stream, self._admit)
+        group.follower.born = group.born
 
     def close_group(self) -> None:
         """End the last `open_group` of this thread.
@@ -531,6 +539,7 @@ class ActivationStore:
         if not isinstance(packed, SavedHandle):
             return unpack_kept(packed)
         packed.check()
+        self.is_used_late |= packed.group.born != self.updates
         if packed.before_use is not None:
             packed.before_use()
         return packed.rebuild(self.storage_of(packed))
@@ -556,10 +565,6 @@ class ActivationStore:
                 self._mover.wait(stream, stored.event)
                 self._mover.record_use(storage, stream)
         return storage
-
-    def has_graphs(self) -> bool:
-        """Whether a backward pass may still ask for something that was saved in a group."""
-        return any(True for _ in self._groups.values())
 
     def saved_count(self, key: Hashable) -> int:
         """How many tensors a group has so far, which is the ordinal of its next one."""

@@ -366,21 +366,28 @@ class CopiedActivations(Listener):
     def update_begins(self) -> bool:
         """An update is about to change weights of which a graph may still want results.
 
-        What was to be computed again from the old weights is computed now. A program whose graphs
-        live through updates has nothing computed again from then on. Returns whether that is new.
+        What was to be computed again from the old weights is computed now. A program that goes
+        backward through such graphs has nothing computed again from then on. Returns whether that
+        is new.
         """
-        runs, remade = list(self._second_runs), self.remade
-        are_to_come = bool(runs) or (remade is not None and remade.are_to_come)
-        if not self._may_recompute or not (are_to_come or self._store.has_graphs()):
+        if not self._may_recompute:
+            return False
+        for run in list(self._second_runs):
+            run.make_now()
+        if self.remade is not None:
+            self.remade.make_now()
+        self._store.updates += 1
+        if not self._store.is_used_late:
             return False
         self._may_recompute = False
         self._unproved.clear()
         self.proofs.clear()
-        if remade is not None:
-            remade.end_for_good()
-        for run in runs:
-            run.make_now()
+        if self.remade is not None:
+            self.remade.end_for_good()
         return True
+
+    def _second_run_is_late(self) -> None:
+        self._store.is_used_late = True
 
     # ------------------------------------------------------------------ passes
 
@@ -509,6 +516,7 @@ class CopiedActivations(Listener):
                 module, args, kwargs, is_random=proof.is_random, buffers=buffers
             )
             if (second := call.recomputed.second()) is not None:
+                second.on_late = self._second_run_is_late
                 self._second_runs.add(second)
 
     def block_ends(self, _name: str, now: Pass, output: object, *, failed: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -49,13 +49,17 @@ class SecondRun:
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._modes = _modes_of(module)
         self._saves: list[torch.Tensor] | None = None
+        self.on_late: Callable[[], None] | None = None
+        """Called where it comes behind an update of weights."""
 
     def __call__(self, *_: object) -> None:
         """Have autograd save what the first run has saved."""
         if self._saves is None:
             self._run()
-        else:
-            _save(self._saves)
+            return
+        if self.on_late is not None:
+            self.on_late()
+        _save(self._saves)
 
     def make_now(self) -> None:
         """Run now, ahead of a change of weights: the run to come gets what this one saves."""

@@ -165,16 +165,14 @@ class RemadeResults(Listener):
         self._results.clear()
 
     def end_for_good(self) -> None:
-        """End, and make all results now that may be asked for: weights are about to change."""
+        """End, and never begin again."""
         self._may_begin = False
         self.end()
+
+    def make_now(self) -> None:
+        """Make all results that autograd may ask for: weights are about to change."""
         for call in list(self._to_come):
             call.find()
-
-    @property
-    def are_to_come(self) -> bool:
-        """Whether autograd may ask for results that are not made yet."""
-        return bool(self._to_come)
 
     def pass_begins(self, now: Pass, args: object, kwargs: object) -> None:
         """Forget what an interrupt has left."""
