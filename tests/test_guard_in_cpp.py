@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from denied_pointers import can_deny_pointers
 from once import made_once
 from torch.utils.cpp_extension import include_paths, library_paths
 
@@ -123,12 +124,6 @@ def build(folder: Path) -> None:
     module = folder / f"uses{sysconfig.get_config_var('EXT_SUFFIX')}"
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *options, str(source), *links, "-o", str(module)], check=True)
-
-
-def can_deny_pointers() -> bool:
-    """Whether this torch can raise for a pointer, and stop to."""
-    headers = [Path(it) / "c10/core/StorageImpl.h" for it in include_paths()]
-    return any("clear_data_ptr_access" in it.read_text() for it in headers if it.is_file())
 
 
 @pytest.fixture(scope="module")

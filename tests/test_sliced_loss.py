@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from denied_pointers import can_deny_pointers
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
@@ -529,8 +530,9 @@ def test_a_use_fills_the_copy(losses: SlicedLosses) -> None:
         view = flat(copy).reshape(3, -1, VOCABULARY).flatten(0, 1)
         assert copy.grad_fn is not None
         assert copy.grad_fn.name() == "_UpcastBackward"
-        with PastGuards(), pytest.raises(RuntimeError, match="past torch's operators"):
-            view.exp()  # as C++ that takes the memory and asks nobody
+        if can_deny_pointers():
+            with PastGuards(), pytest.raises(RuntimeError, match="past torch's operators"):
+                view.exp()  # as C++ that takes the memory and asks nobody
         assert torch.equal(view, flat(logits).to(torch.float32))
         assert storage_bytes(copy) == 4 * copy.numel()
         assert copy._version == 0
