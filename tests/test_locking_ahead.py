@@ -73,6 +73,7 @@ def test_homes_of_a_plan_are_served() -> None:
     assert memory.kind_stats(0)["pinned"]["reserved_bytes"] == GIB
 
 
+@pytest.mark.slow
 def test_a_plan_asks_for_its_homes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(Room, "lock_ahead", lambda _, home_bytes: asked.append(home_bytes))
@@ -95,5 +96,6 @@ print(memory.stats(0)["locked_ahead_bytes"] < 1 << 46)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_amid_it() -> None:
     assert run_python("-c", AMID_IT) == "True\n"
