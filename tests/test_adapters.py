@@ -53,6 +53,7 @@ def words(path: Path) -> Iterator[str]:
             yield from (it for it in (*found, getattr(node, "value", None)) if isinstance(it, str))
 
 
+@pytest.mark.slow
 def test_the_core_names_no_library() -> None:
     named = {
         str(path.relative_to(PACKAGE))

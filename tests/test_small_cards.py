@@ -110,6 +110,7 @@ def test_a_step_owes_its_time_to_what_bounds_it() -> None:
     assert "device memory" in str(none.error)
 
 
+@pytest.mark.slow
 def test_predictions_are_written_beside_earlier_ones(tmp_path: Path) -> None:
     path = tmp_path / "predicted.jsonl"
     for words in (["--rows", "llama-3-8b-24gib-8k", "-o"], ["--rows", "llama-3-8b-16gib-8k",

@@ -456,6 +456,7 @@ def train_within(
 @pytest.mark.parametrize(
     "lengths", [7 * [WORDS], 6 * [WORDS // 3] + 20 * [WORDS]], ids=["equal", "longer later"]
 )
+@pytest.mark.slow
 def test_a_recurrent_net_within_60_percent_of_its_peak(
     lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
