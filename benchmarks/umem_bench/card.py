@@ -113,15 +113,11 @@ class MemorySampler:
             if ended or samples % _SLOW_EVERY == 0:
                 self._host_bytes = max(self._host_bytes, _host_used_bytes())
                 if self._card is not None:
-                    self._process_bytes = max(self._process_bytes, self._accounted_bytes())
+                    own = bindings.nvml_process_bytes(self._card.pci_address)
+                    self._process_bytes = max(self._process_bytes, sum(own.values()))
             if ended:
                 return
             samples += 1
-
-    def _accounted_bytes(self) -> int:
-        """What NVML accounts to processes; 0 where it does not."""
-        assert self._card is not None
-        return sum(bindings.nvml_process_bytes(self._card.pci_address).values())
 
 
 def _host_used_bytes() -> int:

@@ -366,11 +366,11 @@ class Runner:
         if self.peaks is not None:
             process_bytes = self.peaks.take(found["process"])
             told |= {"card_peak_bytes": process_bytes, "process_bytes": process_bytes}
-            told["outside_bytes"] = (process_bytes or 0) - found["reserved_bytes"]
-        elif card is not None and not variant.startswith("umem"):
-            told["outside_bytes"] = (
-                found["card_used_bytes"] - card.idle_bytes - found["reserved_bytes"]
-            )
+        if card is not None and not variant.startswith("umem"):
+            used_bytes = found["card_used_bytes"] - card.idle_bytes
+            if self.peaks is not None:
+                used_bytes = told["process_bytes"] or 0
+            told["outside_bytes"] = used_bytes - found["reserved_bytes"]
         if variant.startswith("umem") and variant != "umem-fallback":
             told["plan_running"] = bool(_PLAN.search(words)) and not any(
                 end in note for note in told["notes"] for end in _PLAN_ENDS

@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from umem.adapters import find_gathering
 from umem.adapters.interface import GatheredParameters
 from umem.capture.live import find_blocks
 from umem.core.errors import PlanError, TraceError
+from umem.core.weakly import weakly
 from umem.runtime.giving_back import before_giving_back
 from umem.runtime.held_memory import before_hold, note_export
 from umem.runtime.managed_runs import new_run
@@ -67,8 +68,6 @@ _LOG = logging.getLogger("umem")
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Those that torch calls the step's own function with."""
-
-_Result = TypeVar("_Result")
 
 _trainings: weakref.WeakSet[StreamedTraining] = weakref.WeakSet()
 
@@ -249,7 +248,7 @@ class StreamedTraining(Listener):
         """Not while no update can be under way in a forward pass."""
         self._has_let_go = False
         """Whether nothing is placed and held, since :meth:`let_go`."""
-        self._managed_run = new_run(model, "step", _weakly(self._late_uses))
+        self._managed_run = new_run(model, "step", weakly(self._late_uses))
         self._undo: list[Callable[[], None]] = [self.temporary.close]
         self._undo_on_optimizer: list[Callable[[], None]] = []
         """Not for a hook of the optimizer's own, which iterates over its hooks."""
@@ -293,7 +292,7 @@ class StreamedTraining(Listener):
         ]
         # The model may be trained again, by another optimizer.
         for owner in (model, optimizer):
-            weakref.finalize(owner, _weakly(self._owner_is_gone)).atexit = False
+            weakref.finalize(owner, weakly(self._owner_is_gone)).atexit = False
         if self._streams_state:
             self._undo.append(before_work(self.work_begins))
 
@@ -777,17 +776,6 @@ def _call_all(functions: list[Callable[[], None]]) -> None:
     for function in functions:
         function()
     functions.clear()
-
-
-def _weakly(method: Callable[[], _Result]) -> Callable[[], _Result | None]:
-    """A method of a training that may be gone when it is called, which returns None then."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> _Result | None:
-        found = reference()
-        return None if found is None else found()
-
-    return call
 
 
 class _Idle(NamedTuple):

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 from umem import patches
+from umem.core.weakly import weakly
 
 __all__ = ["CAPTURES", "STARTS", "before_work"]
 
@@ -43,7 +44,7 @@ def before_work(listener: Callable[[], None], starts: Sequence[str] = STARTS) ->
     The result ends that, as does the end of the object whose method it is; torch's functions are
     put back when nothing listens any more.
     """
-    heard = _weakly(listener) if isinstance(listener, MethodType) else listener
+    heard = weakly(listener) if isinstance(listener, MethodType) else listener
     for key in starts:
         _listeners[key] = (*_listeners.get(key, ()), heard)
         patches.wrap(key, functools.partial(_listening, key))
@@ -56,17 +57,6 @@ def before_work(listener: Callable[[], None], starts: Sequence[str] = STARTS) ->
     if isinstance(listener, MethodType):
         weakref.finalize(listener.__self__, undo).atexit = False
     return undo
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        found = reference()
-        if found is not None:
-            found()
-
-    return call
 
 
 def _listening(key: str, original: Callable[..., Any]) -> Callable[..., Any]:
