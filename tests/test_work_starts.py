@@ -14,6 +14,7 @@ from lazy_lanes import LazyLanes
 from streamed_programs import WIDTH, Net, Program, bits, compare
 
 from umem.patches import PATCHES
+from umem.runtime.held_memory import is_held
 from umem.runtime.torch_hooks.work_starts import STARTS, before_work
 
 
@@ -116,6 +117,21 @@ def capture(program: Program) -> None:
 
 def test_updates_are_over_when_a_capture_begins() -> None:
     compare(capture)
+
+
+def capture_an_average(program: Program) -> None:
+    weights = list(program.model.parameters())
+    averages = [torch.zeros(it.shape) for it in weights]
+    if program.training is not None and not program.kept:
+        assert program.training.step.is_under_way
+    with torch.no_grad():
+        Graph(lambda: torch._foreach_lerp_(averages, weights, 0.1)).capture_begin()
+    program.kept = program.training is not None and all(map(is_held, weights))
+
+
+def test_weights_of_a_capture_behind_a_step_are_held() -> None:
+    """What waits for the updates guards weights no more when their uses are looked for."""
+    assert compare(capture_an_average, streams_weights=True).kept
 
 
 def test_a_replay_waits_for_all_trainings() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from types import MethodType
 from typing import Any
 
@@ -34,24 +35,28 @@ STARTS = (
 )
 """All that is replaced."""
 
-_listeners: dict[str, tuple[Callable[[], None], ...]] = {}
-"""By start."""
+_listeners: dict[str, tuple[tuple[bool, Callable[[], None]], ...]] = {}
+"""By start, in the order of calls: whether it is one of the last, and the function."""
 
 
-def before_work(listener: Callable[[], None], starts: Sequence[str] = STARTS) -> Callable[[], None]:
+def before_work(
+    listener: Callable[[], None], starts: Sequence[str] = STARTS, *, is_last: bool = False
+) -> Callable[[], None]:
     """Call a function before each of some starts, in the thread that starts the work.
 
-    The result ends that, as does the end of the object whose method it is; torch's functions are
-    put back when nothing listens any more.
+    The last ones are called behind all others, which wait for what is under way. The result ends
+    that, as does the end of the object whose method it is; torch's functions are put back when
+    nothing listens any more.
     """
     heard = weakly(listener) if isinstance(listener, MethodType) else listener
     for key in starts:
-        _listeners[key] = (*_listeners.get(key, ()), heard)
+        some = (*_listeners.get(key, ()), (is_last, heard))
+        _listeners[key] = tuple(sorted(some, key=itemgetter(0)))
         patches.wrap(key, functools.partial(_listening, key))
 
     def undo() -> None:
         for key in starts:
-            _listeners[key] = tuple(it for it in _listeners[key] if it is not heard)
+            _listeners[key] = tuple(it for it in _listeners[key] if it[1] is not heard)
         patches.undo(*(key for key in starts if not _listeners[key]))
 
     if isinstance(listener, MethodType):
@@ -62,7 +67,7 @@ def before_work(listener: Callable[[], None], starts: Sequence[str] = STARTS) ->
 def _listening(key: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def start(*args: Any, **kwargs: Any) -> Any:
-        for listener in _listeners[key]:
+        for _, listener in _listeners[key]:
             listener()
         return original(*args, **kwargs)
 

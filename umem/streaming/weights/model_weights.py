@@ -187,7 +187,7 @@ class ModelWeights(Listener):
         """The block by which a pass is known to begin where the model is not called."""
         self._hearing = Hearing(self, Order.WEIGHTS, self._fail, model, first)
         self._captured = CapturedReads()
-        self._hear_captures_no_more = before_work(self.capture_begins, CAPTURES)
+        self._hear_captures_no_more = before_work(self.capture_begins, CAPTURES, is_last=True)
         self._shared.join(self)
 
     def status(self) -> WeightStatus:
@@ -284,7 +284,10 @@ class ModelWeights(Listener):
             self._fail(error)
 
     def capture_begins(self) -> None:
-        """A CUDA graph will read weights by the addresses that they have in its capture."""
+        """A CUDA graph will read weights by the addresses that they have in its capture.
+
+        Updates that were under way are over: nothing guards weights on the device any more.
+        """
         self.streamed.forget_copies()
         self._captured.watch(self._every())
 
