@@ -84,16 +84,16 @@ def move(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> Non
 @contextmanager
 def card_given_away(
     way: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: str
-) -> Iterator[None]:
-    """Have nothing of the training on the card for a ``with`` block."""
+) -> Iterator[int]:
+    """Have nothing of the training on the card for a ``with`` block; the bytes that stay there."""
     if way == "pause" and device == "cuda":
-        with umem.paused():
-            yield
+        with umem.paused() as memory:
+            yield memory.kept_bytes
         return
     move(model, optimizer, "cpu")
     if device == "cuda":
         torch.cuda.empty_cache()  # umem's buffers go with it
-    yield
+    yield torch.cuda.memory_reserved() if device == "cuda" else 0
     move(model, optimizer, device)
 
 
@@ -143,12 +143,12 @@ def main(argv: Sequence[str] | None = None) -> str:
         prompts = torch.randint(BYTE_VALUES, (PROMPTS, PROMPT_LENGTH)).numpy()
         # Before they go. As arrays they take no shared memory, of which a container has little.
         weights = {name: it.cpu().numpy() for name, it in model.state_dict().items()}
-        with card_given_away(arguments.way, model, optimizer, device):
+        with card_given_away(arguments.way, model, optimizer, device) as held_bytes:
             requests.send((weights, prompts, step))
             answers = torch.from_numpy(requests.recv())
-            held = f", {torch.cuda.memory_reserved() >> 20} MiB held" if device == "cuda" else ""
         reward = train_step(model, optimizer, answers.to(device))
-        print(f"step {step}: mean reward {reward:.3f}{held} while the engine had the card")
+        held = f"{held_bytes >> 20} MiB held while the engine had the card"
+        print(f"step {step}: mean reward {reward:.3f}, {held}")
     requests.send(None)
     engine.join()
     digest = digest_of(model)
