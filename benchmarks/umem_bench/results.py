@@ -352,6 +352,8 @@ class ScaleResult(ProcessResult):
     """All timed steps together, from an idle GPU to an idle GPU."""
     first_step_s: float | None = None
     """From the built model to the end of the first step: the optimizer and its state are made."""
+    third_step_s: float | None = None
+    """By the wall clock, from an idle GPU to an idle GPU: the first under a plan."""
     host_process_bytes: int | None = None
     """VmHWM. Page-locked memory that the driver allocates is not in it."""
     host_locked_bytes: int | None = None

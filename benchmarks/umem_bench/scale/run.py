@@ -318,4 +318,5 @@ def _line(result: ScaleResult) -> str:
         return f"{words}: {result.state}: {result.reason}"
     peak = f", card {format_bytes(result.card_peak_bytes)}" if result.card_peak_bytes else ""
     first = f", first {result.first_step_s:.1f} s" if result.first_step_s else ""
+    first += f", third {result.third_step_s:.1f} s" if result.third_step_s else ""
     return f"{words}: {step_s:.4g} s a step{first}{peak}, {result.process_s:.1f} s in all"
