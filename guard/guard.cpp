@@ -101,7 +101,6 @@ class Guard {
       std::optional<py::list> held, bool denies_pointer);
   void release();
   void give_back(const py::list& tensors);
-  bool holds(const at::Tensor& tensor);
   bool was_used() const { return was_used_; }
 
   /// Operators that the guard may run itself, by name.
@@ -211,8 +210,6 @@ py::object guard_of(const at::Tensor& tensor) {
   return py::reinterpret_borrow<py::object>(entry->object);
 }
 
-bool Guard::holds(const at::Tensor& tensor) { return guard_of(tensor).is(py::cast(this)); }
-
 /// Whether tensors are of torch's own classes, and nothing guards them.
 bool are_plain(const py::iterable& tensors) {
   for (const py::handle object : tensors) {
@@ -252,42 +249,33 @@ std::vector<std::uintptr_t> addresses_of(const py::iterable& tensors) {
 /// own, too: within the operators of a wrapper class.
 thread_local int past_guards = 0;
 
-/// A thread uses tensors as they are: no guard sees it.
-class PastGuards {
+/// A thread uses tensors as they are: no guard sees it, and perhaps no torch function of a subclass.
+template <bool kPastSubclasses>
+class Past {
+  using State = at::impl::TorchFunctionDisabledState;
+  using Functions = at::impl::PythonTorchFunctionTLS;
+
  public:
   void enter() {
     was_excluded_ = c10::impl::tls_is_dispatch_key_excluded(kKey);
     c10::impl::tls_set_dispatch_key_excluded(kKey, true);
     ++past_guards;
+    state_ = Functions::get_disabled_state();
+    if (kPastSubclasses && state_ == State::ENABLED)
+      Functions::set_disabled_state(State::SUBCLASSES_DISABLED);
   }
   void leave() {
+    Functions::set_disabled_state(state_);
     c10::impl::tls_set_dispatch_key_excluded(kKey, was_excluded_);
     --past_guards;
   }
 
  private:
   bool was_excluded_ = false;
-};
-
-/// The same, and torch functions of subclasses see nothing either.
-class Unguarded : public PastGuards {
-  using State = at::impl::TorchFunctionDisabledState;
-  using Functions = at::impl::PythonTorchFunctionTLS;
-
- public:
-  void enter() {
-    PastGuards::enter();
-    state_ = Functions::get_disabled_state();
-    if (state_ == State::ENABLED) Functions::set_disabled_state(State::SUBCLASSES_DISABLED);
-  }
-  void leave() {
-    PastGuards::leave();
-    Functions::set_disabled_state(state_);
-  }
-
- private:
   State state_ = State::ENABLED;
 };
+using PastGuards = Past<false>;
+using Unguarded = Past<true>;
 
 /// An argument for Python; null for one of another kind.
 py::object to_python(const c10::IValue& value) {
@@ -432,8 +420,7 @@ void fallback(
 void wait_for_use(const py::object& object) {
   if (!THPVariable_Check(object.ptr())) return;
   const at::Tensor tensor = THPVariable_Unpack(object.ptr());
-  if (is_guarded(tensor) && past_guards == 0)
-    settle(tensor, nullptr, nullptr);
+  if (is_guarded(tensor) && past_guards == 0) settle(tensor, nullptr, nullptr);
 }
 
 /// Whether torch brings operators on a tensor with the key to the fallback.
@@ -464,7 +451,6 @@ void bind_guard(py::module_& module) {
       .def("hold", &Guard::hold)
       .def("release", &Guard::release)
       .def("give_back", &Guard::give_back)
-      .def("holds", &Guard::holds)
       .def_property_readonly("was_used", &Guard::was_used);
   bind_context<PastGuards>(module, "PastGuards");
   bind_context<Unguarded>(module, "Unguarded");

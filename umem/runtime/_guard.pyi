@@ -38,9 +38,6 @@ class Guard:
     def give_back(self, tensors: list[torch.Tensor]) -> None:
         """Guard some no more."""
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it guards a tensor."""
-
 class PastGuards:
     """A context in which no guard sees what this thread does."""
 
