@@ -122,6 +122,18 @@ def test_the_device_makes_updates_that_the_host_cannot(eagerness: float) -> None
     assert run.lazy.copied[Lane.COPY_OUT, STATE] > 7 * streamed  # by slots, as all others
 
 
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+@pytest.mark.parametrize("more_batches", [0, 1])
+def test_gradients_that_are_added_up_at_home(more_batches: int, eagerness: float) -> None:
+    """The plan may know of fewer batches."""
+
+    def accumulate(program: Program) -> None:
+        program.batches = 3 + more_batches
+
+    run = compare(accumulate, eagerness, batches=3, adds_at_home=True, **HOSTS)
+    assert run.training.counts.by_host == 4 * len(HOSTS["hosts"])
+
+
 def test_tensors_for_which_the_host_has_no_room() -> None:
     run, stock = both()
     run.memory.refuses = lambda: True

@@ -221,6 +221,8 @@ class Program:
     """Those that come back, by the unit in whose backward pass they do."""
     batches: int = 1
     """Backward passes in a step."""
+    adds_at_home: bool = False
+    """Whether later ones are added to gradients that are on the host."""
     streams_weights: bool = False
     """Whether weights are streamed too, all that can be."""
     hosts: frozenset[str] = frozenset()
@@ -292,7 +294,8 @@ class Program:
         if self.hosts:
             self.training.step.hosts.updater = StockHost(self.optimizer)
         self.training.gradients.set_plan(
-            self.copied_gradients, self.returning, self.batches, self.final_gradients
+            *(self.copied_gradients, self.returning, self.batches, self.final_gradients),
+            adds_at_home=self.adds_at_home,
         )
         if self.recomputes:
             self.activations = CopiedActivations(

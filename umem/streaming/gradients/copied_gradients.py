@@ -301,8 +301,12 @@ class CopiedGradients:
             return
         if is_last and begun > 1 and arrived.name in self._returning.get(arrived.name, ()):
             return
-        every = arrived.gradients.values()
-        leaving = [it for it in every if self._can_move(it) and not self._memory.is_home(it)]
+        leaving: list[torch.Tensor] = []
+        for it in filter(self._can_move, arrived.gradients.values()):
+            if not self._memory.is_home(it):
+                leaving.append(it)
+            elif begun >= self._batches:  # autograd has added to it there
+                self._clipped.keep(it, None, self._lanes.mark())
         homes = []
         for it in leaving:
             home = self._memory.new_home(it, TensorClass.GRADIENTS)

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from umem.runtime.guard import Guard, can_guard
+from umem.runtime.guard import Guard, can_guard, guard_of
 from umem.streaming.stage.lanes import Lanes
 from umem.streaming.step.call import StepCall
 from umem.streaming.step.unit import StreamedUnit
@@ -70,7 +70,7 @@ class StepObserver:
 
     def arrived(self, unit: StreamedUnit, parameter: Any, optimizer: Optimizer) -> None:
         """See a gradient that autograd has computed or added to."""
-        if self._guards[1].holds(parameter) or id(parameter) in self._gradients:
+        if guard_of(parameter) is self._guards[1] or id(parameter) in self._gradients:
             self.note(_ACCUMULATED)
             return
         gradient = parameter.grad
