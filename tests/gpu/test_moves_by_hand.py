@@ -71,12 +71,11 @@ def test_the_card_and_the_host_are_given_back(
 
 @pytest.mark.slow
 def test_the_loop_of_the_docs_has_the_same_bits_each_way(start: Start) -> None:
-    outputs = {
+    jobs = {
         way: start(str(EXAMPLE), "--way", way, UMEM_DEVICE_BUDGET="2GiB", **SIDE_BY_SIDE)
-        .finish()
-        .stdout
         for way in ("stock", "pause", "move")
     }
+    outputs = {way: job.finish().stdout for way, job in jobs.items()}
     print(outputs)
     digests = {way: re.findall(r"^weights (\w+)$", out, re.M) for way, out in outputs.items()}
     assert digests["pause"] == digests["move"] == digests["stock"] != []

@@ -157,19 +157,20 @@ def _side_by_side(run: Run) -> Table:
     """Rows of small cards beside what was predicted of them, in the order in which they ran."""
     columns = (
         *("row", "budget", "step, ms", "predicted, ms", "off", "tokens/s", "of the floor"),
-        *("first step, s", "card's peak (base)", "host"),
+        *("first step, s", "third", "card's peak (base)", "host"),
     )
     rows = []
     for it in run.scales:
         step_s, predicted_s = median(it.steps_s), it.predicted_s
         shown = step_ms(it) if step_s else it.state
         off = f"{100 * (predicted_s / step_s - 1):+.0f} %" if step_s and predicted_s else NOTHING
-        figures = [NOTHING] * 5
+        figures = [NOTHING] * 6
         if step_s:
             figures = [
                 f"{tokens_per_s(run, it):,.0f}",
                 _share(run, it, "floor"),
                 f"{it.first_step_s or 0:.3g}",
+                f"{it.third_step_s:.3g}" if it.third_step_s else NOTHING,
                 peak_and_base(it, _plain(run, it)),
                 size_text(it.host_bytes),
             ]
