@@ -226,22 +226,10 @@ def test_released_memory_moves_and_is_deferred_again() -> None:
     run.training.close()
 
 
-class CapturedLanes(LazyLanes):
-    captures = False
-
-    def is_capturing(self) -> bool:
-        return self.captures
-
-
-def capturing(**options: Any) -> Any:
-    """A program whose steps are streamed on lanes that capture."""
-    return begin(1, CapturedLanes, clips=False, **options)
-
-
 @pytest.mark.parametrize("copied", [frozenset[str](), UNITS])
 def test_what_a_captured_step_uses_stays(copied: frozenset[str]) -> None:
     """Replays use the addresses of the capture, of gradients that were added in it too."""
-    run = capturing(copied_gradients=copied)
+    run = begin(1, clips=False, copied_gradients=copied)
     run.lazy.captures = True
     run.optimizer.zero_grad()
     run.backward()
@@ -261,7 +249,7 @@ def test_what_a_captured_step_uses_stays(copied: frozenset[str]) -> None:
 
 
 def test_state_that_is_read_in_a_capture_stays() -> None:
-    run = capturing()
+    run = begin(1, clips=False)
     run.lazy.captures = True
     sum(it.sum() for it in moments(run))
     run.lazy.captures = False

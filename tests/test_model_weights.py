@@ -483,14 +483,17 @@ def test_what_a_capture_reads_stays_where_it_is(
     monkeypatch.setattr(torch._C, "_CUDAGraph", RawGraph)
     model = Net(8)
     expected = call(model)
-    made, room, _ = make(model, WEIGHT_BYTES + 300 * MIB)
+    lanes = LazyLanes(model, 0.5)
+    made, room, _ = make(model, WEIGHT_BYTES + 300 * MIB, lanes=lanes)
     call(model)
     layers: Any = model.layers
     read, other = layers[3].weight, layers[4].weight
     address, other_address = read.data_ptr(), other.data_ptr()
-    if is_captured:
-        torch._C._CUDAGraph().capture_begin()
+    torch._C._CUDAGraph().capture_begin()
+    lanes.captures = is_captured
     torch.lerp(read, read, 0.5)
+    lanes.captures = False
+    torch.lerp(other, other, 0.5)  # behind the capture
     room.last = WEIGHT_BYTES + 300 * MIB  # all have to leave
     for _ in range(3):
         assert torch.equal(call(model), expected)

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from lazy_lanes import LazyLanes
-from streamed_programs import WIDTH, Net, Program, bits, compare
+from streamed_programs import UNITS, WIDTH, Net, Program, bits, compare
+from torch import nn
 
 from umem.patches import PATCHES
 from umem.runtime.held_memory import is_held
 from umem.runtime.torch_hooks.work_starts import STARTS, before_work
+from umem.runtime.unguarded import addresses_of
 
 
 class RawGraph:
@@ -119,19 +121,81 @@ def test_updates_are_over_when_a_capture_begins() -> None:
     compare(capture)
 
 
-def capture_an_average(program: Program) -> None:
+def capture_reads(program: Program, tensors: list[torch.Tensor]) -> Callable[[], None]:
+    """Capture norms of tensors; returns what replays them: it reads the capture's addresses."""
+    places: list[int] = []
+
+    def capture() -> None:
+        lanes = program.lazy
+        if lanes is not None:
+            lanes.captures = True
+        with torch.no_grad():
+            torch._foreach_norm(tensors)
+        if lanes is not None:
+            lanes.captures = False
+        places.extend(addresses_of(tensors))
+
+    def work() -> None:
+        program.seen.append(
+            [read(*it) for it in zip(places, (it.shape for it in tensors), strict=True)]
+        )
+
+    Graph(capture).capture_begin()
+    return Graph(work).replay
+
+
+def read_weights_by_a_graph(program: Program) -> None:
     weights = list(program.model.parameters())
-    averages = [torch.zeros(it.shape) for it in weights]
-    if program.training is not None and not program.kept:
-        assert program.training.step.is_under_way
-    with torch.no_grad():
-        Graph(lambda: torch._foreach_lerp_(averages, weights, 0.1)).capture_begin()
-    program.kept = program.training is not None and all(map(is_held, weights))
+    is_streamed = program.training is not None
+    assert not is_streamed or program.kept or program.training.step.is_under_way
+    program.kept = program.kept or capture_reads(program, weights)
+    program.kept()
+    assert not is_streamed or all(map(is_held, weights))
 
 
-def test_weights_of_a_capture_behind_a_step_are_held() -> None:
+def test_weights_that_a_capture_reads_behind_a_step_are_held() -> None:
     """What waits for the updates guards weights no more when their uses are looked for."""
-    assert compare(capture_an_average, streams_weights=True).kept
+    compare(read_weights_by_a_graph, streams_weights=True)
+
+
+def read_state_by_a_graph(program: Program) -> None:
+    every = [it for some in program.optimizer.state.values() for it in some.values()]
+    if program.kept is None:
+        program.kept = capture_reads(program, every)
+        if program.training is not None:
+            program.training.step.units.set_plan(frozenset(), 2)
+    program.kept()
+
+
+def test_state_on_the_device_that_a_capture_reads_is_held() -> None:
+    """A later plan has no unit's state on the device."""
+    compare(read_state_by_a_graph, resident=UNITS)
+
+
+class KeptGradients(Program):
+    """Gradients are the same tensors in all steps, and a graph reads them before the step."""
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+        self.backward()
+        if self.steps > 2:
+            gradients = [it.grad for it in self.model.parameters()]
+            self.kept = self.kept or capture_reads(self, gradients)
+            self.kept()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+
+
+def copy_gradients(program: Program) -> None:
+    if program.training is not None:
+        program.training.gradients.set_plan(UNITS)
+
+
+@pytest.mark.parametrize("copied", [frozenset[str](), UNITS])
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+def test_gradients_that_a_capture_reads_are_held(copied: frozenset[str], eagerness: float) -> None:
+    """Whether they are on the host then, or a later plan would have them there."""
+    compare(copy_gradients, eagerness, steps=6, kind=KeptGradients, copied_gradients=copied)
 
 
 def test_a_replay_waits_for_all_trainings() -> None:

@@ -35,6 +35,34 @@ def average_replayed(run: Run) -> None:
 
 
 @program("cuda")
+def norms_replayed(run: Run) -> None:
+    """The same with norms of gradients, which stay the same tensors, and of state."""
+    model, optimizer = run.model()
+    captured: list[tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]] = []
+
+    @torch.no_grad()
+    def capture() -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+        read = [it.grad for it in model.parameters()]
+        read += [some["exp_avg"] for some in optimizer.state.values()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            norms = list(torch._foreach_norm(read))
+        return graph, norms
+
+    for batch in run.batches():
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(batch).square().mean()
+        loss.backward()
+        if run.is_late:
+            captured = captured or [capture()]
+            graph, norms = captured[0]
+            graph.replay()
+            run.record("norms", norms)
+        optimizer.step()
+        run.record("loss", loss)
+
+
+@program("cuda")
 def capture_forks(run: Run) -> None:
     """A training on a side stream, where a capture forks to another stream in between.
 

@@ -81,6 +81,8 @@ class LazyLanes(Lanes):
         self._random = random.Random(seed)
         self._last: Callable[[], _Task | None] = lambda: None
         self._queues: dict[Lane | None, deque[_Task]] = {it: deque() for it in (*Lane, None)}
+        self.captures = False
+        """Whether the program's stream is captured into a graph."""
         self.waits = 0
         """Number of waits that found work to do."""
         self._waits_since = 0
@@ -119,6 +121,10 @@ class LazyLanes(Lanes):
         if model is not None:
             _add_parameters(model, self._known)
         return list(self._known.values())
+
+    def is_capturing(self) -> bool:
+        """As the program says."""
+        return self.captures
 
     def mark(self) -> _Task:
         """Behind the program's fills; its other work runs when it is called."""

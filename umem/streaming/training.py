@@ -25,17 +25,18 @@ from umem.adapters.interface import GatheredParameters
 from umem.capture.live import find_blocks
 from umem.core.errors import PlanError, TraceError
 from umem.core.weakly import weakly
+from umem.runtime.captured_reads import CapturedReads
 from umem.runtime.giving_back import before_giving_back
 from umem.runtime.held_memory import before_hold, note_export
 from umem.runtime.managed_runs import new_run
-from umem.runtime.model_parts import optimizer_parameters
+from umem.runtime.model_parts import optimizer_parameters, tensors_in
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.compilation import before_compiled_code
 from umem.runtime.torch_hooks.graphed import graphed_tensors
 from umem.runtime.torch_hooks.hidden import hide
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
-from umem.runtime.torch_hooks.work_starts import before_work
+from umem.runtime.torch_hooks.work_starts import CAPTURES, before_work
 from umem.streaming.activations.copied_activations import is_compiled
 from umem.streaming.gradients.clipped_gradients import ClippedGradients
 from umem.streaming.gradients.copied_gradients import CopiedGradients
@@ -248,6 +249,8 @@ class StreamedTraining(Listener):
         """Not while no update can be under way in a forward pass."""
         self._has_let_go = False
         """Whether nothing is placed and held, since :meth:`let_go`."""
+        self._captured = CapturedReads(lanes.is_capturing)
+        """Gradients and state that a CUDA graph reads."""
         self._managed_run = new_run(model, "step", weakly(self._late_uses))
         self._undo: list[Callable[[], None]] = [self.temporary.close]
         self._undo_on_optimizer: list[Callable[[], None]] = []
@@ -295,6 +298,10 @@ class StreamedTraining(Listener):
             weakref.finalize(owner, weakly(self._owner_is_gone)).atexit = False
         if self._streams_state:
             self._undo.append(before_work(self.work_begins))
+        self._undo += [
+            before_work(self.capture_begins, CAPTURES, is_last=True),
+            self._captured.release,
+        ]
 
     def move_into_backward(self) -> None:
         """Update parameters in the backward pass, once two complete steps show that it is exact.
@@ -341,6 +348,7 @@ class StreamedTraining(Listener):
 
     def pass_begins(self, now: Pass, _args: object, _kwargs: object) -> None:
         """Wait for updates of what is outside of blocks."""
+        self._captured.end()
         if self._idle is not None:
             return
         if self._has_let_go:
@@ -388,6 +396,7 @@ class StreamedTraining(Listener):
     ) -> _Arguments | None:
         if self.is_closed:
             return None
+        self._captured.end()
         if self._idle is not None:
             if self._idle.holds(optimizer) and self.tuner is not None and self.tuner.is_idle:
                 return None
@@ -631,6 +640,19 @@ class StreamedTraining(Listener):
         """Let the current stream wait for all updates: what comes may use any parameter."""
         if self.step.is_under_way:
             self.step.join(is_early=True)
+
+    def capture_begins(self) -> None:
+        """A CUDA graph will read gradients and state by the addresses that they have now."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        try:
+            self.gradients.join()
+            its = (it.grad for it in optimizer_parameters(optimizer) if it.grad is not None)
+            # State at home has a guard of its own.
+            self._captured.begin([*its, *tensors_in(list(optimizer.state.values()))])
+        except Exception as error:
+            self._fail(error)
 
     def let_graphs_read(self) -> None:
         """Defer no step from now on, and stream no weight, if a CUDA graph reads the model's."""

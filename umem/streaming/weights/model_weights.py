@@ -186,7 +186,7 @@ class ModelWeights(Listener):
         self._first = [weakref.ref(it) for it in first.values()]
         """The block by which a pass is known to begin where the model is not called."""
         self._hearing = Hearing(self, Order.WEIGHTS, self._fail, model, first)
-        self._captured = CapturedReads()
+        self._captured = CapturedReads(lanes.is_capturing)
         self._hear_captures_no_more = before_work(self.capture_begins, CAPTURES, is_last=True)
         self._shared.join(self)
 
@@ -289,7 +289,7 @@ class ModelWeights(Listener):
         Updates that were under way are over: nothing guards weights on the device any more.
         """
         self.streamed.forget_copies()
-        self._captured.watch(self._every())
+        self._captured.begin(self._every())
 
     def pass_begins(self, _now: Pass, _args: object, _kwargs: object) -> None:
         """Place weights."""
@@ -318,7 +318,7 @@ class ModelWeights(Listener):
         """Look at what calls need before the next one, and place weights anew if they have to."""
         if not is_forward_pass() or self._lanes.is_capturing():
             return
-        self._captured.release()
+        self._captured.end()
         if self._has_let_go:
             self.take_up()
         self.streamed.begin_call()
