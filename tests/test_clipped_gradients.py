@@ -14,7 +14,7 @@ from pairs import pairs
 from streamed_programs import UNITS, Net, Program, Tied, begin, compare
 from torch import nn
 
-from umem.runtime.guard import guard_of
+from umem.runtime.guard import Guard, guard_of
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.gradients import ClippedGradients
 
@@ -294,3 +294,17 @@ def test_a_gradient_on_the_host_has_its_clipped_value_when_something_looks() -> 
     # Now it has it in memory too.
     assert torch.equal(at_home(gradient), gradient)
     assert guard_of(gradient) is None
+
+
+def test_a_factor_that_is_guarded_is_waited_for() -> None:
+    def settle() -> None:
+        factor.fill_(3.0)
+        guard.release()
+
+    gradient, factor, guard = torch.ones(4), torch.tensor(2.0), Guard(settle)
+    clipped = ClippedGradients(LazyLanes(Net()))
+    clipped.keep(gradient, None, None)
+    guard.hold([factor])
+    torch._foreach_mul_([gradient], factor)
+    assert clipped.is_held(gradient)
+    assert gradient.tolist() == [3.0] * 4
