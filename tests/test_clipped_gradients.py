@@ -308,3 +308,17 @@ def test_a_factor_that_is_guarded_is_waited_for() -> None:
     torch._foreach_mul_([gradient], factor)
     assert clipped.is_held(gradient)
     assert gradient.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.8])
+def test_a_norm_is_not_of_gradients_before_they_are_unscaled(eagerness: float) -> None:
+    """A gradient scaler's operator counts no version."""
+
+    @in_a_step
+    def unscale_and_clip(program: Program) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(program.optimizer)
+        clip(program, most=0.01)
+
+    compare(unscale_and_clip, eagerness, copied_gradients=UNITS)
