@@ -346,25 +346,33 @@ bool settle(const at::Tensor& tensor, const c10::OperatorHandle* op, torch::jit:
     }
   }
   py::gil_scoped_acquire gil;
-  std::vector<py::object> guards;
-  {
-    const std::lock_guard lock(mutex);
-    const auto found = entries.find(memory);
-    if (found == entries.end()) return set_key(impl, false), false;
-    for (const auto& entry : found->second)
-      if (!is_ending(entry)) guards.push_back(py::reinterpret_borrow<py::object>(entry.object));
-  }
+  std::vector<py::object> asked;
   struct Below : PastGuards {
     Below() { enter(); }
     ~Below() { leave(); }
   } const below;
-  for (const auto& guard : guards) {
-    const auto& functions = guard.cast<const Guard&>().functions;
-    if (op != nullptr && functions.count(op->operator_name().name) && run(guard, *op, stack))
-      return true;
-    guard.attr("use")(tensor);
+  while (true) {
+    const auto before = asked.size();
+    {
+      const std::lock_guard lock(mutex);
+      const auto found = entries.find(memory_of(impl));
+      if (found == entries.end()) return set_key(impl, false), false;
+      for (const auto& entry : found->second) {
+        const bool is_known = std::any_of(
+            asked.begin(), asked.end(), [&](const py::object& it) { return it.is(entry.object); });
+        if (!is_known && !is_ending(entry))
+          asked.push_back(py::reinterpret_borrow<py::object>(entry.object));
+      }
+    }
+    if (asked.size() == before) return false;
+    for (auto number = before; number < asked.size(); ++number) {
+      const auto& guard = asked[number];
+      const auto& functions = guard.cast<const Guard&>().functions;
+      if (op != nullptr && functions.count(op->operator_name().name) && run(guard, *op, stack))
+        return true;
+      guard.attr("use")(tensor);  // which may hand the tensor to another guard
+    }
   }
-  return false;
 }
 
 template <typename Visit>

@@ -14,7 +14,7 @@ from pairs import pairs
 from streamed_programs import UNITS, Net, Program, Tied, begin, compare
 from torch import nn
 
-from umem.runtime.guard import guard_of
+from umem.runtime.guard import Guard, guard_of
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.gradients import ClippedGradients
 
@@ -294,3 +294,31 @@ def test_a_gradient_on_the_host_has_its_clipped_value_when_something_looks() -> 
     # Now it has it in memory too.
     assert torch.equal(at_home(gradient), gradient)
     assert guard_of(gradient) is None
+
+
+def test_a_factor_that_is_guarded_is_waited_for() -> None:
+    def settle() -> None:
+        factor.fill_(3.0)
+        guard.release()
+
+    gradient, factor, guard = torch.ones(4), torch.tensor(2.0), Guard(settle)
+    clipped = ClippedGradients(LazyLanes(Net()))
+    clipped.keep(gradient, None, None)
+    guard.hold([factor])
+    torch._foreach_mul_([gradient], factor)
+    assert clipped.is_held(gradient)
+    assert gradient.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.8])
+def test_a_norm_is_not_of_gradients_before_they_are_unscaled(eagerness: float) -> None:
+    """A gradient scaler's operator counts no version."""
+
+    @in_a_step
+    def unscale_and_clip(program: Program) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(program.optimizer)
+        clip(program, most=0.01)
+
+    compare(unscale_and_clip, eagerness, copied_gradients=UNITS)

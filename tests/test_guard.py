@@ -21,7 +21,7 @@ from torch.multiprocessing import reductions
 
 from umem import torch_compat
 from umem.runtime.aliases import has_alias
-from umem.runtime.guard import Guard, guard_of
+from umem.runtime.guard import Guard, guard_of, settle
 from umem.runtime.torch_hooks.memory_access import watch_exports
 from umem.runtime.unguarded import PastGuards
 
@@ -231,3 +231,21 @@ def test_a_second_guard_does_not_get_what_another_has() -> None:
     assert guard_of(tensor) is first
     tensor.sum()
     assert (guard_of(tensor), first.uses) == (None, 1)
+
+
+def test_a_use_waits_for_a_guard_that_another_one_hands_the_tensor_to() -> None:
+    uses: list[str] = []
+    tensor = torch.ones(2)
+
+    def hand_over() -> None:
+        uses.append("first")
+        first.release()
+        second.hold([tensor])
+
+    first, second = Guard(hand_over), Guard(lambda: uses.append("second"))
+    for use in (lambda: tensor.add_(1), lambda: settle([tensor])):
+        second.release()
+        first.hold([tensor])
+        use()
+    assert uses == ["first", "second"] * 2
+    second.release()

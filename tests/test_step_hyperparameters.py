@@ -82,3 +82,19 @@ def test_a_gradient_scaler_that_skips_a_step(make_optimizer: Any, eagerness: flo
         del program.optimizer.grad_scale, program.optimizer.found_inf
 
     compare(lambda ps: make_optimizer(ps, 1e-2), set_scale, take_away, eagerness)
+
+
+@pytest.mark.parametrize("eagerness", EAGERNESS)
+@pytest.mark.parametrize("make", [float, torch.tensor])
+def test_a_list_that_is_changed_in_place(make: Callable[[float], Any], eagerness: float) -> None:
+    def replace(program: Any) -> None:
+        (group,) = program.optimizer.param_groups
+        group["betas"] = list(map(make, group["betas"]))
+
+    def change(program: Any) -> None:
+        program.optimizer.param_groups[0]["betas"][0] *= 0.5
+
+    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+
+    compare(make_optimizer, replace, change, eagerness)

@@ -8,10 +8,10 @@ import torch
 
 from umem.runtime.held_memory import any_held, are_kept
 from umem.runtime.torch_hooks.memory_access import original_storage
-from umem.runtime.unguarded import Unguarded
+from umem.runtime.unguarded import Unguarded, addresses_of
 from umem.torch_compat import storage_address, storage_key, storage_use_count
 
-__all__ = ["are_all_on_memory", "has_alias"]
+__all__ = ["are_all_on_memory", "has_alias", "overlap"]
 
 
 def has_alias(tensors: Collection[torch.Tensor]) -> bool:
@@ -28,6 +28,23 @@ def has_alias(tensors: Collection[torch.Tensor]) -> bool:
 def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
     """Whether nothing but these tensors has their memory, the same for all; each is given once."""
     return not any_held(tensors) and _have_users([next(iter(tensors))], len(tensors))
+
+
+def overlap(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether a byte of memory may be of two strided tensors. Gaps count as a tensor's own."""
+    some = [it for it in tensors if it.layout is torch.strided and it.numel()]
+    ends = 0
+    for begin, size_bytes in sorted(zip(addresses_of(some), map(_extent, some), strict=True)):
+        if begin < ends:
+            return True
+        ends = begin + size_bytes
+    return False
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last one."""
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in places) + 1) * tensor.itemsize
 
 
 def _have_users(tensors: Collection[torch.Tensor], count: int) -> bool:

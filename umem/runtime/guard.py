@@ -147,8 +147,10 @@ def _let_go(value: Any) -> None:
 def settle(tensors: Iterable[torch.Tensor]) -> None:
     """Settle what is guarded of some tensors, from where no guard sees their use."""
     for tensor in tensors:
-        if (guard := guard_of(tensor)) is not None:
-            guard.use(tensor)
+        asked: Guard | None = None
+        while (guard := guard_of(tensor)) not in (None, asked):
+            asked = guard
+            guard.use(tensor)  # which may hand the tensor to another guard
 
 
 def can_guard(tensor: torch.Tensor) -> bool:

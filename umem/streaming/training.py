@@ -50,7 +50,7 @@ from umem.streaming.step.step import StepCounts, StreamedStep
 from umem.streaming.step.temporary_slots import TemporarySlots
 from umem.streaming.step.unit_names import UnitNames
 from umem.streaming.step.units import StreamedUnits
-from umem.streaming.step.whole_steps import COMMON_STATE, WholeSteps, named_arguments
+from umem.streaming.step.whole_steps import WholeSteps, named_arguments
 from umem.streaming.tune.optimizers import TunedOptimizer
 from umem.streaming.tune.states import TuningStatus
 from umem.streaming.tune.tuner import StreamTuner
@@ -464,8 +464,8 @@ class StreamedTraining(Listener):
         empty = self.step.step(
             optimizer, is_deferred=not is_measuring, defers_outside=defers_outside
         )
-        if self.step.units.has_common_state and self.step.units.queued:
-            self._whole_steps.note(COMMON_STATE)
+        if self.step.obstacle:
+            self._whole_steps.note(self.step.obstacle)
         return empty
 
     def _leave_whole_step(self, optimizer: Optimizer, obstacle: str) -> None:

@@ -237,7 +237,10 @@ class ClippedGradients(Guard):
         return value
 
     def _multiply(self, tensors: Sequence[torch.Tensor], factor: Any) -> None:
-        own = factor.clone() if isinstance(factor, torch.Tensor) else factor
+        own = factor
+        if isinstance(factor, torch.Tensor):
+            settle([factor])
+            own = factor.clone()
         moment = self._lanes.mark()
         rest = []
         with self._lock:

@@ -74,6 +74,8 @@ class StepCall:
         if isinstance(value, Tensor):
             self.tensors.append(value.clone())
             return self.tensors[-1]
+        if isinstance(value, list):
+            return list(map(self._fixed, value))
         if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
             return tuple(map(self._fixed, value))
         return value

@@ -131,6 +131,8 @@ def whole_step_reason(optimizer: Optimizer) -> str:
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return "a group is differentiable"
+        if len(set(map(id, group["params"]))) < len(group["params"]):
+            return "a group has a parameter twice"
         # torch chooses foreach functions by all parameters of a group, and these their kernels.
         is_foreach = group.get("foreach", False) is not False and not group.get("fused")
         if is_foreach or known.makes_contiguous:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,8 @@ from torch.optim.optimizer import Optimizer
 
 from umem.adapters.interface import GatheredParameters, GatheringGuard
 from umem.core.errors import PlanError
-from umem.runtime.aliases import has_alias
-from umem.runtime.guard import Guard, are_plain
+from umem.runtime.aliases import has_alias, overlap
+from umem.runtime.guard import Guard, are_plain, can_guard, settle
 from umem.runtime.model_parts import optimizer_parameters
 from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.gradients.clipped_gradients import ClippedGradients
@@ -50,7 +51,8 @@ from umem.streaming.step.unit import (
 )
 from umem.streaming.step.unit_names import is_outside
 from umem.streaming.step.unit_uses import UnitUses
-from umem.streaming.step.units import StreamedUnits
+from umem.streaming.step.units import StreamedUnits, tensors_of
+from umem.streaming.step.whole_steps import COMMON_MEMORY, COMMON_STATE
 from umem.torch_compat import current_graph_task_id
 
 __all__ = ["StepCounts", "StepOwner", "StreamedStep"]
@@ -168,6 +170,8 @@ class StreamedStep:
         """Whether the present step defers units outside of blocks too."""
         self.is_begun = False
         """Whether the present step may have updated parameters."""
+        self.obstacle = ""
+        """Why the present step updates state where it is, as a whole; empty if it does not."""
         self._may_be_under_way = False
         """False if no update of a step is under way: a look at all units takes longer."""
         self._failure = ""
@@ -218,24 +222,29 @@ class StreamedStep:
     ) -> Optimizer | None:
         """Queue a step but for the parameters that are updated already."""
         self._lay_out(optimizer)
-        queued = self.units.queued
+        queued, self.obstacle = self.units.queued, ""
         if not queued and not done:
             self.counts.resident += 1
             return None
         if self.units.has_common_state:  # and so nothing was updated ahead
+            self.obstacle = COMMON_STATE
             self.counts.in_line += 1
             return None
-        call = StepCall(optimizer, self._lanes)
         left_out = done | self.units.absent
-        shadow = call.shadow(_without(self.units.in_line, done), optimizer.state)
-        self.waits = not self.may_defer
         sharded = self._find_sharded(optimizer, queued) if self.may_defer else None
+        found = [self._find_update(unit, left_out, sharded) for unit in queued]
+        updates, in_line = [it for it in found if it is not None], self.units.in_line
+        if self._have_common_memory(updates, optimizer):
+            self.obstacle, updates, in_line = COMMON_MEMORY, [], self.units.members
+        call = StepCall(optimizer, self._lanes)
+        shadow = call.shadow(_without(in_line, done), optimizer.state)
+        self.waits = not self.may_defer
         self._updates.begin()
         self.hosts.begin()
         self.is_begun = self._may_be_under_way = True
         try:
-            updates = [self._queue(unit, call, left_out, is_deferred, sharded) for unit in queued]
-            for moment in filter(None, updates):
+            moments = [self._queue(update, call, is_deferred) for update in updates]
+            for moment in filter(None, moments):
                 self._lanes.wait(moment)
                 self.counts.waited += 1
             if any(unit.pending is not None for unit in self.units):
@@ -247,12 +256,13 @@ class StreamedStep:
             self._end_lanes()
             if call.has_failed:
                 raise
-            self._complete(call, queued, left_out)
+            self._complete(call, [it.unit for it in updates], left_out)
             call.run(shadow, note=shadow.param_groups.clear)
             if not isinstance(error, Exception):
                 raise
             self._owner.step_has_failed(error)
-        self.counts.streamed += 1
+        self.counts.in_line += bool(self.obstacle)
+        self.counts.streamed += not self.obstacle
         return shadow
 
     def _end_lanes(self) -> None:
@@ -386,22 +396,9 @@ class StreamedStep:
                 self._find_units(optimizer)
                 self.units.find_state(optimizer, self._order())
 
-    def _queue(
-        self,
-        unit: StreamedUnit,
-        call: StepCall,
-        left_out: frozenset[Any],
-        is_deferred: bool,
-        sharded_step: ShardedStep | None,
-    ) -> Moment | None:
+    def _queue(self, update: _UnitUpdate, call: StepCall, is_deferred: bool) -> Moment | None:
         """Queue a unit's update. Returns a moment that the program has to wait for, or None."""
-        update = self._find_update(unit, left_out)
-        if update is None:
-            return None
-        if unit.pending is not None:
-            self.settle(unit)  # what the backward pass has updated of it
-        self._find_users(update, sharded_step)
-        ready = self._launch(update, call)
+        unit, ready = update.unit, self._launch(update, call)
         waits = update.is_shared or (is_outside(unit.name) and not self._defers_outside)
         self.waits |= waits
         if waits or not is_deferred:
@@ -411,8 +408,10 @@ class StreamedStep:
         self._uses.defer(unit.name)
         return None
 
-    def _find_update(self, unit: StreamedUnit, left_out: frozenset[Any]) -> _UnitUpdate | None:
-        """What is updated of a unit, by its gradients; None if nothing is."""
+    def _find_update(
+        self, unit: StreamedUnit, left_out: frozenset[Any], sharded_step: ShardedStep | None
+    ) -> _UnitUpdate | None:
+        """What is updated of a unit, by its gradients, and who can use it; None if nothing is."""
         part: ParameterGroups | None = None
         updated = unit.parameters
         gradients = [gradient for it in updated if (gradient := it.grad) is not None]
@@ -421,25 +420,47 @@ class StreamedStep:
             updated = parameters_of(part)
             gradients = [it.grad for it in updated]
         assert unit.state is not None
-        return _UnitUpdate(unit, unit.state, part, updated, gradients) if updated else None
+        if not updated:
+            return None
+        if unit.pending is not None:
+            self.settle(unit)  # what the backward pass has updated of it
+        update = _UnitUpdate(unit, unit.state, part, updated, gradients)
+        self._find_users(update, sharded_step)
+        return update
 
     def _find_users(self, update: _UnitUpdate, sharded_step: ShardedStep | None) -> None:
         """Who can use what is updated: the host, a library, or something that no guard sees."""
         gradients, updated, state = update.gradients, update.parameters, update.state
         update.free = gradients
-        are_free = are_plain(gradients)
-        if not are_free:
+        if not are_plain(gradients):
             is_held = self._clipped.is_held
             update.held = [it for it, of in zip(updated, gradients, strict=True) if is_held(of)]
             update.free = [it for it in gradients if not is_held(it)]
-            are_free = are_plain(update.free)
-        update.is_plain = are_free and are_plain(updated)
+        every = (*update.free, *updated)
+        update.is_plain = are_plain(every)
+        if not update.is_plain:
+            settle(every)  # the lanes go past guards, such as another optimizer's
+            update.is_plain = are_plain(every)
         if state.sharded is not None and sharded_step is not None and not update.held:
             update.sharded = sharded_step.unit(updated)
         has_unseen = update.sharded is None and (
             not update.is_plain or has_alias(updated) or has_alias(gradients)
         )
         update.is_shared = state.is_shared or has_unseen
+
+    def _have_common_memory(self, updates: list[_UnitUpdate], optimizer: Optimizer) -> bool:
+        """Whether an update uses what another one changes: the optimizer's order counts then."""
+        parameters = list(optimizer_parameters(optimizer))
+        gradients = [gradient for it in parameters if (gradient := it.grad) is not None]
+        keys = set(map(id, chain(parameters, gradients)))
+        if len(keys) < len(parameters) + len(gradients):
+            return True
+        if not self.units.state_keys.isdisjoint(keys):
+            return True
+        if not any(update.is_shared for update in updates):
+            return False
+        changed = list(filter(can_guard, (*parameters, *tensors_of(optimizer.state))))
+        return has_alias(changed) and overlap([*changed, *filter(can_guard, gradients)])
 
     def _launch(self, update: _UnitUpdate, call: StepCall) -> Moment:
         """Queue copies and updates. Returns the moment behind which gradients may be used."""

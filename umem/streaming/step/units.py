@@ -25,7 +25,7 @@ from umem.streaming.step.call import ParameterGroups, parameters_of
 from umem.streaming.step.known_optimizers import is_elementwise, replaces_state
 from umem.streaming.step.unit import Piece, StreamedUnit
 
-__all__ = ["StreamedUnits"]
+__all__ = ["StreamedUnits", "tensors_of"]
 
 
 class StreamedUnits:
@@ -66,6 +66,8 @@ class StreamedUnits:
         self.has_common_state = False
         """Whether several parameters have one tensor in their state, which each update changes for
         all of them: such a step runs as a whole."""
+        self.state_keys: frozenset[int] = frozenset()
+        """The state's tensors by ``id``, as of the last layout."""
         self.runs_backward = False
         """Whether units are updated in the backward pass."""
         self._owner = owner
@@ -172,13 +174,17 @@ class StreamedUnits:
         return [unit for unit in self._units.values() if unit.state is not None]
 
     @property
+    def members(self) -> ParameterGroups:
+        """Parameters of the present step, in the optimizer's order."""
+        return list(enumerate(self._members))
+
+    @property
     def in_line(self) -> ParameterGroups:
         """Parameters of the present step that are updated within it."""
         if self._in_line is None:
             queued = {parameter for unit in self for parameter in unit.parameters}
             self._in_line = [
-                (number, [p for p in some if p not in queued])
-                for number, some in enumerate(self._members)
+                (number, [p for p in some if p not in queued]) for number, some in self.members
             ]
         return self._in_line
 
@@ -237,7 +243,7 @@ class StreamedUnits:
 
     def are_here(self, optimizer: Optimizer) -> bool:
         """Whether all of an optimizer's parameters and state are the device's, but for numbers."""
-        every = chain(optimizer_parameters(optimizer), _tensors_of(optimizer.state))
+        every = chain(optimizer_parameters(optimizer), tensors_of(optimizer.state))
         return all(self.memory.is_of_device(it) or it.numel() == 1 for it in every)
 
     def let_go(self) -> None:
@@ -294,7 +300,9 @@ class StreamedUnits:
         ]
         if changed:
             self._seen, self._in_line = None, None  # all of it again, should this one fail
-            self.has_common_state = _has_common(state)
+            every = tensors_of(state)
+            self.state_keys = frozenset(map(id, every))
+            self.has_common_state = len(self.state_keys) < len(every)
             # What leaves the device makes room for what comes.
             self.ring.take_back()
             changed.sort(key=lambda unit: unit.name in (self._resident or ()))
@@ -303,7 +311,7 @@ class StreamedUnits:
             on_parts = in_pieces and not replaces_state(optimizer)
             for unit in changed:
                 self._drop_state(unit)  # with all views of umem's own
-            views = StateViews(_tensors_of(state))
+            views = StateViews(every)
             for unit in changed:
                 self._lay_out_unit(unit, state, piece_bytes, views, on_parts=on_parts)
             self.layouts += 1
@@ -483,10 +491,6 @@ class StreamedUnits:
         self._values = None
 
 
-def _has_common(state: OptimizerState) -> bool:
-    tensors = _tensors_of(state)
-    return len(set(map(id, tensors))) < len(tensors)
-
-
-def _tensors_of(state: OptimizerState) -> list[torch.Tensor]:
+def tensors_of(state: OptimizerState) -> list[torch.Tensor]:
+    """All tensors of an optimizer's state."""
     return [it for values in state.values() for it in values.values() if torch.is_tensor(it)]

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from umem.streaming.stage.lanes import Lanes
 from umem.streaming.step.known_optimizers import whole_step_reason
 
-__all__ = ["COMMON_STATE", "WholeSteps", "named_arguments"]
+__all__ = ["COMMON_MEMORY", "COMMON_STATE", "WholeSteps", "named_arguments"]
 
 _LOG = logging.getLogger("umem")
 
@@ -24,6 +24,11 @@ COMMON_STATE = (
     "several parameters have one tensor in their state, as in a state_dict that was "
     "loaded with one step count for all of them; give each its own, as by "
     "`for values in optimizer.state.values(): values['step'] = values['step'].clone()`"
+)
+
+COMMON_MEMORY = (
+    "parameters have common memory, or a gradient that is another one's, a parameter or optimizer "
+    "state, so that the order of all updates counts"
 )
 
 
