@@ -60,7 +60,7 @@ OF_FLOATS = frozenset(
         *("change_weights_in_place", "copy_model", "ema", "foreach_ema", "freeze_by_turns"),
         *("from_one_vector", "hooks_on_gradients", "new_parameter", "old_graph", "replace_data"),
         *("share_state", "use_a_weight_elsewhere", "ema_by_hand", "ema_of_diffusers"),
-        *("foreach_ema_of_diffusers", "ema_of_timm", "ema_of_torch"),
+        *("foreach_ema_of_diffusers", "ema_of_timm", "ema_of_torch", "turn_weights"),
     )
 )
 """Uses of weights that are plain parameters of floating point numbers, and trained."""
