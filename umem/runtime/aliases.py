@@ -11,7 +11,7 @@ from umem.runtime.torch_hooks.memory_access import original_storage
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import storage_address, storage_key, storage_use_count
 
-__all__ = ["are_all_on_memory", "has_alias"]
+__all__ = ["are_all_on_memory", "has_alias", "have_one_memory"]
 
 
 def has_alias(tensors: Collection[torch.Tensor]) -> bool:
@@ -28,6 +28,14 @@ def has_alias(tensors: Collection[torch.Tensor]) -> bool:
 def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
     """Whether nothing but these tensors has their memory, the same for all; each is given once."""
     return not any_held(tensors) and _have_users([next(iter(tensors))], len(tensors))
+
+
+def have_one_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors have the same memory, or parts of it."""
+    try:
+        return storage_address(first) == storage_address(second)
+    except (NotImplementedError, RuntimeError):  # there is no storage
+        return False
 
 
 def _have_users(tensors: Collection[torch.Tensor], count: int) -> bool:
