@@ -51,6 +51,7 @@ NEEDS_GRADIENTS = frozenset(
         *("logged_norms", "zero_in_place", "step_again", "convert", "skip_a_step"),
         *("accumulate_into_old_gradients", "step_with_a_closure", "view_of_gradients"),
         *("hook_before_step", "new_group", "share_state", "clip_late", "scale_one_gradient"),
+        *("restore_weights_from_state",),
     )
 )
 """Uses that need gradients behind a step, or another number of steps than of backward passes."""
@@ -60,7 +61,8 @@ OF_FLOATS = frozenset(
         *("change_weights_in_place", "copy_model", "ema", "foreach_ema", "freeze_by_turns"),
         *("from_one_vector", "hooks_on_gradients", "new_parameter", "old_graph", "replace_data"),
         *("share_state", "use_a_weight_elsewhere", "ema_by_hand", "ema_of_diffusers"),
-        *("foreach_ema_of_diffusers", "ema_of_timm", "ema_of_torch"),
+        *("foreach_ema_of_diffusers", "ema_of_timm", "ema_of_torch", "turn_weights"),
+        *("restore_weights_from_state",),
     )
 )
 """Uses of weights that are plain parameters of floating point numbers, and trained."""

@@ -264,13 +264,31 @@ def by_data_that_is_kept(layer: Any) -> None:
         kept.mul_(0.99)
 
 
+def turn(layer: Any) -> None:
+    layer.weight.data = layer.weight.detach().mT
+    layer.weight.data[1].mul_(0.5)
+
+
+def turn_data(layer: Any) -> None:
+    layer.weight.data.mul_(0.9)
+    layer.weight.data = layer.weight.data.mT
+
+
+@torch.no_grad()
+def turn_by_operators(layer: Any) -> None:
+    layer.weight.t_()
+    layer.weight.as_strided_((WIDTH, WIDTH), (1, WIDTH))
+
+
 WRITES = [
+    *(turn, turn_data, turn_by_operators),
     *(by_data, by_data_of_views, by_data_in_a_list, by_data_that_is_kept),
     *(by_storage, by_storage_of_a_view, by_array),
 ]
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
+@pytest.mark.parametrize("each", [1, 2])
 @pytest.mark.parametrize(
     ("do", "mode", "slots", "eagerness"), pairs(WRITES, MODES, [1, 2, 8], [0.0, 0.5])
 )
@@ -279,9 +297,17 @@ def test_what_a_block_writes_past_its_weights_stays(
     mode: Callable[[], Any],
     slots: int,
     eagerness: float,
+    each: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Reaching.Layer, "do", staticmethod(do), raising=False)
+    """In each call of the block, or in the first one of two."""
+
+    def write(layer: Any) -> None:
+        layer.calls = getattr(layer, "calls", -1) + 1
+        if layer.calls % each == 0:
+            do(layer)
+
+    monkeypatch.setattr(Reaching.Layer, "do", staticmethod(write), raising=False)
     both = Both(eagerness, slots, Reaching)
     for _ in range(4):
         for model in both.models:
@@ -454,6 +480,33 @@ def test_hooks_below_a_programs_are_taken_away_by_the_next_call() -> None:
     assert innermost() is None
 
 
+class SavingProduct(torch.autograd.Function):
+    """Saves a weight itself, as a convolution does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].T @ x
+
+
+class SavesWeights(Net):
+    """Its layers save their weights, and no views of these."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: Any = SavingProduct.apply(x, self.weight)  # type: ignore[no-untyped-call]
+            return y + self.bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SavesWeights.Layer(WIDTH, WIDTH) for _ in range(4))
+
+
 def write_past_versions(program: Program) -> None:
     """`data` has no version, and the next blocks are fetched already."""
     program.model.stem.weight.data.mul_(0.5)
@@ -470,6 +523,18 @@ def write_by_an_old_alias(program: Program) -> None:
 def replace_data(program: Program) -> None:
     for layer in program.model.layers:
         layer.weight.data = layer.weight.data * 0.5
+
+
+def replace_data_amid_a_pass(program: Program) -> None:
+    """Views of weights that autograd has saved keep the memory, and weights that it has saved do
+    not."""
+    program.optimizer.zero_grad()
+    x = program.batch().requires_grad_()
+    loss = program.model(x).square().mean()
+    for layer in program.model.layers:
+        layer.weight.data = layer.weight.data.mT * 0.5
+    loss.backward()
+    program.seen.append(x.grad)
 
 
 def turn_in_place(program: Program) -> None:
@@ -594,6 +659,7 @@ CHANGES = [
     write_past_versions,
     write_by_an_old_alias,
     replace_data,
+    replace_data_amid_a_pass,
     turn_in_place,
     keep_views,
     backward_twice,
@@ -623,14 +689,14 @@ class AmidInferences:
 
 
 def is_possible(change: object, make_model: object, _slots: int) -> bool:
-    """torch.func takes no checkpoints."""
-    return not (make_model is Checkpointed and change is per_sample)
+    """torch.func takes no checkpoints, and a function without `vmap`."""
+    return not (make_model in (Checkpointed, SavesWeights) and change is per_sample)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize(
     ("change", "make_model", "slots"),
-    pairs(CHANGES, [Net, Checkpointed, Adapters], [2, 8], allowed=is_possible),
+    pairs(CHANGES, [Net, Checkpointed, Adapters, SavesWeights], [2, 8], allowed=is_possible),
 )
 def test_no_bit_changes_where_weights_are_used_otherwise(
     change: Callable[[Program], None], slots: int, make_model: Callable[[], nn.Module]

@@ -358,7 +358,8 @@ class HostStateMemory(StateMemory):
             return None
         memory = bytearray(b"\xff" * tensor.nbytes)
         lent = memoryview(memory)  # goes with the storage
-        home = torch.frombuffer(lent, dtype=tensor.dtype).view(tensor.shape)
+        stride = torch.empty_like(tensor, device="meta").stride()
+        home = torch.frombuffer(lent, dtype=tensor.dtype).as_strided(tensor.shape, stride)
         weakref.finalize(lent, _overwrite, memory).atexit = False
         self._homes[home.data_ptr()] = memory
         return home

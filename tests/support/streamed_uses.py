@@ -152,6 +152,30 @@ def replace_data(program: Program) -> None:
         parameter.data = parameter.data * 0.99
 
 
+def turn_weights(program: Program) -> None:
+    """The same memory in another order of elements, which optimizer state does not have."""
+    for layer in program.model.layers:
+        layer.weight.data = layer.weight.data.mT
+
+
+def restore_weights_from_state(program: Program) -> None:
+    """As optimizers that look at sharpness do: a weight has the memory of a state from then on."""
+    state = program.optimizer.state
+    program.optimizer.zero_grad()
+    program.backward()
+    with torch.no_grad():
+        for it in program.model.parameters():
+            if it.grad is not None and it in state:
+                state[it]["old"] = it.data.clone()
+                it.add_(it.grad, alpha=0.05)
+    program.optimizer.zero_grad()
+    program.backward()
+    for it in program.model.parameters():
+        if "old" in state.get(it, ()):
+            it.data = state[it]["old"]
+    program.optimizer.step()
+
+
 def change_state_in_place(program: Program) -> None:
     for values in program.optimizer.state.values():
         values["exp_avg"].mul_(0.5)
@@ -411,5 +435,5 @@ USES: list[Callable[[Program], None]] = [
     *(copy_optimizer, share_state, from_one_vector, new_parameter, functional, averaged_model),
     *(clip_late, hooks_on_gradients, norms_of_state, replace_values_of_state, replace_state),
     *(exchange_names_of_state, read_counts, view_of_counts, delete_gradients),
-    *(scale_one_gradient, load_one_step_count),
+    *(scale_one_gradient, load_one_step_count, turn_weights, restore_weights_from_state),
 ]

@@ -11,7 +11,7 @@ from umem.runtime.torch_hooks.memory_access import original_storage
 from umem.runtime.unguarded import Unguarded, addresses_of
 from umem.torch_compat import storage_address, storage_key, storage_use_count
 
-__all__ = ["are_all_on_memory", "has_alias", "overlap"]
+__all__ = ["are_all_on_memory", "has_alias", "have_one_memory", "overlap"]
 
 
 def has_alias(tensors: Collection[torch.Tensor]) -> bool:
@@ -45,6 +45,14 @@ def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element to behind the last one."""
     places = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in places) + 1) * tensor.itemsize
+
+
+def have_one_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors have the same memory, or parts of it."""
+    try:
+        return storage_address(first) == storage_address(second)
+    except (NotImplementedError, RuntimeError):  # there is no storage
+        return False
 
 
 def _have_users(tensors: Collection[torch.Tensor], count: int) -> bool:

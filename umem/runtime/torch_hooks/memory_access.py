@@ -14,6 +14,7 @@ of process groups are operators.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,11 @@ from umem import patches, torch_compat
 from umem.torch_compat import tree_leaves
 
 __all__ = [
+    "Owner",
     "on_export",
     "original_data",
     "original_storage",
+    "owner_of",
     "wait_at_attributes",
     "watch_exports",
     "watch_lent",
@@ -43,6 +46,34 @@ _is_watched = False
 _is_complete = True
 """Whether all are replaced, or put back."""
 _listeners: list[Callable[[torch.Tensor], None]] = []
+
+
+class Owner:
+    """Who has the memory that a tensor had when it was asked for, wherever umem moves that.
+
+    Parameters
+    ----------
+    tensor
+        The tensor.
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        """The tensor; another one once the program gives it other memory by ``data``."""
+
+
+_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
+"""By ``id`` of tensors, which these keep alive."""
+
+
+def owner_of(tensor: torch.Tensor) -> Owner:
+    """The owner of a tensor's present memory, while :func:`watch_lent` calls functions."""
+    owner = _owners.get(id(tensor))
+    if owner is None:
+        owner = _owners[id(tensor)] = Owner(tensor)
+    return owner
 
 
 def wait_at_attributes(
@@ -158,7 +189,14 @@ def _get_data(tensor: Any) -> Any:
 
 
 def _put_data(tensor: Any, value: Any) -> None:
-    _use(tensor)
+    owner = _owners.pop(id(tensor), None)
+    if owner is None:
+        _use(tensor)
+    else:
+        _take(tensor)
+        owner.tensor = original_data.__get__(tensor)
+    if isinstance(value, torch.Tensor):
+        _take(value)  # which shares its memory from now on
     original_data.__set__(tensor, value)
 
 

@@ -10,6 +10,7 @@ from umem.core.classes import TensorClass
 from umem.runtime.aliases import has_alias
 from umem.runtime.guard import can_guard
 from umem.runtime.model_parts import lies_in_memory
+from umem.runtime.torch_hooks.memory_access import original_data
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import InferenceMode
 
@@ -73,9 +74,9 @@ def rehome(
         return True
     with Unguarded(), InferenceMode(tensor.is_inference()):
         torch.set_grad_enabled(False)
-        data = tensor.data
+        data = original_data.__get__(tensor)
         new = (memory.new_on_device if on_device else memory.new_home)(data, tensor_class)
         if new is None:
             return False
-        tensor.data = new.copy_(data)
+        original_data.__set__(tensor, new.copy_(data))
     return True

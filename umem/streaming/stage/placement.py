@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from umem.runtime.aliases import have_one_memory
 from umem.runtime.model_parts import memory_bytes
 from umem.streaming.plan.step_timing import divide_state
 from umem.streaming.stage.homes import StateMemory
@@ -44,7 +45,7 @@ class StatePlacement:
             parameter: [
                 part
                 for part in local_parts(filter(torch.is_tensor, values.values()))
-                if self._may_stream(part)
+                if self._may_stream(part) and not have_one_memory(part, parameter)
             ]
             for parameter, values in state.items()
         }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from umem.core.classes import TensorClass
-from umem.runtime.aliases import has_alias
+from umem.runtime.aliases import has_alias, have_one_memory
 from umem.runtime.guard import can_guard, has_guard
 from umem.runtime.model_parts import lies_in_memory
 from umem.runtime.unfilled_memory import unfilled_like
@@ -229,12 +229,14 @@ class StagedState:
         return parts
 
     def _find(self, memory: StateMemory) -> None:
-        for values in self._known.values():
+        for parameter, values in self._known.items():
             for value in values.values():
                 if not isinstance(value, torch.Tensor):
                     continue
                 part = value if self.sharded is None else self.sharded.part_of(value)
                 is_home = memory.may_stage(part) and memory.is_home(part)
+                # A copy back would undo the update of the parameter.
+                is_home = is_home and not have_one_memory(part, parameter)
                 found = self.homes if is_home else self.others
                 found.append(part)
         self.homes.sort(key=torch.Tensor.data_ptr)

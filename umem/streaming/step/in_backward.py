@@ -232,6 +232,7 @@ class BackwardUpdates:
             and not any(sys.getrefcount(it) > _references() for it in gradients)
             and not has_alias((*parameters, *gradients))
             and not state.is_shared
+            and not unit.is_turned
             and state.is_current(optimizer.state)
         )
 

@@ -144,6 +144,12 @@ class StreamedUnit:
         self.queued = _groups_of(self.groups, parameters)
         self.parameters = parameters_of(self.queued)
 
+    @property
+    def is_turned(self) -> bool:
+        """Whether the elements of a divided parameter are in another order in memory by now."""
+        divided = (it.state.divided for it in self.pieces)
+        return any(it is not None and not it.is_contiguous() for it in divided)
+
     def check_not_ahead(self) -> None:
         """Raise PlanError if the backward pass has updated it, and ``step()`` is still to come."""
         if self.ahead:

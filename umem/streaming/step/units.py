@@ -287,15 +287,15 @@ class StreamedUnits:
         self._order(called)
         state = optimizer.state
         is_known = self.are_laid_out(state)
-        is_touched = any(unit.is_touched for unit in self)
-        if is_known and not is_touched and self._values is not None and self._values.are_in(state):
+        touched = {unit for unit in self if unit.is_touched or unit.is_turned}
+        if is_known and not touched and self._values is not None and self._values.are_in(state):
             return
         self._values = None
         changed = [
             unit
             for unit in self._units.values()
             if not is_known
-            or unit.is_touched
+            or unit in touched
             or (unit.state is not None and not unit.state.is_current(state))
         ]
         if changed:

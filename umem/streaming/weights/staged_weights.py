@@ -20,7 +20,12 @@ from umem.runtime.aliases import has_alias
 from umem.runtime.guard import Guard, has_guard
 from umem.runtime.held_memory import lend_memory
 from umem.runtime.model_parts import lies_in_memory
-from umem.runtime.torch_hooks.memory_access import original_data, original_storage
+from umem.runtime.torch_hooks.memory_access import (
+    Owner,
+    original_data,
+    original_storage,
+    owner_of,
+)
 from umem.runtime.torch_hooks.saved_tensors import lend
 from umem.runtime.unguarded import Unguarded, addresses_of
 from umem.streaming.plan.weight_plan import staged_bytes
@@ -378,6 +383,7 @@ class StagedWeights(Bundle):
             if home is not None:
                 self._return(number, home)
                 del self._homes[offset]
+                self._copied.versions[number] = -1  # it may change there unseen, in this use
             if tensor is not weight:
                 self._move(tensor, offset, weight if home is None else home)
 
@@ -401,6 +407,7 @@ class StagedWeights(Bundle):
         tensor, offset = copied.tensors[number], copied.offsets[number]
         if addresses_of([tensor]) != [self._slot().memory.data_ptr() + offset]:
             return
+        home = _place_in(home, 0, tensor.dtype, tensor.size(), tensor.stride())
         version, aliases = version_counter(tensor), self._aliases.get(offset, ())
         if version != copied.versions[number] or any(map(version_counter, aliases)):
             home.copy_(original_data.__get__(tensor))
@@ -451,7 +458,7 @@ class StagedWeights(Bundle):
             return False
         with Unguarded():
             are_known = list(map(version_counter, copied.tensors)) == copied.versions
-            return are_known and copied.are_at_home()
+            return are_known and copied.are_as_seen()
 
     def has_alias(self, *, with_experts: bool) -> bool:
         """Whether another tensor has the memory of a home, by which it may change unseen."""
@@ -543,21 +550,31 @@ class StagedWeights(Bundle):
         begin = int(view.storage_offset()) * view.itemsize
         parts = self._parts
         part = parts.every[bisect_right(parts.offsets, begin) - 1]
-        offset = begin - part.offset
-        return partial(self._again, part, offset, view.dtype, view.size(), view.stride())
+        if view is part.tensor:
+            return partial(self._now, part)
+        owner, offset = owner_of(part.tensor), begin - part.offset
+        return partial(self._again, owner, part, offset, view.dtype, view.size(), view.stride())
+
+    def _now(self, part: _Part) -> torch.Tensor:
+        """A weight as it is, where this stream may use it."""
+        home = self._homes.get(part.offset)
+        # Another stream has not waited for the copy; the home has the same contents.
+        if home is not None and self._lanes.stream_key() != self._stream:
+            return home
+        with Unguarded():
+            return original_data.__get__(part.tensor)
 
     def _again(
         self,
+        owner: Owner,
         part: _Part,
         offset: int,
         dtype: torch.dtype,
         size: torch.Size | Sequence[int],
         stride: Sequence[int],
     ) -> torch.Tensor:
-        tensor, home = part.tensor, self._homes.get(part.offset)
-        # Another stream has not waited for the copy; the home has the same contents.
-        if home is not None and self._lanes.stream_key() != self._stream:
-            tensor = home
+        """A view of a weight's memory, also once the program has given the weight another one."""
+        tensor = owner.tensor if owner.tensor is not part.tensor else self._now(part)
         with Unguarded():
             return _place_in(tensor, offset, dtype, size, stride)
 
