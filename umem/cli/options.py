@@ -321,7 +321,8 @@ def budget_bytes(budget: str, hardware: Hardware) -> int:
     try:
         found = parse_budget(budget, hardware.device_bytes)
     except ValueError as error:
-        raise UmemError(f"--budget: {error}; or a percentage, such as '80%'") from None
+        or_share = "" if "%" in budget else "; or a percentage, such as '80%'"
+        raise UmemError(f"--budget: {error}{or_share}") from None
     if not 0 < found <= hardware.device_bytes:
         raise UmemError(
             f"--budget: {budget} is not within the device memory of {hardware.name}, "

@@ -199,7 +199,7 @@ def _bounds_table(
         ("host updates", policy.host_update),
         ("losses in slices", policy.slice_losses),
     ):
-        where = "without room otherwise" if what == "losses in slices" else "where faster"
+        where = "where a whole one has no room" if what == "losses in slices" else "where faster"
         table.add_row(what, where if key == "auto" else "never")
     table.add_row("shared with", ", ".join(policy.share) or "none")
     return table

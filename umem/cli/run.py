@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import io
+import logging
 import os
 import pkgutil
 import runpy
@@ -22,7 +23,7 @@ import typer
 import umem
 from umem.cli import INTERRUPTED_STATUS, output
 from umem.core.errors import UmemError
-from umem.core.log import is_first_rank, show_log
+from umem.core.log import LOG_VARIABLE, is_first_rank, parse_log_level, show_log
 
 __all__ = ["app", "launch"]
 
@@ -98,8 +99,9 @@ def launch(
     run`` themselves. An exception is reported by ``sys.excepthook``, from the program's first
     frame on, and ends in status 1; Ctrl-C likewise, in status 130.
 
-    Plans are logged on standard error, as ``UMEM_LOG`` says, and the last lines there say what was
-    managed, if anything was. Of several ranks, the first one of the host does both.
+    Plans are logged on standard error, as ``UMEM_LOG`` says. Where it shows plans, the last
+    lines there say what was managed, if anything was. Of several ranks, the first one of the host
+    does both.
 
     `program` is the path of a script, which may be a pipe, or of a folder or archive with a
     ``__main__.py``, and ``-`` is standard input. By `kind` it is a module's name, as for ``python
@@ -118,8 +120,10 @@ def launch(
         folder = ""
     else:
         folder = _script_folder(program)
-    if is_first_rank():
+    is_first = is_first_rank()
+    if is_first:
         show_log("info")
+    has_end_lines = is_first and _log_level() <= logging.INFO
     with _own_warnings_in_one_line():
         umem.enable(policy, fallback=fallback)
     os.environ[POLICY_VARIABLE] = _absolute_policy(policy)
@@ -139,10 +143,14 @@ def launch(
         status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else 1
         raise SystemExit(status) from None
     finally:
-        if is_first_rank():
+        if has_end_lines:
             for line in end_lines():
                 print(f"umem: {line}", file=sys.stderr)
     raise SystemExit(0)
+
+
+def _log_level() -> int:
+    return parse_log_level(os.environ.get(LOG_VARIABLE) or "info")
 
 
 def _execute(program: str, kind: Kind) -> None:
@@ -150,6 +158,7 @@ def _execute(program: str, kind: Kind) -> None:
     main = ModuleType("__main__")
     names = vars(main)
     names["__builtins__"] = builtins
+    names["__annotations__"] = {}
     sys.modules["__main__"] = main
     if kind == "module":
         _run_as_main(program)
@@ -241,8 +250,7 @@ def _module_folder(program: str) -> str:
         sys.path.remove(folder)
     if not found:
         raise UmemError(
-            f"there is no module {program!r}: install {package or 'one'!r}, or run from the folder "
-            "that holds it"
+            f"there is no module {program!r}: install it, or run from the folder that holds it"
         )
     return folder
 

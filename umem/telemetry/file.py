@@ -71,7 +71,11 @@ def load_run(path: str | os.PathLike[str]) -> MeasuredRun:
     check_argument("path", path, (str, os.PathLike), "give the path of a profile")
     check = Checker(os.fspath(path), UmemError)
     if is_archive(path):
-        check.refuse("", f"of an older umem; this one reads {PROFILE_FORMAT}: record the run again")
+        check.refuse(
+            "",
+            f"an .npz file, so a trace or a profile of an older umem; this one reads "
+            f"{PROFILE_FORMAT}: record the run again, or see `umem trace --show`",
+        )
     noun, known = "a profile of umem", (PROFILE_FORMAT,)
     return _run(read_json(path, _Profile, noun=noun, error=UmemError, readable=known), check)
 
