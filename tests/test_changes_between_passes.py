@@ -10,7 +10,10 @@ import pytest
 import torch
 from repeated_blocks import NAMES, ROWS, WIDTH, Averaging, Layer, Net, managed, plan
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from umem.streaming.activations import CopiedActivations
 
 Program = Callable[[Any, int], torch.Tensor]
 """Goes forward through a model in a step, and returns the loss; changes what it likes."""
@@ -222,3 +225,34 @@ def test_weights_that_change_by_hand_for_the_first_time_are_an_error_of_autograd
     _descend_by_hand(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+# ------------------------------------------------------------------ forward mode
+
+
+def by_tangents(model: Any, number: int) -> torch.Tensor:
+    x = batch(number)
+    with forward_ad.dual_level():
+        y, slope = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+    assert slope is not None
+    return y.square().mean() + slope.square().mean()
+
+
+def copying(activations: CopiedActivations) -> Callable[[int], None]:
+    def begin(number: int) -> None:
+        copied = dict.fromkeys(NAMES if number else ())
+        activations.set_plan(copied, 1, is_measuring=not number)
+        activations.begin_step()
+
+    return begin
+
+
+@pytest.mark.parametrize("planned", [plan, copying])
+@pytest.mark.parametrize("first", [0, 1], ids=["later", "at first"])
+def test_forward_mode_in_every_other_step(first: int, planned: Any) -> None:
+    def program(model: Any, number: int) -> torch.Tensor:
+        return (by_tangents if (number + first) % 2 else loss_of)(model, number)
+
+    model = Net(Layer)
+    found = train(model, program, planned(managed(model)))
+    assert found == train(Net(Layer), program, lambda _: None)

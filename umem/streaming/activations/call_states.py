@@ -7,7 +7,7 @@ kernels of attention, the parameters themselves (as `torch.func.functional_call`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,26 +15,6 @@ import torch
 from torch import nn
 
 __all__ = ["CallState"]
-
-_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
-
-
-def _set_cudnn(name: str) -> Callable[[bool], None]:
-    return lambda value: setattr(_cudnn, name, value)
-
-
-_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    (lambda: _cudnn.enabled, _set_cudnn("enabled")),
-    (lambda: _cudnn.benchmark, _set_cudnn("benchmark")),
-    (lambda: _cudnn.deterministic, _set_cudnn("deterministic")),
-]
-"""Of torch, by which it chooses types and kernels: how to read each, and how to set it."""
 
 _HELD = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 """Attributes whose entries change, and not they. umem's own hooks are no entries."""
@@ -46,7 +26,7 @@ class CallState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._settings = [read() for read, _ in _SETTINGS]
+        self._settings = _settings()
         own = [vars(it) for it in module.modules()]
         self._attributes = [(it, dict(it)) for it in own]
         self._entries = [(held := it[name], _entries(held)) for it in own for name in _HELD]
@@ -63,9 +43,8 @@ class CallState:
             now._set()
 
     def _set(self) -> None:
-        for (read, write), value in zip(_SETTINGS, self._settings, strict=True):
-            if read() != value:
-                write(value)
+        if self._settings != _settings():
+            _set_settings(*self._settings)
         for own, noted in self._attributes:
             for name in own.keys() - noted.keys():
                 del own[name]
@@ -87,3 +66,38 @@ def _entries(held: Any) -> list[tuple[Any, Any]]:
 
 def _identity(entry: tuple[Any, Any]) -> tuple[Any, int]:
     return entry[0], id(entry[1])
+
+
+def _settings() -> tuple[Any, ...]:
+    """Of torch, by which it chooses types and kernels."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        torch.get_default_dtype(),
+        torch.get_deterministic_debug_mode(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+    )
+
+
+def _set_settings(
+    dtype: torch.dtype,
+    determinism: int,
+    flash: bool,
+    efficient: bool,
+    math: bool,
+    cudnn: bool,
+    flags: tuple[bool, bool, bool],
+) -> None:
+    torch.set_default_dtype(dtype)
+    torch.set_deterministic_debug_mode(determinism)
+    torch.backends.cuda.enable_flash_sdp(flash)
+    torch.backends.cuda.enable_mem_efficient_sdp(efficient)
+    torch.backends.cuda.enable_math_sdp(math)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    enabled, benchmark, deterministic = flags
+    torch.backends.cudnn.set_flags(
+        _enabled=enabled, _benchmark=benchmark, _deterministic=deterministic
+    )

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.forward_ad import unpack_dual
 
 from umem.adapters import is_filled
 from umem.capture.live.saved_tensors import SavedTensorHooks
@@ -90,9 +91,11 @@ def call_signature(module: nn.Module, arguments: object = ()) -> tuple[Any, ...]
 def is_plain(value: object, depth: int = 4) -> bool:
     """Whether an argument is a tensor of torch's own, a number or so, or what a call fills.
 
-    Or a container of these.
+    Or a container of these. Not so a tensor with a tangent: what is saved of it has none.
     """
-    if type(value) in (torch.Tensor, nn.Parameter) or isinstance(value, _PLAIN):
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return unpack_dual(value).tangent is None
+    if isinstance(value, _PLAIN):
         return True
     if depth and type(value) in (tuple, list):
         return all(is_plain(it, depth - 1) for it in value)  # type: ignore[attr-defined]
