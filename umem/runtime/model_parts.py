@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError
 from umem.runtime.unguarded import Unguarded, addresses_of
-from umem.torch_compat import is_traceable_wrapper_subclass
+from umem.torch_compat import is_traceable_wrapper_subclass, is_zero_tensor
 
 __all__ = [
     "buffers_of",
@@ -225,7 +225,7 @@ def lies_in_memory(tensor: torch.Tensor) -> bool:
         and not tensor.is_meta
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not tensor._is_zerotensor()
+        and not is_zero_tensor(tensor)
     )
 
 
