@@ -26,6 +26,7 @@ from repeated_blocks import (
     check_failing_steps,
     check_same_step,
     managed,
+    plan,
     run,
     step,
 )
@@ -33,20 +34,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from umem.streaming.activations import CopiedActivations
-
-
-def plan(activations: CopiedActivations) -> Callable[[int], None]:
-    """Watch the first step; then run all blocks again that may."""
-
-    def begin(number: int) -> None:
-        if number < 2:
-            again = activations.proofs if number else {}
-            activations.set_plan({}, 1, is_measuring=number == 0, recomputed=dict.fromkeys(again))
-        activations.begin_step()
-
-    return begin
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -291,3 +291,73 @@ def test_a_training_makes_results_again_where_its_budget_is_small(
     assert status.remakes_results
     assert status.state == TuningState.PLANNED
     assert most_bytes <= share * stock_bytes
+
+
+class Set(nn.Module):
+    """What a program sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.slope = 0.0, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.softplus(x, self.slope)
+        return nn.functional.dropout(y, self.rate, self.training) if self.rate else y
+
+
+class WithSet(Block):
+    def __init__(self) -> None:
+        super().__init__(Set())
+
+
+def a_rate_of_dropout(model: Any) -> torch.Tensor:
+    for block in model.blocks:
+        block.body[2].rate = 0.4
+    loss: torch.Tensor = model(images(0)).square().mean()
+    return loss
+
+
+def another_number_afterwards(model: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(images(0)).square().mean()
+    for block in model.blocks:
+        block.body[2].slope = 2.0
+    return loss
+
+
+def other_parameters(model: Any) -> torch.Tensor:
+    others = {name: 1.5 * it for name, it in model.named_parameters()}
+    loss: torch.Tensor = torch.func.functional_call(model, others, (images(0),)).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "program", [a_rate_of_dropout, another_number_afterwards, other_parameters]
+)
+def test_what_a_program_sets(program: Callable[[nn.Module], torch.Tensor]) -> None:
+    made, plain = Remade(WithSet), Net(WithSet)
+    plain.load_state_dict(made.model.state_dict())
+    found = []
+    for model in (made.model, plain):
+        torch.manual_seed(0)
+        model.zero_grad()
+        program(model).backward()
+        gradients = [it.grad for it in model.parameters() if it.grad is not None]
+        found.append([it.numpy().tobytes() for it in (*gradients, torch.rand(1))])
+    assert found[0] == found[1]
+
+
+def test_results_that_are_conjugates() -> None:
+    class Conjugate(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.complex(x, 2.0 * x).conj()
+
+    class Complex(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conjugate = Conjugate()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            z = self.conjugate(x)
+            return super().forward(x) + (z * z).real
+
+    Remade(Complex).check(Net(Complex))

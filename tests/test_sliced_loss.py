@@ -10,7 +10,7 @@ import pytest
 import torch
 from denied_pointers import can_deny_pointers
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import get_gradient_edge, save_on_cpu
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -183,6 +183,13 @@ def read_after_the_loss(logits: Logits, target: torch.Tensor) -> list[torch.Tens
     return [*read, *ending(loss)]
 
 
+def as_integers(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
+    copy = logits.float()
+    with torch.no_grad():
+        numbers = copy.view(torch.int32)
+    return [numbers, *ending(cross_entropy(flat(copy), target))]
+
+
 def cast_again(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
     loss = cross_entropy(flat(logits.float()), target)
     again = logits.float()
@@ -238,6 +245,39 @@ def hooked(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
     return [*ending(cross_entropy(flat(copy), target)), *seen]
 
 
+def hooked_and_dropped(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+    copy = flat(logits.float())
+    copy.register_hook(lambda it: seen.append(it.clone()))
+    copy.register_hook(lambda it: 0.5 * it)
+    loss = cross_entropy(copy, target)
+    del copy
+    return [*ending(loss), *seen]
+
+
+def hooked_at_the_cast(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+    copy = logits.float()
+    copy.grad_fn.register_prehook(lambda it: seen.append(it[0]))  # type: ignore[union-attr]
+    loss = cross_entropy(flat(copy), target)
+    del copy
+    return [*ending(loss), *seen]
+
+
+def at_an_edge(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
+    copy = logits.float()
+    edge, loss = get_gradient_edge(copy), cross_entropy(flat(copy), target)
+    del copy
+    return [loss.detach().view(1), *torch.autograd.grad(loss, [edge])]
+
+
+def in_inference_mode(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
+    loss = cross_entropy(flat(logits.float()), target)
+    with torch.inference_mode():
+        loss.backward()
+    return [loss.detach().view(1)]
+
+
 def twice_backward(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
     loss = cross_entropy(flat(logits.float()), target)
     loss.backward(retain_graph=True)
@@ -290,6 +330,7 @@ def chunked(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
         changed_between,
         changed_as_data,
         read_after_the_loss,
+        as_integers,
         cast_again,
         with_others_before,
         with_others_behind,
@@ -298,6 +339,10 @@ def chunked(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
         retaining,
         gradient_of_the_copy,
         hooked,
+        hooked_and_dropped,
+        hooked_at_the_cast,
+        at_an_edge,
+        in_inference_mode,
         twice_backward,
         twice_differentiated,
         scaled_later,
@@ -320,6 +365,18 @@ def test_a_gradient_that_is_differentiated_for_the_first_time(
     assert not losses.is_on
     for one, other in zip(found, run(twice_differentiated), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_several_gradients_at_once(losses: SlicedLosses) -> None:
+    def batched(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
+        loss = cross_entropy(flat(logits.float()), target)
+        factors = torch.tensor([1.0, 2.0, 0.5])
+        return [*torch.autograd.grad(loss, logits, factors, is_grads_batched=True)]
+
+    stock = run(batched)
+    losses.slice()
+    assert all(map(torch.equal, run(batched), stock))
+    assert not losses.is_on
 
 
 def test_a_model_of_transformers(losses: SlicedLosses) -> None:
@@ -360,7 +417,9 @@ def test_a_model_of_transformers(losses: SlicedLosses) -> None:
         found = train(keeps_output=keeps_output)
         assert names[-1] == "_SlicedCrossEntropyBackward" != names[0]
         assert all(map(torch.equal, found, stock))
-        assert gradients == [None]
+        assert [it.numel() for it in gradients] == [2 * 9 * VOCABULARY]
+        with PastGuards():
+            assert storage_bytes(gradients[0]) == 0
 
 
 # ------------------------------------------------------------------ what is left to torch
@@ -504,12 +563,12 @@ def node_of_the_cast(copy: torch.Tensor) -> Any:
 
 
 def test_a_copy_in_float32_has_no_memory_until_it_is_used(losses: SlicedLosses) -> None:
-    seen: list[object] = []
+    seen: list[torch.Tensor] = []
 
     def program(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
         copy = logits.float()
         node = node_of_the_cast(copy)
-        # What reaches the cast is the gradient in float32, or nothing: it is made there.
+        # What reaches the cast is the gradient in float32, or has no memory: it is made there.
         node.register_prehook(lambda given: seen.append(given[0]))
         loss = cross_entropy(flat(copy), target)
         del copy
@@ -517,8 +576,10 @@ def test_a_copy_in_float32_has_no_memory_until_it_is_used(losses: SlicedLosses) 
 
     check(losses, program)
     stock, sliced = seen
-    assert isinstance(stock, torch.Tensor)
-    assert sliced is None
+    with PastGuards():
+        assert storage_bytes(stock) == 4 * stock.numel()
+        assert storage_bytes(sliced) == 0
+    assert torch.equal(sliced, stock)
 
 
 def test_a_use_fills_the_copy(losses: SlicedLosses) -> None:

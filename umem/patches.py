@@ -307,6 +307,22 @@ PATCHES: Mapping[str, Patch] = {
         Way.CALLED,
     ),
     **_patches(
+        "streaming/activations/call_states.py",
+        "a second call in a backward pass, where the program has set others since the first",
+        "the end of that call",
+        "the second call could choose other types and kernels",
+        {
+            "default_type": "torch:set_default_dtype",
+            "determinism": "torch:set_deterministic_debug_mode",
+            "flash_attention": "torch.backends.cuda:enable_flash_sdp",
+            "efficient_attention": "torch.backends.cuda:enable_mem_efficient_sdp",
+            "plain_attention": "torch.backends.cuda:enable_math_sdp",
+            "cudnn_attention": "torch.backends.cuda:enable_cudnn_sdp",
+            "cudnn_flags": "torch.backends.cudnn:set_flags",
+        },
+        Way.CALLED,
+    ),
+    **_patches(
         "runtime/torch_hooks/saved_tensors.py",
         "the first pass in which umem sees saved tensors",
         _NEVER,

@@ -250,6 +250,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
+        "tells zeros of forward mode, which have no memory",
+        "a pass in forward mode would raise where umem sees what it saves",
+        {"is_zero_tensor": "torch:_is_zerotensor"},
+    ),
+    **_names(
         "finds the function of a node that keeps a quantised weight past the saved tensors",
         "the functions of each block would have to be looked for in its graph",
         {"forward_class": "torch.autograd:Function._backward_cls._forward_cls"},
@@ -553,6 +558,7 @@ grouped_matmul: Any
 has_kernel: Callable[[str, str], bool]
 """Whether an operator has a kernel of its own for a dispatch key, by name."""
 is_traceable_wrapper_subclass: Callable[[Any], bool]
+is_zero_tensor: Callable[[torch.Tensor], bool]
 log_softmax_backward: Callable[..., torch.Tensor]
 next_sequence_number: Callable[[], int]
 pop_saved_tensor_hooks: Callable[[], None]

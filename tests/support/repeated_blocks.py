@@ -370,6 +370,18 @@ def managed(model: nn.Module) -> CopiedActivations:
     return CopiedActivations(model, blocks, store, _raise, may_recompute=True)
 
 
+def plan(activations: CopiedActivations) -> Callable[[int], None]:
+    """Watch the first step; then run all blocks again that may."""
+
+    def begin(number: int) -> None:
+        if number < 2:
+            again = activations.proofs if number else {}
+            activations.set_plan({}, 1, is_measuring=number == 0, recomputed=dict.fromkeys(again))
+        activations.begin_step()
+
+    return begin
+
+
 def step(model: nn.Module, number: int, *, autocast: bool = False, **options: Any) -> list[bytes]:
     """Bits of the loss, the gradients, the buffers and the random numbers behind a step."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))

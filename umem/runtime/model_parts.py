@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from umem.core.classes import TensorClass
 from umem.core.errors import EnableError
 from umem.runtime.unguarded import Unguarded, addresses_of
-from umem.torch_compat import is_traceable_wrapper_subclass
+from umem.torch_compat import is_traceable_wrapper_subclass, is_zero_tensor
 
 __all__ = [
     "buffers_of",
@@ -215,8 +215,8 @@ def _add_tensors(values: Iterable[object], found: list[torch.Tensor], depth: int
 def lies_in_memory(tensor: torch.Tensor) -> bool:
     """Whether the bytes of a tensor's storage, its sizes and strides are all that its values need.
 
-    Not so for a sparse, nested or quantised tensor, for one without data, and for one whose values
-    are the conjugates or the negatives of its bytes.
+    Not so for a sparse, nested or quantised tensor, for one without data, as zeros of forward mode
+    are, and for one whose values are the conjugates or the negatives of its bytes.
     """
     return (
         tensor.layout is torch.strided
@@ -225,6 +225,7 @@ def lies_in_memory(tensor: torch.Tensor) -> bool:
         and not tensor.is_meta
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not is_zero_tensor(tensor)
     )
 
 

@@ -58,5 +58,5 @@ class BufferValues:
 
 def have_equal_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape and type have the same contents, NaN and signs included."""
-    one, two = (it.detach().contiguous().view(-1).view(torch.uint8) for it in (tensor, other))
-    return torch.equal(one, two)
+    some = (it.detach().resolve_conj().resolve_neg().contiguous() for it in (tensor, other))
+    return torch.equal(*(it.view(-1).view(torch.uint8) for it in some))

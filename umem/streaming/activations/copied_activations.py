@@ -37,7 +37,7 @@ from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.activations import program_checkpoints
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint
-from umem.streaming.activations.recomputed import RecomputedCall, SecondRun
+from umem.streaming.activations.recomputed import RecomputedCall, SecondRun, versions_of
 from umem.streaming.activations.remade_results import RemadeResults
 from umem.streaming.activations.repeatable import (
     Proof,
@@ -48,7 +48,7 @@ from umem.streaming.activations.repeatable import (
     watch,
 )
 from umem.streaming.plan.stretches import Cuts, Save, block_of, find_cuts
-from umem.torch_compat import compiled_call
+from umem.torch_compat import compiled_call, version_counter
 
 __all__ = ["CopiedActivations", "is_compiled"]
 
@@ -511,10 +511,8 @@ class CopiedActivations(Listener):
                 call.parts.append((key, None))
         if is_recomputed:
             proof = self.proofs[name]
-            buffers = map(module.get_buffer, proof.buffers)
-            call.recomputed = RecomputedCall(
-                module, args, kwargs, is_random=proof.is_random, buffers=buffers
-            )
+            buffers = [*map(module.get_buffer, proof.buffers)]
+            call.recomputed = RecomputedCall(module, args, kwargs, buffers)
             if (second := call.recomputed.second()) is not None:
                 second.on_late = self._second_run_is_late
                 self._second_runs.add(second)
@@ -544,6 +542,8 @@ class CopiedActivations(Listener):
                 proof = replace(proof, checkpointed_bytes=0)
             self.proofs[call.name] = proof
         call.watched = None
+        if self._is_measuring and call.name in self.proofs:
+            self._confirm(call.name, nodes_of(tensors_in(output)))
         if self._cuts:
             return
         if call.has_group:
@@ -599,6 +599,18 @@ class CopiedActivations(Listener):
             self._unproved.discard(name)
             return watch(module, args, kwargs, around)
         return None
+
+    def _confirm(self, name: str, nodes: Iterable[Any]) -> None:
+        """Withdraw a proof if the program itself changes weights before the backward pass."""
+        module = self._blocks[name].module
+        unchanged = versions_of(module, but=[*map(module.get_buffer, self.proofs[name].buffers)])
+
+        def confirm(_gradients: object) -> None:
+            if any(version_counter(it) != version for it, version in unchanged):
+                self.proofs.pop(name, None)
+
+        for node in nodes:
+            node.register_prehook(self._errors(confirm))
 
     def _may_run_again(self, name: str, *arguments: object) -> bool:
         """Whether a call is like the one that was proved."""

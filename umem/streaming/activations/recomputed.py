@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from umem.runtime.model_parts import tensors_in
+from umem.runtime.torch_hooks.saved_tensors import check_version
 from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues
+from umem.streaming.activations.call_states import CallState
 from umem.streaming.activations.random_states import RandomStates
-from umem.torch_compat import begin_checkpoint
+from umem.torch_compat import InferenceMode, begin_checkpoint, version_counter
 
-__all__ = ["RecomputedCall", "SecondRun"]
+__all__ = ["RecomputedCall", "SecondRun", "versions_of"]
 
 
 class SecondRun:
@@ -26,8 +27,6 @@ class SecondRun:
     ----------
     module, args, kwargs, buffers
         As of :class:`RecomputedCall`.
-    random
-        The states of torch's generators now, if they are to be restored.
     """
 
     def __init__(
@@ -35,19 +34,19 @@ class SecondRun:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        random: RandomStates | None,
-        buffers: Iterable[torch.Tensor],
+        buffers: Collection[torch.Tensor],
     ) -> None:
-        self._module, self._random = module, random
+        self._module, self._state = module, CallState(module)
+        self._random = RandomStates(tensors_in((args, kwargs)))
         self._given = Arguments(args, kwargs)
         self._before = BufferValues.of(buffers)
+        self._unchanged = versions_of(module, but=buffers)
         # Autograd saves them: a change is an error from now on, and they may leave. The node frees
         # what it has saved with its result, although Python may have it for longer.
         tensors = self._given.take_tensors()
         self._saved: Any = _save(tensors)
         kind = next((it.device.type for it in tensors), "cpu")
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._modes = _modes_of(module)
         self._saves: list[torch.Tensor] | None = None
         self.on_late: Callable[[], None] | None = None
         """Called where it comes behind an update of weights."""
@@ -79,12 +78,15 @@ class SecondRun:
         self._saves = saves
 
     def _run(self) -> None:
-        args, kwargs = self._given.with_tensors(self._saved.grad_fn.saved_tensors)
         with (
-            _with_modes(self._modes),
+            InferenceMode(False),  # the backward pass may be in one
+            self._state.put_back(),
             BufferValues.of(self._before.buffers).put_back_at_end(),
-            self._random.put_back() if self._random is not None else nullcontext(),
+            self._random.put_back(),
         ):
+            for tensor, version in self._unchanged:
+                check_version(tensor, version)
+            args, kwargs = self._given.with_tensors(self._saved.grad_fn.saved_tensors)
             self._before.put_back()
             self._module(*args, **kwargs)
 
@@ -101,11 +103,9 @@ class RecomputedCall:
         The block.
     args, kwargs
         Its arguments.
-    is_random
-        Whether the states of torch's generators are restored.
     buffers
-        Those that a call changes: the second one begins with the values of the first, and changes
-        none.
+        Those that a call or the program changes: the second one begins with the values of the
+        first, and changes none. A change of others is autograd's error.
     """
 
     def __init__(
@@ -113,14 +113,10 @@ class RecomputedCall:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        is_random: bool,
-        buffers: Iterable[torch.Tensor] = (),
+        buffers: Collection[torch.Tensor] = (),
     ) -> None:
         given = tensors_in((args, kwargs))
-        second = SecondRun(
-            module, args, kwargs, RandomStates(given) if is_random else None, buffers
-        )
+        second = SecondRun(module, args, kwargs, buffers)
         self.second = weakref.ref(second)
         """The run to come, for as long as autograd may ask for it."""
         self._ends = begin_checkpoint(second, [it.new_empty(0) for it in given[:1]])
@@ -134,31 +130,13 @@ class RecomputedCall:
         self._ends.close()
 
 
-_Modes = tuple[list[tuple[nn.Module, bool]], list[tuple[nn.Parameter, bool]]]
-
-
-def _modes_of(module: nn.Module) -> _Modes:
-    """What decides what a call does, and programs set between passes."""
-    modules = [(it, it.training) for it in module.modules()]
-    return modules, [(it, it.requires_grad) for it in module.parameters()]
-
-
-@contextmanager
-def _with_modes(modes: _Modes) -> Iterator[None]:
-    """Give modules and parameters the modes that they had: the program may have set others."""
-    modules = [(it, was) for it, was in modes[0] if it.training != was]
-    parameters = [(it, was) for it, was in modes[1] if it.requires_grad != was]
-    for module, was in modules:
-        module.training = was
-    for parameter, was in parameters:
-        parameter.requires_grad_(was)
-    try:
-        yield
-    finally:
-        for module, was in modules:
-            module.training = not was
-        for parameter, was in parameters:
-            parameter.requires_grad_(not was)
+def versions_of(module: nn.Module, but: Collection[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Parameters and buffers of a module, but some, and how often each was changed in place."""
+    kept = frozenset(map(id, but))
+    every = (*module.parameters(), *module.buffers())
+    return [
+        (it, version_counter(it)) for it in every if id(it) not in kept and not it.is_inference()
+    ]
 
 
 class _Saved(torch.autograd.Function):

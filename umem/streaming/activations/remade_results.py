@@ -24,6 +24,7 @@ from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.passes import Pass
 from umem.runtime.torch_hooks.saved_tensors import check_version, is_lent
 from umem.streaming.activations.buffer_values import have_equal_bits
+from umem.streaming.activations.call_states import CallState
 from umem.streaming.activations.random_states import RandomStates
 from umem.streaming.activations.reachable import Reachable
 from umem.streaming.activations.repeatable import call_signature
@@ -57,7 +58,8 @@ class _Call:
         self._weights = [(it, version_counter(it)) for it in module.parameters()]
         kind = x.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._module, self._is_training = module, module.training
+        self._module, self._state = module, CallState(module)
+        self._random = RandomStates([x])
         self._function: Callable[..., torch.Tensor] = module.forward
         if type(module) in _BATCH_NORMS and module.training:  # its averages change once
             self._function = partial(_batch_norm, module)
@@ -86,12 +88,9 @@ class _Call:
         """Call the module's function once more."""
         for weight, version in self._weights:
             check_version(weight, version)
-        now, self._module.training = self._module.training, self._is_training
-        try:
-            with torch.no_grad(), torch.autocast(*self._autocast, cache_enabled=False):
-                return self._function(x)
-        finally:
-            self._module.training = now
+        autocast = torch.autocast(*self._autocast, cache_enabled=False)
+        with torch.no_grad(), autocast, self._state.put_back(), self._random.put_back():
+            return self._function(x)
 
     def make(self) -> torch.UntypedStorage:
         """The result in new memory, which is the caller's."""
@@ -269,10 +268,9 @@ def _is_repeated(
     """Whether a call has changed nothing but its argument, and another one is the same."""
     if _state(module, x) != before:
         return False
-    with before[0].put_back():
-        other = call.again(x)
-        if _state(module, x) != before or type(other) is not torch.Tensor:
-            return False
+    other = call.again(x)
+    if _state(module, x) != before or type(other) is not torch.Tensor:
+        return False
     layouts = {(it.dtype, it.storage_offset(), it.size(), it.stride()) for it in (output, other)}
     sizes = {it.untyped_storage().nbytes() for it in (output, other)}
     return len(layouts) == len(sizes) == 1 and have_equal_bits(other, output)

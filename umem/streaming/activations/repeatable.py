@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.forward_ad import unpack_dual
 
 from umem.adapters import is_filled
 from umem.capture.live.saved_tensors import SavedTensorHooks
-from umem.runtime.model_parts import tensors_in
+from umem.runtime.model_parts import lies_in_memory, tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
 from umem.streaming.activations.arguments import Arguments, told_of_filled
@@ -48,7 +49,7 @@ _LOG = logging.getLogger("umem")
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _MOST_BUFFER_BYTES = 1 << 20
-"""Buffers that a call may change: they are kept once more for each call."""
+"""Buffers that a call or the program may change: they are kept once more for each call."""
 _MOST_SEEDS = 2
 """Numbers of 64 bits in which attention notes where its dropout begins."""
 _Saved = tuple[torch.Tensor, bool]
@@ -62,14 +63,12 @@ class Proof:
 
     signature: tuple[Any, ...]
     """Of the block: another one proves nothing."""
-    is_random: bool
-    """Whether the call draws from torch's generators, whose states are restored then."""
     freed_bytes: int
     """What need not be kept of the call from its end to the backward pass."""
     checkpointed_bytes: int = 0
     """What is kept more where the program's checkpoints of the call are left out; 0 without any."""
     buffers: tuple[str, ...] = ()
-    """Names of the block's buffers that a call changes: a second one has to leave them alone."""
+    """Names of the block's buffers that are kept for a second call, which leaves them alone."""
 
 
 def call_signature(module: nn.Module, arguments: object = ()) -> tuple[Any, ...] | None:
@@ -92,9 +91,11 @@ def call_signature(module: nn.Module, arguments: object = ()) -> tuple[Any, ...]
 def is_plain(value: object, depth: int = 4) -> bool:
     """Whether an argument is a tensor of torch's own, a number or so, or what a call fills.
 
-    Or a container of these.
+    Or a container of these. Not so a tensor with a tangent: what is saved of it has none.
     """
-    if type(value) in (torch.Tensor, nn.Parameter) or isinstance(value, _PLAIN):
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return unpack_dual(value).tangent is None
+    if isinstance(value, _PLAIN):
         return True
     if depth and type(value) in (tuple, list):
         return all(is_plain(it, depth - 1) for it in value)  # type: ignore[attr-defined]
@@ -217,9 +218,16 @@ class WatchedCall:
         if self._around is not None and checkpointed_bytes <= 0:
             return None
         assert self._signature is not None
-        return Proof(
-            self._signature, is_random, freed_bytes, max(0, checkpointed_bytes), tuple(changed)
-        )
+        # Another call may change others, and so may the program, between both.
+        small = {
+            name: pair
+            for name, pair in self._buffers.items()
+            if lies_in_memory(it := pair[0]) and it.is_contiguous() and not it.is_inference()
+        }
+        kept = {**changed, **small}
+        if sum(self._buffers[name][0].nbytes for name in kept) > _MOST_BUFFER_BYTES:
+            kept = changed
+        return Proof(self._signature, freed_bytes, max(0, checkpointed_bytes), tuple(kept))
 
     def _is_repeated(self, saved: list[_Saved], output: object, *, is_random: bool) -> bool:
         """Whether another run saves and returns the same."""

@@ -12,9 +12,10 @@ number of rows.
 Note [The upcast]
 A program that casts its logits to float32 gets a tensor without memory, which is filled before any
 use but a view and the loss: a guard tells of each. The cast's gradient would come from the loss in
-float32, and be cast back. The loss leaves it to the node of the cast, :class:`_Upcast`, which makes
-it from the logits in their own type, slice by slice. That is right only if nothing else uses the
-float32 tensor: if it was filled, the loss gives the gradient in float32, as torch does.
+float32, and be cast back. The loss gives a tensor without memory in its place, from which the node
+of the cast, :class:`_Upcast`, knows how to make it in the logits' own type, slice by slice. A hook
+of the program, which has it before, fills it as any use does: the node casts it then, as torch
+does. If the float32 logits were filled, the loss gives the gradient in float32 at once.
 
 Note [The logits]
 The backward pass computes from the logits, which torch's loss does not keep: a program may change
@@ -80,6 +81,7 @@ _MEAN, _SUM = 1, 2
 """Reductions, as torch numbers them."""
 
 _DIFFERENTIATED = "its gradient is differentiated again"
+_BATCHED = "a program asks for several gradients at once"
 _OTHER_KERNELS = "this torch has kernels whose bits depend on the number of rows"
 _TRIED_ROWS = 256
 
@@ -313,13 +315,19 @@ _VIEWS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class _FloatLogits(Guard):
-    """Fills a float32 copy of logits before a use by anything but one loss. Note [The upcast]."""
+    """Fills a float32 copy of logits before a use by anything but one loss. Note [The upcast].
+
+    With what a loss has saved, and its gradient, that of the copy instead.
+    """
 
     functions = tuple(_VIEWS)
 
-    def __init__(self, kept: _KeptLogits) -> None:
+    def __init__(
+        self, kept: _KeptLogits, of_loss: tuple[_Saved, torch.Tensor] | None = None
+    ) -> None:
         super().__init__(_nothing)
         self.kept: _KeptLogits | None = kept
+        self.of_loss = of_loss
         self.filled = threading.Event()
         """Outlives this object, which lives as long as the copy."""
         self._lock = threading.RLock()
@@ -339,8 +347,11 @@ class _FloatLogits(Guard):
                     storage = original_storage(tensor)
                     storage.resize_(torch.float32.itemsize * logits.numel())
                     whole = torch.empty(0, dtype=torch.float32, device=logits.device)
+                    values = logits
+                    if self.of_loss is not None:
+                        values = _gradient(self.of_loss, torch.float32)
                     # With its own counter of modifications.
-                    whole.set_(storage).copy_(logits.flatten())
+                    whole.set_(storage).copy_(values.flatten())
                 if stream is not None:  # others have waited for the cast, and not for this
                     stream.synchronize()
                 self.kept = None
@@ -349,42 +360,49 @@ class _FloatLogits(Guard):
 
     def run(self, function: str, args: list[Any]) -> Any:
         """Make a view, and watch it."""
-        if not all(isinstance(it, (int, list)) for it in args[1:]) or len(args) < 2:
+        kind = int if function == "aten::flatten" else list  # a number may tell a type of views
+        if not all(isinstance(it, kind) for it in args[1:]) or len(args) < 2:
             return NotImplemented
         view = _VIEWS[function](*args)
         self.watch([view], has_memory=False)
         return view
 
 
+def _gradient(of_loss: tuple[_Saved, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    saved, gradient = of_loss
+    return saved.gradient(gradient, dtype)
+
+
 class _Upcast(torch.autograd.Function):
-    """``Tensor.float``, whose backward pass makes the gradient of a loss that has left it."""
+    """``Tensor.float``, whose backward pass makes the gradient that a loss has left to it."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.size = logits.dtype, logits.size()
-        made = _without_memory(logits.size(), logits.device)
         kept = guard_of(logits)
         guard = _FloatLogits(kept if isinstance(kept, _KeptLogits) else _KeptLogits(logits))
-        # The guard lives as long as the copy, and its views, which hold it.
-        weakref.finalize(made, guard.release).atexit = False
         ctx.float_logits, ctx.was_filled = weakref.ref(guard), guard.filled.is_set
-        ctx.has_loss, ctx.left = False, None
-        return made
+        ctx.has_loss = False
+        return _without_memory(logits.size(), logits.device, guard)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        left, ctx.left = ctx.left, None
-        if left is None:
-            return None if gradient is None else gradient.to(ctx.dtype)
-        saved, of_loss = left
-        return saved.gradient(of_loss, ctx.dtype).view(ctx.size)
+        if gradient is None:
+            return None
+        guard = guard_of(gradient)
+        if isinstance(guard, _FloatLogits) and guard.kept is not None and guard.of_loss is not None:
+            return _gradient(guard.of_loss, ctx.dtype).view(ctx.size)
+        return gradient.to(ctx.dtype)
 
 
-def _without_memory(size: torch.Size, device: torch.device) -> torch.Tensor:
+def _without_memory(size: torch.Size, device: torch.device, guard: Guard) -> torch.Tensor:
     """A contiguous tensor whose storage has no bytes, and has to be resized before a use."""
     nothing = torch.empty(0, dtype=torch.float32, device=device)
-    return reinterpret_tensor(nothing, size, torch.empty(size, device="meta").stride())
+    made = reinterpret_tensor(nothing, size, torch.empty(size, device="meta").stride())
+    # The guard lives as long as the tensor, and its views, which hold it.
+    weakref.finalize(made, guard.release).atexit = False
+    return made
 
 
 def _upcast_of(logits: torch.Tensor) -> Any:
@@ -439,22 +457,28 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, of_loss: torch.Tensor) -> Any:
         nothing = None, None, None, None
         saved = ctx.saved()
-        if saved is None or torch.is_grad_enabled():
+        again = torch.is_grad_enabled()
+        if saved is None or again or _is_batched(of_loss):
             # torch's error of a second backward pass; or the gradient will be differentiated, and
-            # sums of further gradients may have another order.
+            # sums of further gradients may have another order; or there are several at once.
             (logits,) = ctx.saved_tensors
-            _fail(_DIFFERENTIATED)
+            _fail(_DIFFERENTIATED if again else _BATCHED)
             how = saved.how
-            loss = ctx.original(
-                logits.to(how.dtype), saved.target, None, how.reduction, how.ignore_index, 0.0
-            )
-            (gradient,) = torch.autograd.grad(loss, logits, of_loss, create_graph=True)
+            with torch.enable_grad():
+                loss = ctx.original(
+                    logits.to(how.dtype), saved.target, None, how.reduction, how.ignore_index, 0.0
+                )
+            (gradient,) = torch.autograd.grad(loss, logits, of_loss, create_graph=again)
             return gradient, *nothing
         node = ctx.node
-        # The program may ask for the gradient of a float32 copy that it has still.
-        if node is not None and node.float_logits() is None and not node.was_filled():
-            node.left = saved, of_loss
-            return None, *nothing
+        is_left = node is not None and node.float_logits() is None and not node.was_filled()
+        # The program may ask for the gradient of a float32 copy that it has still. In inference
+        # mode a view would not hold what it is of.
+        if is_left and not torch.is_inference_mode_enabled():
+            guard = _FloatLogits(saved.kept, (saved, of_loss))
+            made = _without_memory(saved.size, saved.kept.logits.device, guard)
+            guard.watch([made], has_memory=False)
+            return made, *nothing
         return saved.gradient(of_loss, ctx.dtype), *nothing
 
 
@@ -627,6 +651,15 @@ def _how(logits: torch.Tensor, reduction: int, ignore_index: int, slice_bytes: i
         if has_kernel("aten::cross_entropy_loss", f"Autocast{device_type.upper()}"):
             dtype = torch.float32
     return _How(reduction, ignore_index, dtype, summed, slice_bytes)
+
+
+def _is_batched(gradient: torch.Tensor) -> bool:
+    """Whether a gradient stands for several, as of ``is_grads_batched``: it has no storage."""
+    try:
+        gradient.untyped_storage()
+    except NotImplementedError:
+        return True
+    return False
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
