@@ -17,6 +17,7 @@ from torch import nn
 from umem.runtime.guard import Guard, guard_of
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.gradients import ClippedGradients
+from umem.streaming.stage import Lane
 
 SOME = frozenset(["layers.2", "layers.3", "norm", "head"])
 BACK = {"head": "layers.1", "layers.3": "layers.0"}
@@ -222,15 +223,42 @@ def test_a_norm_is_for_the_stream_that_owns_its_memory() -> None:
     lanes = TwoStreams(Net())
     clipped = ClippedGradients(lanes)
     first, second = torch.ones(4), torch.ones(4)
-    clipped.keep(first, None, lanes.mark())
+    clipped.keep(first, None, lanes.mark(), lanes.mark(), lanes.current)
     torch._foreach_norm([first], 2.0)  # so it is known which norm the program asks for
     (norm,) = clipped.norms([second])
     assert norm is not None
-    clipped.keep(second, norm, lanes.mark())
+    clipped.keep(second, norm, lanes.mark(), lanes.mark(), lanes.current)
     lanes.current = 1
     assert torch._foreach_norm([second], 2.0)[0] is not norm.value
-    lanes.current = 0
-    assert torch._foreach_norm([second], 2.0)[0] is norm.value
+
+
+def void(_: object) -> None:
+    """Have no result."""
+
+
+USES: list[Callable[[torch.Tensor], Any]] = [
+    lambda it: it.clone(),
+    lambda it: torch._foreach_norm([it], 2.0)[0],
+    lambda it: (torch._foreach_mul_([it], 3.0), it)[1],
+]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_another_stream_waits_for_the_copy(use: Callable[[torch.Tensor], Any]) -> None:
+    """It may be behind the backward pass alone, and so may a third one, which no guard tells of."""
+    lanes = TwoStreams(Net())
+    clipped = ClippedGradients(lanes)
+    gradient, home = torch.ones(4), torch.zeros(4)
+    data = home.detach()  # which no guard has
+    arrival = lanes.run(Lane.COPY_OUT, lambda: void(data.fill_(2.0)))
+    clipped.keep(home, None, lanes.mark(), arrival, lanes.current)
+    lanes.current = 1
+    expected = use(gradient.fill_(2.0))
+    found = use(home)
+    assert lanes.open_tasks == 0
+    assert guard_of(home) is None
+    assert torch.equal(home, gradient)
+    assert torch.equal(found, expected)
 
 
 class Halves(Net):
@@ -302,8 +330,9 @@ def test_a_factor_that_is_guarded_is_waited_for() -> None:
         guard.release()
 
     gradient, factor, guard = torch.ones(4), torch.tensor(2.0), Guard(settle)
-    clipped = ClippedGradients(LazyLanes(Net()))
-    clipped.keep(gradient, None, None)
+    lanes = LazyLanes(Net())
+    clipped = ClippedGradients(lanes)
+    clipped.keep(gradient, None, lanes.mark(), lanes.mark(), lanes.stream_key())
     guard.hold([factor])
     torch._foreach_mul_([gradient], factor)
     assert clipped.is_held(gradient)

@@ -59,6 +59,10 @@ class _Held:
     version: int
     """Of the gradient, when it was there."""
     norm: GradientNorm | None
+    arrival: Moment
+    """Behind the work that put it there."""
+    stream: int
+    """The key of the stream that has waited for that."""
     factors: list[Any] = field(default_factory=list)
     """Numbers, or tensors of one element, by which it is still to be multiplied, in this order."""
     wait: Callable[[], None] | None = None
@@ -109,7 +113,14 @@ class ClippedGradients(Guard):
                         found[number] = GradientNorm(norm, order, stream)
         return found
 
-    def keep(self, gradient: torch.Tensor, norm: GradientNorm | None, moment: Moment) -> None:
+    def keep(
+        self,
+        gradient: torch.Tensor,
+        norm: GradientNorm | None,
+        moment: Moment,
+        arrival: Moment,
+        stream: int,
+    ) -> None:
         """Guard a gradient that is in host memory from now on.
 
         Parameters
@@ -120,8 +131,13 @@ class ClippedGradients(Guard):
             As :meth:`norms` returned it.
         moment
             Behind the work that made the norm.
+        arrival
+            Behind the work that put the gradient there.
+        stream
+            The key of the stream on which it was made, which waits for that.
         """
-        self._held[gradient] = _Held(moment, version_counter(gradient), norm)
+        version = version_counter(gradient)
+        self._held[gradient] = _Held(moment, version, norm, arrival, stream)
         self.watch([gradient])
 
     def is_held(self, gradient: torch.Tensor) -> bool:
@@ -143,6 +159,10 @@ class ClippedGradients(Guard):
             held = self._known(gradient)
             if held is None:  # another thread was faster
                 return
+            if not self._is_ready(gradient):
+                # This stream may be behind the backward pass by an event from before the copy, and
+                # so may others, of whose uses no guard tells from now on.
+                self._lanes.finish(held.arrival)
             if held.factors:
                 self._lanes.wait(held.moment)
                 with (
@@ -188,6 +208,7 @@ class ClippedGradients(Guard):
             and not self._lanes.is_capturing()
             and not torch.compiler.is_compiling()
             and _is_uniform(tensors)
+            and all(map(self._is_ready, tensors))
         )
         with InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(False)
@@ -196,6 +217,11 @@ class ClippedGradients(Guard):
             if is_known and function == _MULTIPLY_NAME and _is_number(by):
                 return self._multiply(tensors, by)
         return NotImplemented
+
+    def _is_ready(self, tensor: torch.Tensor) -> bool:
+        """Whether this stream has waited for what put a held tensor where it is."""
+        held = self._known(tensor)
+        return held is None or held.stream == self._lanes.stream_key()
 
     def _norms_of(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
         self._order = order

@@ -64,6 +64,8 @@ class _Move:
     """To the host."""
     asked: Moment
     """When the copies started, on the stream that owns the gradients' memory."""
+    stream: int
+    """The key of that stream."""
     guard: Guard = field(init=False)
     moment: Moment = None
     """When the copies end; None if an interrupt has kept them from being known."""
@@ -306,7 +308,8 @@ class CopiedGradients:
             if not self._memory.is_home(it):
                 leaving.append(it)
             elif begun >= self._batches:  # autograd has added to it there
-                self._clipped.keep(it, None, self._lanes.mark())
+                now = self._lanes.mark()
+                self._clipped.keep(it, None, now, now, self._lanes.stream_key())
         homes = []
         for it in leaving:
             home = self._memory.new_home(it, TensorClass.GRADIENTS)
@@ -350,7 +353,7 @@ class CopiedGradients:
         def copy() -> None:
             self._lanes.copy(lane, parts, TensorClass.GRADIENTS)
 
-        move = _Move(gradients, lane is Lane.COPY_OUT, asked)
+        move = _Move(gradients, lane is Lane.COPY_OUT, asked, self._lanes.stream_key())
         # No cycle: what a move keeps would have an alias until the garbage is collected.
         move.guard = Guard(functools.partial(self._end_until, weakref.ref(move)))
         self._moves.append(move)  # first: it keeps what is copied to, also behind an interrupt
@@ -374,7 +377,8 @@ class CopiedGradients:
                 if version_counter(tensor) == it.version:
                     tensor.data = it.copy
                     if move.is_out and are_plain((tensor,)):
-                        self._clipped.keep(tensor, it.norm, move.asked)
+                        moments = move.asked, move.moment
+                        self._clipped.keep(tensor, it.norm, *moments, move.stream)
 
 
 def _nothing() -> None:
