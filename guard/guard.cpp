@@ -325,13 +325,24 @@ void wait_for(const Event& event) {
   device->block(reinterpret_cast<void*>(event.second), device->getStream(card));
 }
 
+/// A guard of a tensor's memory that has not been asked; null if there is none.
+py::object unasked(c10::TensorImpl* tensor, const std::vector<py::object>& asked) {
+  const std::lock_guard lock(mutex);
+  const auto found = entries.find(memory_of(tensor));
+  if (found == entries.end()) return set_key(tensor, false), py::object();
+  for (const auto& entry : found->second)
+    if (!is_ending(entry) && std::none_of(asked.begin(), asked.end(),
+                                          [&](const auto& it) { return it.is(entry.object); }))
+      return py::reinterpret_borrow<py::object>(entry.object);
+  return {};
+}
+
 /// Has the guards of a tensor's memory wait. True if one of them has run the operator itself.
 bool settle(const at::Tensor& tensor, const c10::OperatorHandle* op, torch::jit::Stack* stack) {
   auto* impl = tensor.unsafeGetTensorImpl();
-  const void* memory = memory_of(impl);
   if (PyGILState_GetThisThreadState() == nullptr) {
     const std::lock_guard lock(mutex);
-    const auto found = entries.find(memory);
+    const auto found = entries.find(memory_of(impl));
     if (found == entries.end()) return set_key(impl, false), false;
     const auto& some = found->second;
     if (std::all_of(some.begin(), some.end(), [](const Entry& entry) {
@@ -346,33 +357,19 @@ bool settle(const at::Tensor& tensor, const c10::OperatorHandle* op, torch::jit:
     }
   }
   py::gil_scoped_acquire gil;
-  std::vector<py::object> asked;
   struct Below : PastGuards {
     Below() { enter(); }
     ~Below() { leave(); }
   } const below;
-  while (true) {
-    const auto before = asked.size();
-    {
-      const std::lock_guard lock(mutex);
-      const auto found = entries.find(memory_of(impl));
-      if (found == entries.end()) return set_key(impl, false), false;
-      for (const auto& entry : found->second) {
-        const bool is_known = std::any_of(
-            asked.begin(), asked.end(), [&](const py::object& it) { return it.is(entry.object); });
-        if (!is_known && !is_ending(entry))
-          asked.push_back(py::reinterpret_borrow<py::object>(entry.object));
-      }
-    }
-    if (asked.size() == before) return false;
-    for (auto number = before; number < asked.size(); ++number) {
-      const auto& guard = asked[number];
-      const auto& functions = guard.cast<const Guard&>().functions;
-      if (op != nullptr && functions.count(op->operator_name().name) && run(guard, *op, stack))
-        return true;
-      guard.attr("use")(tensor);  // which may hand the tensor to another guard
-    }
+  std::vector<py::object> asked;
+  while (const py::object guard = unasked(impl, asked)) {
+    const auto& functions = guard.cast<const Guard&>().functions;
+    if (op != nullptr && functions.count(op->operator_name().name) && run(guard, *op, stack))
+      return true;
+    guard.attr("use")(tensor);  // which may hand the tensor to another guard
+    asked.push_back(guard);
   }
+  return false;
 }
 
 template <typename Visit>
