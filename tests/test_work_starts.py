@@ -329,8 +329,14 @@ def original(key: str) -> Any:
     return None if owner is None else vars(owner).get(patch.attribute)
 
 
+def collect_trainings_of_other_tests() -> None:
+    """Those too that were there when conftest.py left all objects out of collections."""
+    gc.unfreeze()
+    gc.collect()
+
+
 def test_torch_is_as_it_was_when_nothing_listens_any_more() -> None:
-    gc.collect()  # trainings of other tests
+    collect_trainings_of_other_tests()
     before = {key: original(key) for key in STARTS}
     heard: list[str] = []
     ends = [before_work(functools.partial(heard.append, name)) for name in "ab"]
@@ -370,7 +376,7 @@ def test_what_has_replaced_a_start_since_stays(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_training_that_is_gone_leaves_torch_as_it_was() -> None:
-    gc.collect()
+    collect_trainings_of_other_tests()
     before = original("run_backward")
     program = Program(LazyLanes)
     program.run(lambda _: None)
