@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from streamed_programs import UNITS, WIDTH, Net, Program, bits, compare
 from torch import nn
 
 from umem.patches import PATCHES
+from umem.runtime.captured_reads import CapturedReads
+from umem.runtime.guard import guard_of
 from umem.runtime.held_memory import is_held
 from umem.runtime.torch_hooks.work_starts import STARTS, before_work
 from umem.runtime.unguarded import addresses_of
@@ -170,6 +173,19 @@ def read_state_by_a_graph(program: Program) -> None:
 def test_state_on_the_device_that_a_capture_reads_is_held() -> None:
     """A later plan has no unit's state on the device."""
     compare(read_state_by_a_graph, resident=UNITS)
+
+
+def test_a_pass_of_another_thread_ends_no_capture() -> None:
+    captured, weight = CapturedReads(lambda: False), torch.ones(2)
+    thread = threading.Thread(target=captured.begin, args=([weight],))
+    thread.start()
+    captured.end()
+    thread.join()
+    captured.end()
+    assert guard_of(weight) is captured
+    captured.begin([weight])
+    captured.end()
+    assert guard_of(weight) is None
 
 
 class KeptGradients(Program):

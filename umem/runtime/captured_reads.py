@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
@@ -24,17 +25,18 @@ class CapturedReads(Guard):
     def __init__(self, is_capturing: Callable[[], bool]) -> None:
         super().__init__(lambda: None)
         self._is_capturing = is_capturing
-        self._is_begun = False
+        self._thread: int | None = None
+        """In which a capture has begun."""
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
         """Look at the uses of tensors that nothing else guards, until :meth:`end`."""
-        self._is_begun = True
+        self._thread = threading.get_ident()
         self.watch(tensors)
 
     def end(self) -> None:
-        """Guard nothing any more, if there is no capture."""
-        if self._is_begun and not self._is_capturing():
-            self._is_begun = False
+        """Guard nothing any more, if this thread has begun a capture and it is over."""
+        if self._thread == threading.get_ident() and not self._is_capturing():
+            self._thread = None
             self.release()
 
     def use(self, tensor: torch.Tensor) -> None:
