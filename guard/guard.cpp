@@ -331,8 +331,9 @@ py::object unasked(c10::TensorImpl* tensor, const std::vector<py::object>& asked
   const auto found = entries.find(memory_of(tensor));
   if (found == entries.end()) return set_key(tensor, false), py::object();
   for (const auto& entry : found->second)
-    if (!is_ending(entry) && std::none_of(asked.begin(), asked.end(),
-                                          [&](const auto& it) { return it.is(entry.object); }))
+    // Other memory may be where that of a tensor was that is gone.
+    if (!entry.tensor.expired() && !is_ending(entry) &&
+        std::none_of(asked.begin(), asked.end(), [&](auto& it) { return it.is(entry.object); }))
       return py::reinterpret_borrow<py::object>(entry.object);
   return {};
 }

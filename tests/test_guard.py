@@ -24,6 +24,7 @@ from umem.runtime.aliases import has_alias
 from umem.runtime.guard import Guard, guard_of, settle
 from umem.runtime.torch_hooks.memory_access import watch_exports
 from umem.runtime.unguarded import PastGuards
+from umem.torch_compat import storage_address
 
 ALIASES: dict[str, Callable[[torch.Tensor], object]] = {
     "detached": torch.Tensor.detach,
@@ -249,3 +250,26 @@ def test_a_use_waits_for_a_guard_that_another_one_hands_the_tensor_to() -> None:
         use()
     assert uses == ["first", "second"] * 2
     second.release()
+
+
+def test_a_guard_of_a_tensor_that_is_gone_is_not_asked() -> None:
+    """Another storage may have its storage's address."""
+    asked: list[str] = []
+    gone = Guard(lambda: asked.append("gone"))
+    tensor: Any = torch.ones(2)
+    place, others = storage_address(tensor), [torch.ones(2)]
+    gone.watch([tensor])
+    del tensor
+    while storage_address(others[-1]) != place:
+        others.append(torch.ones(2))
+        assert len(others) < 1000
+    moved = torch.zeros(2)
+
+    def move() -> None:
+        guard.release()
+        moved.data = others[-1]
+
+    guard = Guard(move)
+    guard.hold([moved])
+    assert moved.sum() == 2
+    assert asked == []
