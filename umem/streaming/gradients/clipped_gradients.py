@@ -159,7 +159,7 @@ class ClippedGradients(Guard):
             held = self._known(gradient)
             if held is None:  # another thread was faster
                 return
-            if not self._is_ready(gradient):
+            if not self._are_ready((gradient,)):
                 # This stream may be behind the backward pass by an event from before the copy, and
                 # so may others, of whose uses no guard tells from now on.
                 self._lanes.finish(held.arrival)
@@ -208,7 +208,7 @@ class ClippedGradients(Guard):
             and not self._lanes.is_capturing()
             and not torch.compiler.is_compiling()
             and _is_uniform(tensors)
-            and all(map(self._is_ready, tensors))
+            and self._are_ready(tensors)
         )
         with InferenceMode(torch.is_inference_mode_enabled()):
             torch.set_grad_enabled(False)
@@ -218,10 +218,10 @@ class ClippedGradients(Guard):
                 return self._multiply(tensors, by)
         return NotImplemented
 
-    def _is_ready(self, tensor: torch.Tensor) -> bool:
-        """Whether this stream has waited for what put a held tensor where it is."""
-        held = self._known(tensor)
-        return held is None or held.stream == self._lanes.stream_key()
+    def _are_ready(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether this stream has waited for what put those that are held where they are."""
+        here = self._lanes.stream_key()
+        return all((held := self._known(it)) is None or held.stream == here for it in tensors)
 
     def _norms_of(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
         self._order = order
