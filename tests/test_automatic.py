@@ -16,6 +16,7 @@ import umem.managing
 import umem.streaming
 from umem.core.errors import EnableError, PlanError
 from umem.swap import manage_automatically
+from umem.torch_compat import runs_compiled
 
 SCRIPT = """
 import sys
@@ -99,6 +100,20 @@ def test_no_error_of_umem_reaches_the_training(
     assert warning.exc_info is None
     assert trace.levelno == logging.DEBUG
     assert trace.exc_info is not None
+
+
+def test_a_compiler_does_not_see_the_search(
+    roots: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of umem's own code it would make graphs, which fail for sizes that vary."""
+    seen: list[bool] = []
+    monkeypatch.setattr(umem.managing, "manage", lambda *_: seen.append(runs_compiled()))
+    model = nn.Linear(4, 4)
+    roots.append(model)
+    optimizer = optim.AdamW(model.parameters(), foreach=True)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.compile(optimizer.step, backend="eager")()
+    assert seen == [False]
 
 
 @pytest.fixture

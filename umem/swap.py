@@ -41,7 +41,7 @@ from umem.runtime.state import (
     runtime,
     set_runtime,
 )
-from umem.torch_compat import require, set_allocator_functions
+from umem.torch_compat import require, runs_compiled, set_allocator_functions
 
 __all__ = [
     "HostCaps",
@@ -433,7 +433,9 @@ class _AutomaticManagement:
         if self._has_failed:
             return
         try:
-            self._look(optimizer)
+            # A compiler takes what a compiled step calls for a part of the program.
+            look: Any = torch.compiler.disable(self._look) if runs_compiled() else self._look
+            look(optimizer)
         except UmemError as error:
             name = type(optimizer).__name__
             if isinstance(error, EnableError) and _device_types(optimizer) != {"cpu"}:
