@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from activation_chain import LazyMover
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore, HostMover
+from umem.runtime.torch_hooks.saved_tensors import innermost
 from umem.streaming.activations import CopiedActivations
 
 WIDTH, ROWS, LAYERS = 32, 16, 5
@@ -282,6 +285,47 @@ def test_exceptions_leave_nothing_behind(
         return train(model, 0, 1)
 
     check_same(run, reentrant=reentrant)
+
+
+@pytest.mark.parametrize("leaves", ["no hooks", "its hooks", "an error"])
+def test_blocks_that_keep_what_they_save_pay_for_no_hooks(leaves: str) -> None:
+    """Nor do they lose those of the program, or the model's behind an error."""
+    seen: dict[str, bool] = {}
+    own = saved_tensors_hooks(torch.clone, torch.clone)
+
+    class Looking(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen[str(self.name)] = innermost() is not None
+            if self.name == "1" and leaves == "its hooks":
+                own.__enter__()
+            if self.name == "2" and leaves == "its hooks":
+                own.__exit__()
+            if self.name == "2" and leaves == "an error":
+                raise KeyError
+            return super().forward(x)
+
+    class Between(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            seen["model"] = innermost() is not None
+            return x
+
+    def run(model_class: type[Net], layer_class: type[Layer]) -> list[bytes]:
+        torch.manual_seed(0)
+        model = model_class()
+        for number, layer in enumerate(model.layers):
+            layer.__class__, layer.name = layer_class, str(number)
+        if model_class is Between:
+            Copied(model, {"layers.0": "layers.1"})
+        with suppress(KeyError):
+            return train(model)
+        return []
+
+    assert run(Between, Looking) == (run(Net, Layer) if leaves != "an error" else [])
+    assert seen.pop("0")
+    assert seen.pop("model", True) == (leaves != "its hooks")
+    assert any(seen.values()) == (leaves == "its hooks")
+    assert innermost() is None
 
 
 def test_changes_in_place_are_refused_as_ever() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from umem.core.errors import OffloadError
+from umem.core.interrupts import call_all
 from umem.offloading.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
 from umem.runtime.held_memory import is_storage_held
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
@@ -31,6 +32,7 @@ from umem.runtime.torch_hooks.saved_tensors import (
 )
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import (
+    pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_enabled,
     storage_address,
@@ -278,11 +280,20 @@ class SavedHandle:
         return tensor.set_(storage, *self._layout)
 
 
+@dataclass
+class _Removed:
+    """Hooks of an open group that are taken away for a while."""
+
+    hooks: Hooks
+    below: Hooks | None = None
+    """Those that were under them."""
+
+
 class _HookStack(threading.local):
     """The saved-tensor hooks of this thread's open groups, beside hooks of other code."""
 
     def __init__(self) -> None:
-        self._pushed: list[Hooks | None] = []
+        self._pushed: list[Hooks | _Removed | None] = []
         # Hooks of closed groups that could not be removed yet, as others are on top of them.
         self._left: list[Hooks] = []
 
@@ -292,8 +303,12 @@ class _HookStack(threading.local):
         if not is_forward_pass() or not torch.is_grad_enabled() or not saved_tensor_hooks_enabled():
             return False
         top = saved_tensor_hooks.innermost()
+        return top is None or self._own_innermost(top) is not None
+
+    def _own_innermost(self, top: Hooks | None) -> Hooks | None:
+        """What was pushed last, if it is the innermost pair."""
         own = self._pushed[-1] if self._pushed else None
-        return top is None or (own is not None and top[0] is own[0])
+        return own if top and isinstance(own, tuple) and top[0] is own[0] else None
 
     # An interrupt may come between any two calls: hooks that are installed are always on a list.
 
@@ -309,6 +324,17 @@ class _HookStack(threading.local):
         if hooks is not None:
             push_saved_tensor_hooks(*hooks)
 
+    def push_removal(self, group: _Group | None) -> bool:
+        """Take hooks away until the next `pop`, if a group's are the innermost ones."""
+        own = self._own_innermost(saved_tensor_hooks.innermost())
+        if own is None or getattr(own[0], "__self__", None) is not group:
+            self._pushed.append(None)
+            return False
+        removed = _Removed(own)
+        call_all(pop_saved_tensor_hooks, partial(self._pushed.append, removed))
+        removed.below = saved_tensor_hooks.innermost()
+        return True
+
     def pop(self) -> None:
         """Undo the last `push`."""
         if not self._pushed:
@@ -319,11 +345,21 @@ class _HookStack(threading.local):
         """Undo what was pushed last, until `depth` is so much."""
         while len(self._pushed) > depth:
             hooks = self._pushed[-1]
+            if isinstance(hooks, _Removed):
+                self._install_again(hooks)
+                continue
             if hooks is not None:
                 self._left.append(hooks)
             self._pushed.pop()
             self._remove_left()
         self._remove_left()
+
+    def _install_again(self, removed: _Removed) -> None:
+        top, below = saved_tensor_hooks.innermost(), removed.below
+        if (top and top[0]) is (below and below[0]):
+            call_all(partial(push_saved_tensor_hooks, *removed.hooks), self._pushed.pop)
+        else:  # the program has pushed others, and will expect to find them
+            self._pushed.pop()
 
     def _remove_left(self) -> None:
         if not self._left:
@@ -476,8 +512,20 @@ class ActivationStore:
         group.follower = self._groups[new_key] = _Group(None, group.stream, self._admit)
         group.follower.born = group.born
 
+    def leave_group(self, key: Hashable) -> bool:
+        """Have an open group see nothing that autograd saves in this thread from now on.
+
+        That takes none of the time that hooks take. Call `close_group` behind it.
+
+        Returns
+        -------
+        bool
+            False where another group's hooks, or other code's, are innermost: they stay.
+        """
+        return self._hooks.push_removal(self._groups.get(key))
+
     def close_group(self) -> None:
-        """End the last `open_group` of this thread.
+        """End the last `open_group` or `leave_group` of this thread.
 
         Raises
         ------

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 from umem import patches
 from umem.core.interrupts import call_all
 from umem.runtime.model_parts import lies_in_memory
+from umem.runtime.torch_hooks.memory_access import original_data
 from umem.torch_compat import (
     InferenceMode,
     is_own,
@@ -188,7 +189,7 @@ def probe_of(tensor: torch.Tensor) -> torch.Tensor:
             nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         if type(nothing) is torch.Tensor:  # and not one of a mode that ends
             _nothing[kind] = nothing
-    probe.data = nothing
+    original_data.__set__(probe, nothing)
     return probe
 
 

@@ -83,7 +83,7 @@ class _Call(_Stretch):
     """A call of a block, which is a stretch of its own unless the pass is cut."""
 
     is_open: bool = False
-    """Whether a group of the store is to be closed at its end."""
+    """Whether a group of the store is to be closed, or seen again, at its end."""
     has_group: bool = False
     """Whether the last part is what was saved in the call."""
     leaves_out: bool = False
@@ -509,6 +509,10 @@ class CopiedActivations(Listener):
             call.has_group = self._open_group(forward, name, key)
             if call.has_group:
                 call.parts.append((key, None))
+        else:
+            # Nothing of it leaves: hooks would take time of the processor.
+            self._store.leave_group(forward.model_key)
+            call.is_open = True
         if is_recomputed:
             proof = self.proofs[name]
             buffers = [*map(module.get_buffer, proof.buffers)]

@@ -376,7 +376,7 @@ class StreamedUnits:
         is_resident = None if self._resident is None else unit.name in self._resident
         on_device = placement.place(on_device=is_resident)
         pieces = placement.divide(piece_bytes)
-        unit.sizes = tuple(piece.size_bytes for piece in pieces)
+        unit.sizes = tuple(it.size_bytes for it in pieces if it.size_bytes) or (0,)
         unit.device_bytes = sum(unit.sizes) if on_device else 0
         unit.fixed_bytes = 0
         queued = {
