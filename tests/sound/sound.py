@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -45,6 +46,8 @@ _LEAST_S = 15.0
 """For a program that is begun."""
 
 _NO_TIME = "no time was left"
+
+_OWN_ERROR = re.compile(r": \w+Error: ")
 
 _MOST_NAMED = 3
 _MOST_LETTERS = 400
@@ -83,8 +86,14 @@ class Comparison(Record):
 
     @property
     def is_right(self) -> bool:
-        """Whether the verdict is an expected one, and the budget was kept."""
-        return self.verdict in (*self.expected, "NOT-RUN") and self.keeps_budget is not False
+        """Whether the verdict is an expected one, the budget was kept, and umem did not give up."""
+        is_expected = self.verdict in (*self.expected, "NOT-RUN")
+        return is_expected and self.keeps_budget is not False and not self.errors
+
+    @property
+    def errors(self) -> list[str]:
+        """Warnings of umem's own errors, behind which it leaves a training alone."""
+        return [it for it in self.warnings if _OWN_ERROR.search(it)]
 
     @property
     def keeps_budget(self) -> bool | None:
@@ -276,7 +285,9 @@ def run_programs(
 
 
 def _line(result: Comparison) -> str:
-    words = f"{result.program:32} {result.verdict:14} {result.detail[:120]}"
+    words = (
+        f"{result.program:32} {result.verdict:14} {' '.join([result.detail, *result.errors])[:120]}"
+    )
     beyond = "" if result.keeps_budget is not False else f" {size_text(result.beyond_bytes)} over"
     return f"{words}{beyond}".rstrip()
 
@@ -311,7 +322,7 @@ def tables(campaign: Campaign) -> Iterator[Table]:
         for file in sorted(files, key=_place)
     ]
     yield Table("Verdicts", columns, [*rows, _counts("all", campaign.results, verdicts)])
-    others = [it for it in campaign.results if it.verdict != "EQUAL" or it.keeps_budget is False]
+    others = [it for it in campaign.results if it.verdict != "EQUAL" or not it.is_right]
     if others:
         named = ("program", "verdict", "expected", "what")
         yield Table("Not equal", named, list(map(_explained, others)))
@@ -336,7 +347,7 @@ def _counts(
 
 
 def _explained(result: Comparison) -> tuple[str, ...]:
-    words = result.detail.splitlines()[0] if result.detail else ""
+    words = " ".join(it.splitlines()[0] for it in (result.detail, *result.errors) if it)
     if result.keeps_budget is False:
         words = f"{words} {size_text(result.beyond_bytes)} beyond its budget".strip()
     expected = "" if result.expected == ("EQUAL",) else " or ".join(result.expected).lower()

@@ -75,6 +75,15 @@ def test_a_budget_that_is_not_kept_is_wrong() -> None:
     assert (kept.is_right, over.is_right) == (True, False)
 
 
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_training_that_umem_leaves_alone_is_wrong(is_own: bool) -> None:
+    words = "umem: this training is not measured any more: KeyError: 3"
+    warnings = (words if is_own else "umem: all that can leave does: it takes 3 s",)
+    result = Comparison(program="p", file="loops", verdict="EQUAL", warnings=warnings)
+    assert result.is_right == (not is_own)
+    assert result.errors == ([words] if is_own else [])
+
+
 @pytest.mark.parametrize("place", [0, 17, 1 << 20, (1 << 20) + 1, (1 << 21) - 1])
 def test_a_changed_bit_changes_the_checksum(place: int) -> None:
     tensor = torch.ones(1 << 21)
