@@ -221,14 +221,39 @@ class _How(NamedTuple):
     """In which they are summed."""
     slice_bytes: int
 
-    def slices(self, rows: int, vocabulary: int) -> Iterator[slice]:
+    def rows_of_slice(self, rows: int, vocabulary: int) -> int:
         slice_bytes = min(self.slice_bytes, loss_slice_bytes(4 * rows * vocabulary))
         count = slice_bytes // (4 * vocabulary) // _ALIGNED_ROWS * _ALIGNED_ROWS
-        count = max(_ALIGNED_ROWS, count)
-        return (slice(begin, begin + count) for begin in range(0, rows, count))
+        return min(rows, max(_ALIGNED_ROWS, count))
 
-    def log_probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.log_softmax(logits.to(self.dtype), 1, self.dtype)
+
+class _Slices:
+    """The slices of logits, one at a time in the same memory.
+
+    Where a budget leaves little free, to put memory together for each would take long.
+    """
+
+    def __init__(self, logits: torch.Tensor, how: _How) -> None:
+        self._logits, self._how = logits, how
+        self._count = how.rows_of_slice(*logits.shape)
+        self._cast = self.room(how.dtype)
+        self._known = self.room(how.dtype)
+
+    def room(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for numbers of a slice."""
+        return unfilled((self._count, self._logits.size(1)), dtype, self._logits.device)
+
+    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Of each slice its rows, their log-probabilities, and memory of the same size."""
+        total = len(self._logits)
+        for begin in range(0, total, self._count):
+            rows = slice(begin, min(begin + self._count, total))
+            cast, known = (it[: rows.stop - begin] for it in (self._cast, self._known))
+            logits = self._logits[rows]
+            if logits.dtype != cast.dtype:
+                logits = cast.copy_(logits)
+            torch.log_softmax(logits, 1, out=known)
+            yield rows, known, cast
 
 
 def _nothing() -> None:
@@ -289,8 +314,9 @@ class _Saved:
         check_version(self.target, self._version)
         logits, how = self.kept.logits, self.how
         made = unfilled(self.size, dtype, logits.device)
-        for rows in how.slices(*self.size):
-            known = how.log_probabilities(logits[rows])
+        slices = _Slices(logits, how)
+        summed = slices.room(how.summed_dtype)
+        for rows, known, free in slices:
             gradient = _aten.nll_loss_backward(
                 of_loss,
                 known.to(how.summed_dtype),
@@ -299,9 +325,11 @@ class _Saved:
                 how.reduction,
                 how.ignore_index,
                 self.total_weight,
+                grad_input=summed[: len(known)],
             )
-            made[rows].copy_(log_softmax_backward(gradient.to(how.dtype), known, 1, how.dtype))
-            del known, gradient  # not beside the next slice's
+            made[rows].copy_(
+                log_softmax_backward(gradient.to(how.dtype), known, 1, how.dtype, out=free)
+            )
         return made
 
 
@@ -434,10 +462,8 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         ignored = target == how.ignore_index
         index = target.masked_fill(ignored, 0).unsqueeze(1)
         picked = unfilled(index.shape, how.dtype, logits.device)
-        for rows in how.slices(*logits.shape):
-            known = how.log_probabilities(saved.kept.logits[rows])
+        for rows, known, _ in _Slices(saved.kept.logits, how):
             picked[rows].copy_(known.gather(1, index[rows]))
-            del known
         # One class is left of each row: the sum over rows is torch's own.
         loss, total_weight = _aten.nll_loss_forward(
             picked.to(how.summed_dtype),
