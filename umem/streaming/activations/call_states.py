@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,54 +20,74 @@ __all__ = ["CallState"]
 
 _HELD = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 """Attributes whose entries change, and not they. umem's own hooks are no entries."""
-_ABSENT = object()
 
 
 class CallState:
-    """The attributes of a module and of all in it, and torch's settings, as they are now."""
+    """The attributes of a module and of all in it, and torch's settings, as they are now.
+
+    Noted for each call of a block, and compared twice: all dictionaries at once, in C.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._settings = _settings()
         own = [vars(it) for it in module.modules()]
-        self._attributes = [(it, dict(it)) for it in own]
-        self._entries = [(held := it[name], _entries(held)) for it in own for name in _HELD]
-        self._flags = [(it, it.requires_grad) for it in module.parameters()]
+        held = [it[name] for it in own for name in _HELD]
+        self._attributes = len(own)
+        self._ordered = [it for it in held if isinstance(it, OrderedDict)]
+        self._plain = [*own, *(it for it in held if not isinstance(it, OrderedDict))]
+        self._names, self._values = self._entries("keys"), self._entries("values")
+        self._counts = self._entry_counts()
+        parameters = (p for it in own for p in it["_parameters"].values() if p is not None)
+        self._flags = [(it, it.requires_grad) for it in parameters]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Have all as it was noted, and in the end as it is now."""
-        now = CallState(self._module)
+        now = self if self._is_now() else CallState(self._module)
         try:
-            self._set()
+            if now is not self:
+                self._set()
             yield
         finally:
-            now._set()
+            if not now._is_now():
+                now._set()
+
+    # umem's own hooks are in subclasses of dictionaries, whose own methods do not tell of them.
+
+    def _entries(self, of: str) -> list[Any]:
+        parts = (map(getattr(dict, of), self._plain), map(getattr(OrderedDict, of), self._ordered))
+        return [*chain.from_iterable(chain(*parts))]
+
+    def _entry_counts(self) -> list[int]:
+        return [*map(dict.__len__, self._plain), *map(OrderedDict.__len__, self._ordered)]
+
+    def _is_now(self) -> bool:
+        return (
+            self._settings == _settings()
+            and self._counts == self._entry_counts()
+            # To compare tensors would compare their elements.
+            and all(map(is_, self._values, self._entries("values")))
+            and self._names == self._entries("keys")
+            and all(it.requires_grad == was for it, was in self._flags)
+        )
 
     def _set(self) -> None:
         if self._settings != _settings():
             _set_settings(*self._settings)
-        for own, noted in self._attributes:
-            for name in own.keys() - noted.keys():
-                del own[name]
-            for name, value in noted.items():
-                if own.get(name, _ABSENT) is not value:
-                    own[name] = value
-        for held, entries in self._entries:
-            if [*map(_identity, _entries(held))] != [*map(_identity, entries)]:
+        entries = zip(self._names, self._values, strict=True)
+        for place, held in enumerate([*self._plain, *self._ordered]):
+            noted = dict(islice(entries, self._counts[place]))
+            if place < self._attributes:
+                for name in held.keys() - noted.keys():
+                    del held[name]
+                held.update(noted)
+            else:
                 (OrderedDict if isinstance(held, OrderedDict) else dict).clear(held)
-                held.update(entries)
+                held.update(noted)
         for parameter, was in self._flags:
             if parameter.requires_grad != was:
                 parameter.requires_grad_(was)
-
-
-def _entries(held: Any) -> list[tuple[Any, Any]]:
-    return [*(OrderedDict if isinstance(held, OrderedDict) else dict).items(held)]
-
-
-def _identity(entry: tuple[Any, Any]) -> tuple[Any, int]:
-    return entry[0], id(entry[1])
 
 
 def _settings() -> tuple[Any, ...]:

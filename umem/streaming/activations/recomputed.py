@@ -133,9 +133,12 @@ class RecomputedCall:
 def versions_of(module: nn.Module, but: Collection[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     """Parameters and buffers of a module, but some, and how often each was changed in place."""
     kept = frozenset(map(id, but))
-    every = (*module.parameters(), *module.buffers())
+    own = [vars(it) for it in module.modules()]
+    every = (it for of in own for name in ("_parameters", "_buffers") for it in of[name].values())
     return [
-        (it, version_counter(it)) for it in every if id(it) not in kept and not it.is_inference()
+        (it, version_counter(it))
+        for it in every
+        if it is not None and id(it) not in kept and not it.is_inference()
     ]
 
 
