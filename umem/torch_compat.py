@@ -608,6 +608,11 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     module._compiled_call_impl = call
 
 
+@functools.lru_cache(4)  # the function may be a wrapped one
+def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
 def begin_checkpoint(
     function: Callable[..., object], tensors: Iterable[torch.Tensor]
 ) -> Generator[None, None, None]:
@@ -625,7 +630,7 @@ def begin_checkpoint(
     options = {"preserve_rng_state": False, "context_fn": noop_context_fn}
     options |= {"determinism_check": "default", "debug": False, "early_stop": True}
     begin = PRIVATE_NAMES["checkpoint_ends"].find()
-    known = inspect.signature(begin).parameters  # early_stop is a newer torch's
+    known = _parameters_of(begin)  # early_stop is a newer torch's
     generator: Generator[None, None, None] = begin(
         function, *(value for name, value in options.items() if name in known), *tensors
     )
