@@ -9,14 +9,14 @@ link carries. So it gets some of the units, as many as make the shortest step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from umem.core.errors import PlanError
 from umem.hardware import Hardware
-from umem.streaming.plan.state_plan import StreamPlan, StreamProblem, plan_stream
+from umem.streaming.plan.state_plan import StreamProblem, plan_stream
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.training_plan import (
     WEIGHT_SLOTS,
@@ -128,7 +128,7 @@ def with_host_updates(
     problem = StreamProblem(
         units, budget_bytes, hardware, most_state_bytes=most_placed_bytes, **options
     )
-    may_gain = problem.is_deferred and not problem.in_backward and without.stream.slots > 0
+    may_gain = problem.is_deferred and not problem.in_backward
     has_room = not (without.extra or without.overflow_bytes)
     if not (may_gain and has_room) or without.lost_s <= _LEAST_GAIN * without.step_s:
         return without
@@ -188,7 +188,10 @@ class _Search:
         units: Sequence[StreamUnit],
         place: Callable[[frozenset[int]], WeightPlan | None],
     ) -> None:
-        for choices in _choices(units, self.best.stream):
+        # Where all state stays and weights leave, the host takes state to make room for these.
+        plan = self.best.stream
+        resident = plan.resident if plan.slots else frozenset()
+        for choices in _choices(units, resident):
             shortest_s, longer = math.inf, 0
             for hosts in choices:
                 plan = self._plan(hosts, place(hosts))
@@ -226,18 +229,19 @@ class _Search:
         return TrainingPlan(tuple(beside.units), stream, placed, {}, device_bytes)
 
 
-def _choices(units: Sequence[StreamUnit], plan: StreamPlan) -> Iterator[list[frozenset[int]]]:
+def _choices(
+    units: Sequence[StreamUnit], resident: Collection[int]
+) -> Iterator[list[frozenset[int]]]:
     """Units to try: more and more, spread evenly over those that can be, and over the later half.
 
-    The link then has as much time for the others between two of them. State with more in it than
-    Adam's, such as float32 copies of weights, is updated by nobody but the device, and so are
-    weights at home.
+    The link then has as much time for the others between two of them. Resident ones cannot be, nor
+    those with more state than Adam's, such as float32 copies of weights, or with weights at home.
     """
     can_be = [
         number
         for number, unit in enumerate(units)
         if unit.state_bytes
-        and number not in plan.resident
+        and number not in resident
         and unit.state_bytes < _TOO_MANY * unit.gradient_bytes
         and not (unit.weight_bytes or unit.trained_weight_bytes)
     ]
