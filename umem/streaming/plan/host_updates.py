@@ -189,8 +189,8 @@ class _Search:
         place: Callable[[frozenset[int]], WeightPlan | None],
     ) -> None:
         # Where all state stays and weights leave, the host takes state to make room for these.
-        plan = self.best.stream
-        resident = plan.resident if plan.slots else frozenset()
+        stream = self.best.stream
+        resident = stream.resident if stream.slots else frozenset[int]()
         for choices in _choices(units, resident):
             shortest_s, longer = math.inf, 0
             for hosts in choices:
