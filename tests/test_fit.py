@@ -713,6 +713,31 @@ def test_the_policy_is_one_that_runs(run: Run, tmp_path: Path) -> None:
     assert found["results"][0]["policy"] == file.read_text()
 
 
+def test_the_host_updates_blocks_where_it_may(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    words = (*SFT, "--gpu", "h100-sxm", "--json")
+    (without,) = json.loads(run(*words)[1])["results"]
+    (row,) = json.loads(run(*words, "--host-update", "--output", file)[1])["results"]
+    assert without["host_updates"] == 0 < row["host_updates"]
+    step_s, without_s = (it["ways"]["umem"]["step_s"] for it in (row, without))
+    assert step_s < 0.97 * without_s
+    # Also the weights that the host updates have a home.
+    assert row["ways"]["umem"]["host_bytes"] > without["ways"]["umem"]["host_bytes"]
+    assert row["policy"] == file.read_text()
+    assert resolve(load_policy(file), load_hardware("h100-sxm")).updates_on_host
+    text = run(*words[:-1], "--host-update")[1]
+    assert f"the host's cores update {row['host_updates']} blocks" in text
+    assert "--output FILE" in text
+
+
+@pytest.mark.parametrize("words", [("--precision", "bf16-master"), ("--gpus", 2)])
+def test_the_host_updates_no_copies_of_weights_and_no_parts(run: Run, words: Any) -> None:
+    given = ("fit", "llama-2-7b", "--batch", 4, "--checkpoint", "--gpu", "h100-sxm", "--json")
+    (row,) = json.loads(run(*given, "--host-update", *words)[1])["results"]
+    assert row["host_updates"] == 0
+    assert row["ways"]["umem"]["fits"]
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_gets_advice(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
@@ -741,6 +766,7 @@ def test_what_does_not_fit_gets_advice(run: Run, tmp_path: Path) -> None:
         (["llama-2-7b", "--optimizer", "adam"], "--optimizer"),
         (["llama-2-7b", "--mode", "inference", "--optimizer", "sgd"], "--optimizer"),
         (["llama-2-7b", "--mode", "inference", "--gpus", 2], "--gpus"),
+        (["llama-2-7b", "--mode", "inference", "--host-update"], "--host-update"),
         (["llama-2-7b", "--rank", 8], "--rank"),
         (["llama-2-7b", "--mode", "lora", "--targets", "q_porj"], "q_proj"),
         (["mixtral-8x7b", "--mode", "lora", "--targets", "all-linear"], "Known: q_proj"),

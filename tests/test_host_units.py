@@ -54,6 +54,45 @@ def test_no_state_of_the_hosts_units_crosses_the_link() -> None:
     assert values(run) == values(stock)
 
 
+def half_net() -> Net:
+    return Net().to(torch.bfloat16)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+class HalfProgram(Program):
+    """The same in bfloat16, in which the norm's state is too small to move."""
+
+    def batch(self) -> torch.Tensor:
+        return super().batch().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+def test_bfloat16(eagerness: float) -> None:
+    options: Any = {"make_model": half_net, "make_optimizer": fused, "kind": HalfProgram}
+    run = compare(lambda _: None, eagerness, **options, **HOSTS)
+    assert run.training.counts.by_host == 4 * len(HOSTS["hosts"] - {"norm"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factors_of_another_type_are_the_devices(dtype: torch.dtype) -> None:
+    """torch rounds them to the gradient's first, or not, by where they are."""
+
+    def scale(program: Program) -> None:
+        program.optimizer.zero_grad()
+        program.backward()
+        gradients = [it.grad for it in program.model.parameters()]
+        torch._foreach_mul_(gradients, torch.tensor(0.3, dtype=dtype))
+        program.optimizer.step()
+
+    options: Any = {"make_model": half_net, "make_optimizer": fused, "kind": HalfProgram}
+    run = compare(scale, **options, **HOSTS)
+    # The stem's gradients come last, and are multiplied before they leave.
+    assert run.training.counts.by_host == 4 * len(HOSTS["hosts"] - {"norm"}) + 3
+
+
 @pytest.mark.parametrize("eagerness", [0.0, 0.5])
 def test_writes_of_which_no_version_tells(eagerness: float) -> None:
     def clamp(program: Program) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -91,6 +92,32 @@ def test_ten_percent_below_the_least_memory_take_at_most_twice_as_long(
         plan = plan_training(units, None, budget_bytes=budget_bytes, may_overflow=True, **options)
         assert plan.step_s <= 2 * at_least.step_s
         assert plan.overflow_bytes <= least - budget_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_more_memory_is_never_slower_by_more_than_predictions_are_exact_to(
+    name: str, waits: bool, recomputes: bool
+) -> None:
+    units = TRAININGS[name]
+    options: dict[str, Any] = {
+        "hardware": load_hardware("h200"),
+        "is_deferred": not waits,
+        "step_peak_bytes": units[0].forward_peak_bytes,
+        "other_s": 1 * MS,
+    }
+    freed = {unit.name: int(0.9 * unit.saved_bytes) for unit in units if recomputes}
+    least = least_bytes(units, **options)
+    most = max(unit.backward_peak_bytes for unit in units) + sum(it.state_bytes for it in units)
+    shortest_s = math.inf
+    for number in range(9):
+        budget_bytes = least + number * (most - least) // 8
+        plan = partial(plan_training, weights=None, budget_bytes=budget_bytes, **options)
+        step_s = plan_with_recomputation(units, freed, options["hardware"], plan).step_s
+        assert step_s <= 1.03 * shortest_s
+        shortest_s = min(shortest_s, step_s)
 
 
 def used_bytes(units: Sequence[StreamUnit], plan: TrainingPlan) -> int:

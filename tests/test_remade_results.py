@@ -21,6 +21,9 @@ from umem.offloading import ActivationStore
 from umem.streaming.activations import CopiedActivations
 from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner, TuningState, TuningStatus, planning
+from umem.streaming.tune.measuring import Measuring
+from umem.streaming.tune.remaking import Remaking
+from umem.streaming.tune.states import TuningEvent
 
 CHANNELS, PIXELS, BLOCKS = 8, 16, 4
 TENSOR_BYTES = 2 * CHANNELS * PIXELS * PIXELS * 4
@@ -291,6 +294,40 @@ def test_a_training_makes_results_again_where_its_budget_is_small(
     assert status.remakes_results
     assert status.state == TuningState.PLANNED
     assert most_bytes <= share * stock_bytes
+
+
+@pytest.mark.usefixtures("unseen")
+def test_results_that_are_kept_again_need_no_other_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another training waits for the plan of this one meanwhile."""
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
+    stock_bytes, expected, _ = train_within(None)
+    rounds, changes = [], Remaking.changes_steps
+
+    def changes_steps(self: Any, *arguments: Any) -> bool:
+        if self.is_on:  # by prediction, no step is as short as that without
+            self._without = (0, 0.0)
+        rounds.append((self.is_on, changes(self, *arguments), self.is_on))
+        return rounds[-1][1]
+
+    monkeypatch.setattr(Remaking, "changes_steps", changes_steps)
+    begun: list[TuningEvent] = []
+    begin_round = Measuring.begin
+
+    def begin(self: Any, its: Any) -> None:
+        begun.append(its.occasion)
+        begin_round(self, its)
+
+    monkeypatch.setattr(Measuring, "begin", begin)
+    most_bytes, weights, status = train_within(int(0.75 * stock_bytes))
+    assert weights == expected
+    assert status is not None
+    assert status.state == TuningState.PLANNED
+    assert not status.remakes_results
+    assert most_bytes <= 0.75 * stock_bytes
+    assert rounds[:2] == [(False, True, True), (True, True, False)]
+    assert begun.count(TuningEvent.CHANGED) == 1
 
 
 class Set(nn.Module):

@@ -24,6 +24,7 @@ from umem.streaming.plan import (
     StreamUnit,
     TemporarySlot,
     TrainingPlan,
+    WeightUnit,
     home_bytes,
     largest_slot_bytes,
     plan_stream,
@@ -31,6 +32,7 @@ from umem.streaming.plan import (
     plan_with_host_updates,
     simulate_lanes,
     simulate_stream,
+    with_weights,
 )
 
 MIB = 2**20
@@ -1153,6 +1155,43 @@ def test_the_host_updates_some_units_of_those_that_are_streamed() -> None:
     # Its gradients make room for the state of others.
     assert len(plan.stream.resident) > len(without.stream.resident)
     assert plan.device_bytes <= 48 << 30
+
+
+def test_weights_of_the_hosts_units_stay_where_others_leave() -> None:
+    """Without that each unit has some at home, and the host none to update."""
+    hardware, budget_bytes = load_hardware("h200"), 48 << 30
+    units = [
+        replace(it, gradient_bytes=it.state_bytes // 2, name=f"layers.{number}")
+        for number, it in enumerate(llama_2_7b(hardware))
+    ]
+    weights = {
+        it.name: WeightUnit((it.gradient_bytes // 4,) * 4, trained=frozenset(range(4)))
+        for it in units
+    }
+    rest_bytes = budget_bytes - sum(it.gradient_bytes for it in units)
+    units = [
+        replace(it, forward_peak_bytes=rest_bytes, backward_peak_bytes=rest_bytes) for it in units
+    ]
+    options: dict[str, Any] = {
+        "budget_bytes": budget_bytes,
+        "hardware": hardware,
+        "step_peak_bytes": rest_bytes,
+    }
+    without = plan_training(units, weights, **options)
+    plan = plan_with_host_updates(units, weights, **options)
+    assert without.weights is not None
+    assert plan.weights is not None
+    assert sum(map(bool, without.weights.streamed)) > len(units) // 2
+    assert plan.stream.hosts
+    assert not any(plan.weights.streamed[number] for number in plan.stream.hosts)
+    assert plan.weights.streamed_bytes
+    assert plan.step_s < 0.95 * without.step_s
+    assert plan.stream.peak_bytes + plan.weights.device_bytes == plan.device_bytes <= budget_bytes
+    # Weights are somewhere once.
+    placed = plan.weights
+    placed_bytes = placed.resident_bytes + placed.streamed_bytes + placed.in_place_bytes
+    assert placed_bytes == sum(sum(it.part_bytes) for it in weights.values())
+    assert list(plan.units) == list(with_weights(units, weights, placed))
 
 
 @pytest.mark.parametrize(

@@ -358,6 +358,28 @@ def test_the_prediction_is_the_plan_of_a_training(
     assert (row["weights_resident_bytes"], row["weights_streamed_bytes"]) == (weight_bytes, 0)
 
 
+@pytest.mark.parametrize("budget_mib", [140, 180])
+def test_a_policy_may_have_the_host_update_layers(
+    step_of: StepOf, machine: Hardware, policy: ResolvedPolicy, budget_mib: int
+) -> None:
+    """Within more, all state would stay, and weights would leave for it."""
+    link: dict[str, Any] = dict.fromkeys(
+        ("copy_to_device_bytes_per_s", "copy_to_host_bytes_per_s", "copy_link_bytes_per_s"), 5e9
+    )
+    slow, policy = replace(machine, **link), with_budget(policy, budget_mib)
+    without = predict_stream(step_of(), slow, policy)
+    found = predict_stream(step_of(), slow, replace(policy, updates_on_host=True))
+    hosts = stream_row(found)["hosts"]
+    assert (stream_row(without)["hosts"], hosts) == ([], sorted(found.plan.hosts))
+    assert hosts
+    assert found.plan.predicted.step_s < 0.97 * without.plan.predicted.step_s
+    streamed = LAYERS - len(found.plan.resident)
+    gradients = sum(found.step.units[it].gradient_bytes for it in found.plan.copied_gradients)
+    saved = sum(found.step.units[it].saved_bytes for it in found.plan.copied)
+    weights = len(hosts) * WEIGHT * MIB
+    assert found.host_bytes == streamed * STATE * MIB + gradients + saved + weights
+
+
 def test_a_policy_may_leave_shares_on_the_device(
     step_of: StepOf, machine: Hardware, policy: ResolvedPolicy
 ) -> None:

@@ -259,8 +259,7 @@ class StockHost:
     def update(
         self, spans: Sequence[HostSpan], settings: Callable[[], Hyperparameters], dtype: torch.dtype
     ) -> Future[None]:
-        assert dtype is torch.float32
-        self._queue.append(_LateFuture(self, lambda: self._update(spans, settings())))
+        self._queue.append(_LateFuture(self, lambda: self._update(spans, settings(), dtype)))
         return self._queue[-1]
 
     def close(self) -> None:
@@ -275,14 +274,17 @@ class StockHost:
             else:
                 future.set_exception(error)
 
-    def _update(self, spans: Sequence[HostSpan], settings: Hyperparameters) -> None:
+    def _update(
+        self, spans: Sequence[HostSpan], settings: Hyperparameters, dtype: torch.dtype
+    ) -> None:
         if self.fails():
             raise RuntimeError("the host has failed")
-        kind = kind_of(self._optimizer, settings, torch.float32)
+        kind = kind_of(self._optimizer, settings, dtype)
         assert kind is not None
+        of_c = ctypes.c_uint16 if kind.is_bfloat16 else ctypes.c_float
         for span in spans if not settings.found_inf else ():
             addresses = span[:4] if span.second else span[:3]
-            arrays = [_array_at(it, span.elements) for it in addresses]
+            arrays = [_array_at(it, of_c, span.elements) for it in addresses]
             before = Elements(*arrays, *[np.zeros_like(arrays[0])] * (4 - len(arrays)))
             after = self._device.step(before, settings, kind)
             for name in ("weight", "first", *(["second"] if span.second else [])):
@@ -290,5 +292,5 @@ class StockHost:
             self.updates += 1
 
 
-def _array_at(address: int, count: int) -> np.ndarray:
-    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
+def _array_at(address: int, of_c: Any, count: int) -> np.ndarray:
+    return np.ctypeslib.as_array((of_c * count).from_address(address))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,6 +144,12 @@ def fit(
             metavar="SIZE", help="Host memory to use, such as 64GiB (default: the machine's)."
         ),
     ] = None,
+    host_update: Annotated[
+        bool,
+        typer.Option(
+            "--host-update", help="Let the host's cores update blocks where that is faster."
+        ),
+    ] = False,
     target: Annotated[
         Path | None,
         typer.Option(
@@ -160,6 +166,8 @@ def fit(
     The answer comes from the model's configuration, the roofline of a hardware profile and
     umem's planner. It is a prediction, takes a second or two, and needs no GPU.
     """
+    if host_update and mode == "inference":
+        raise UmemError("--host-update: inference trains nothing: leave it out")
     question = _question(
         model,
         params,
@@ -187,18 +195,21 @@ def fit(
         for number, name in enumerate(names, 1):
             say(f"Planning for {name}, {number} of {len(names)}")
             machine = options.load_named("--gpu", load_hardware, name)
-            answers.append(_answer(question, machine, budget, host_bytes))
+            answers.append(_answer(question, machine, budget, host_bytes, host_update))
     is_written = target is not None and answers[0].umem.time_s is not None
     if target is not None and is_written:
-        write_file(target, _policy_text(question, answers[0], budget).encode())
+        write_file(target, _policy_text(question, answers[0], budget, host_update).encode())
     if as_json:
-        output.print_json({"results": [_row(question, answer, budget) for answer in answers]})
+        rows = [_row(question, answer, budget, host_update) for answer in answers]
+        output.print_json({"results": rows})
         return
     console = output.make_console()
     if gpu is None:
         _print_machines(console, question, answers)
     else:
         _print_one(console, question, answers[0], budget, target)
+        if host_update and target is None:
+            console.print("--output FILE writes the policy that lets the host update blocks")
         if target is not None and is_written:
             output.print_written([target])
         elif target is not None:
@@ -290,9 +301,14 @@ def _host_bytes(text: str | None) -> int | None:
 
 
 def _answer(
-    question: Workload, machine: Hardware, budget: str | None, host_bytes: int | None
+    question: Workload,
+    machine: Hardware,
+    budget: str | None,
+    host_bytes: int | None,
+    host_update: bool,
 ) -> Fit:
     policy = options.find_policy(question.mode, machine, budget)
+    policy = replace(policy, updates_on_host=host_update and not machine.one_pool)
     if machine.one_pool:
         host_bytes = 0
     answer = fit_inference if question.mode == "inference" else fit_training
@@ -302,7 +318,7 @@ def _answer(
 # The answer.
 
 
-def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
+def _row(question: Workload, answer: Fit, budget: str | None, host_update: bool) -> dict[str, Any]:
     """Put an answer into plain values, for JSON: seconds and bytes."""
     is_timed = answer.rates != "unknown"
     return {
@@ -346,7 +362,8 @@ def _row(question: Workload, answer: Fit, budget: str | None) -> dict[str, Any]:
         "launch_s": answer.launch_s if is_timed else None,
         "largest_batch": answer.largest_batch,
         "largest_stock_batch": answer.largest_stock_batch,
-        "policy": _policy_text(question, answer, budget),
+        "host_updates": answer.host_updates,
+        "policy": _policy_text(question, answer, budget, host_update),
         "rates": answer.rates,
         "rests_on": f"roofline of {answer.hardware}: predicted, not measured",
     }
@@ -368,10 +385,11 @@ def _heading(question: Workload) -> str:
     )
 
 
-def _policy_text(question: Workload, answer: Fit, budget: str | None) -> str:
+def _policy_text(question: Workload, answer: Fit, budget: str | None, host_update: bool) -> str:
     """The policy to run it with, as YAML."""
     about = f"{question.shape.name} on {answer.hardware}, by umem fit"
     text = f"extends: {question.mode}\ndescription: {json.dumps(about)}\n"
+    text += "host_update: auto\n" if host_update else ""
     return text + (f"device_budget: {json.dumps(budget)}\n" if budget else "")
 
 
@@ -409,6 +427,8 @@ def _print_one(
         console.print(
             "umem computes the loss in slices of rows, as it would take too much otherwise"
         )
+    if answer.host_updates:
+        console.print(f"the host's cores update {answer.host_updates} blocks")
     if answer.rates != "unknown" and answer.waits_for_processor:
         console.print(
             "the processor is the limit: launching all kernels takes "

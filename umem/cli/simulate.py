@@ -183,6 +183,7 @@ def print_streamed(console: Console, prediction: StreamPrediction) -> None:
     temporary = f" and {len(plan.temporary)} temporary ones" if plan.temporary else ""
     twice = f", {len(training.recomputed)} computed twice" if training.recomputed else ""
     twice += f", checkpoints of {len(training.left_out)} left out" if training.left_out else ""
+    by_host = f", {len(plan.hosts)} updated by the host" if plan.hosts else ""
     speed = f", {prediction.model_flops_per_s / 1e12:.0f} model TFLOP/s" if step.model_flops else ""
     console.print(
         f"[bold]{plain(prediction.workload)}[/bold] on {plain(prediction.hardware)}, "
@@ -190,7 +191,7 @@ def print_streamed(console: Console, prediction: StreamPrediction) -> None:
         f"memory\npasses alone {output.format_seconds(step.passes_s)}, "
         f"all resident {output.format_seconds(timing.compute_s)}{speed}\n"
         f"state of {resident} of {len(with_state)} blocks resident, {plan.slots} slots of "
-        f"{format_bytes(plan.slot_bytes)}{temporary}, "
+        f"{format_bytes(plan.slot_bytes)}{temporary}{by_host}, "
         f"activations of {len(plan.copied)} blocks copied{twice}"
     )
     if prediction.weight_homes_bytes:

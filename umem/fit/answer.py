@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
@@ -27,6 +27,7 @@ from umem.predict.stream_prediction import (
     UnitChoice,
     unit_choices,
 )
+from umem.streaming.plan.host_updates import with_host_updates
 from umem.streaming.plan.loss_memory import LOSS_REMEDY, is_large_loss, logits_text
 from umem.streaming.plan.recomputation import plan_with_recomputation, with_recomputed
 from umem.streaming.plan.state_plan import (
@@ -133,6 +134,8 @@ class Fit:
     largest_stock_batch: int
     launch_s: float
     """The processor's time to launch the kernels of a step or a token, the least that any takes."""
+    host_updates: int = 0
+    """Units that the host updates."""
     slices_loss: bool = False
     """Whether umem computes the loss in slices of rows, as it would take too much otherwise."""
     one_pool: bool = False
@@ -239,6 +242,8 @@ def fit_training(
     HardwareError, UmemError
         As :func:`umem.fit.training_step`.
     """
+    # The host updates no parts of tensors that GPUs divide.
+    policy = replace(policy, updates_on_host=policy.updates_on_host and workload.gpus == 1)
     budget_bytes = policy.device_budget_bytes or hardware.device_bytes
     limit_bytes = hardware.host_bytes if host_bytes is None else host_bytes
     room_bytes = budget_bytes - least_slack_bytes(budget_bytes)
@@ -289,10 +294,10 @@ def fit_training(
     logits = workload.tokens * workload.shape.vocabulary
     slices_loss = policy.slices_losses and is_large_loss(logits, budget_bytes)
     tried = made_step(workload.batch) if slices_loss else step
-    planned = _find_plan(tried, hardware, room, policy.recomputes)
+    planned = _find_plan(tried, hardware, room, policy)
     if isinstance(planned, str) and policy.slices_losses and not slices_loss:
         slices_loss, tried = True, made_step(workload.batch)
-        planned = _find_plan(tried, hardware, room, policy.recomputes)
+        planned = _find_plan(tried, hardware, room, policy)
     if isinstance(planned, str):
         umem = Way("umem", None, None, None, None, planned)
     else:
@@ -347,18 +352,19 @@ def fit_training(
         ),
         largest_stock_batch=_largest_batch(is_stock),
         launch_s=step.launch_s,
+        host_updates=0 if isinstance(planned, str) else len(planned.stream.hosts),
         slices_loss=slices_loss and umem.time_s is not None,
     )
     return _in_one_pool(found) if hardware.one_pool else found
 
 
 def _find_plan(
-    step: StreamedStep, hardware: Hardware, room: _Room, recomputes: bool
+    step: StreamedStep, hardware: Hardware, room: _Room, policy: ResolvedPolicy
 ) -> TrainingPlan | str:
     """A plan, or why there is none."""
     try:
-        why_not = _why_too_large(step, room, recomputes)
-        return why_not or _plan(step, hardware, room.device_bytes, recomputes)
+        why_not = _why_too_large(step, room, policy.recomputes)
+        return why_not or _plan(step, hardware, room.device_bytes, policy)
     except PlanError as error:
         return str(error)
 
@@ -379,7 +385,7 @@ def _is_fullest_at_loss(step: StreamedStep) -> bool:
 
 
 def _plan(
-    step: StreamedStep, hardware: Hardware, room_bytes: int, recomputes: bool
+    step: StreamedStep, hardware: Hardware, room_bytes: int, policy: ResolvedPolicy
 ) -> TrainingPlan:
     """Plan with all weights on the device or, if they have no room, as a training does.
 
@@ -388,6 +394,13 @@ def _plan(
     """
     found: dict[tuple[StreamUnit, ...], TrainingPlan] = {}
     """What is a trial first is often the plan."""
+    options: dict[str, Any] = {
+        "budget_bytes": room_bytes,
+        "hardware": hardware,
+        "step_peak_bytes": step.step_peak_bytes,
+        "holds_gradients": True,
+        "batches": step.batches,
+    }
 
     def planned(units: tuple[StreamUnit, ...], longest_s: float) -> TrainingPlan:
         try:
@@ -399,25 +412,23 @@ def _plan(
             return plan_training(
                 units,
                 step.weights,
-                budget_bytes=room_bytes,
-                hardware=hardware,
-                step_peak_bytes=step.step_peak_bytes,
-                holds_gradients=True,
-                batches=step.batches,
+                **options,
                 # Where layers run twice, a step may be a little shorter yet.
                 is_trial=units != step.units,
             )
 
     def plan(
-        units: Sequence[StreamUnit], *, longest_s: float = math.inf, **_: bool
+        units: Sequence[StreamUnit], *, is_trial: bool = False, longest_s: float = math.inf
     ) -> TrainingPlan:
         key = tuple(units)
         if key not in found:
             found[key] = planned(key, longest_s)
-        return found[key]
+        if is_trial or not policy.updates_on_host:
+            return found[key]
+        return with_host_updates(found[key], key, step.weights, **options)
 
-    freed_bytes = step.freed_bytes if recomputes else {}
-    more_bytes = step.checkpointed_bytes if recomputes else {}
+    freed_bytes = step.freed_bytes if policy.recomputes else {}
+    more_bytes = step.checkpointed_bytes if policy.recomputes else {}
     return plan_with_recomputation(step.units, freed_bytes, hardware, plan, more_bytes)
 
 

@@ -23,6 +23,7 @@ from umem.core.errors import PlanError, TraceError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware, with_durations
 from umem.policy import ResolvedPolicy
+from umem.streaming.plan.host_updates import plan_with_host_updates
 from umem.streaming.plan.recomputation import plan_with_recomputation
 from umem.streaming.plan.state_plan import StreamPlan, least_slack_bytes
 from umem.streaming.plan.step_timing import (
@@ -153,6 +154,8 @@ class StreamPrediction:
         state = (it.state_bytes for n, it in enumerate(units) if n not in plan.resident)
         copied = sum(units[number].saved_bytes for number in plan.copied)
         gradients = sum(units[number].gradient_bytes for number in plan.copied_gradients)
+        # As many bytes of weights, of what the host updates.
+        gradients += sum(units[number].gradient_bytes for number in plan.hosts)
         return sum(state) + self.weight_homes_bytes + copied + gradients
 
 
@@ -196,7 +199,7 @@ def predict_stream(
             "a unit's update would come behind the first. Leave out one of the two"
         )
     plan = partial(
-        plan_training,
+        plan_with_host_updates if policy.updates_on_host else plan_training,
         weights=step.weights,
         budget_bytes=budget_bytes - least_slack_bytes(budget_bytes),
         hardware=hardware,
@@ -255,6 +258,7 @@ def stream_row(prediction: StreamPrediction) -> dict[str, Any]:
         "fetch_ahead": plan.fetch_ahead,
         "recomputed": sorted(training.recomputed),
         "left_out": sorted(training.left_out),
+        "hosts": sorted(plan.hosts),
         "copied_gradients": sorted(plan.copied_gradients),
         "returning_gradients": sorted(plan.returning_gradients),
         "weights_resident_bytes": step.weight_bytes - prediction.weight_homes_bytes,

@@ -510,11 +510,11 @@ class StreamedTraining(Listener):
     def host_updater(self) -> HostUpdate | None:
         """Make what updates on the host, and prove that it has the device's bits.
 
-        None where it has not, or not all parameters are in float32: a plan counts on all of them.
+        None where it has not for all parameters: a plan counts on all of them.
         """
         optimizer = self._optimizer()
         every = [] if optimizer is None else list(optimizer_parameters(optimizer))
-        if optimizer is None or {it.dtype for it in every} != {torch.float32}:
+        if optimizer is None or not every:
             return None
         return HostUpdate.for_optimizer(optimizer, every[0].device)
 

@@ -7,7 +7,6 @@ program saw, as checksums, and the memory in use on the card beyond that of CUDA
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -27,7 +26,7 @@ from umem.cuda import bindings
 from umem.managing import managers
 from umem.runtime.state import runtime
 from umem.runtime.unguarded import addresses_of
-from umem.streaming.plan import StreamPlan, StreamProblem, host_updates, plan_stream
+from umem.streaming.plan import host_updates
 from umem.streaming.stage import CudaStateMemory
 from umem.streaming.training import streamed_trainings
 
@@ -443,17 +442,17 @@ MODES: dict[str, Callable[[Training], None]] = {
 def have_host_update() -> None:
     """Have each plan leave every second unit whose state is streamed to the host."""
 
-    def with_hosts(problem: StreamProblem, best: StreamPlan) -> StreamPlan:
+    def run(search: Any) -> None:
+        plan = search.best
         streamed = [
             number
-            for number, unit in enumerate(problem.units)
-            if unit.state_bytes and unit.gradient_bytes and number not in best.resident
+            for number, unit in enumerate(plan.units)
+            if unit.state_bytes and unit.gradient_bytes and number not in plan.stream.resident
         ]
-        hosts = frozenset(streamed[::2])
-        return plan_stream(dataclasses.replace(problem, hosts=hosts))
+        search.best = search._plan(frozenset(streamed[::2]), plan.weights) or plan
 
     host_updates._LEAST_GAIN = -1e9
-    host_updates._fastest = with_hosts
+    setattr(host_updates._Search, "run", run)  # noqa: B010
 
 
 def main() -> None:

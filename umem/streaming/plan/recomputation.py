@@ -21,10 +21,10 @@ from umem.streaming.plan.training_plan import TrainingPlan
 
 __all__ = ["plan_with_recomputation", "with_recomputed", "without_checkpoints"]
 
-_SHARES = (1.0, 0.5, 0.25, 0.75)
+_SHARES = (1.0, 0.5, 0.25, 0.75, 0.875, 0.625, 0.375, 0.125)
 """Numbers of units to try, as parts of those that may gain by running again."""
 
-_SHARES_LEFT_OUT = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
+_SHARES_LEFT_OUT = sorted(_SHARES, reverse=True)
 """Numbers of units whose checkpoints to leave out, as parts of all that have some."""
 
 _MOST_COPIES = 4

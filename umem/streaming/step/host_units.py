@@ -47,6 +47,9 @@ _STATE = (frozenset(("step", "exp_avg", "exp_avg_sq")), frozenset(("momentum_buf
 _MOST_REFUSALS = 4
 """Steps one after another none of whose updates the host could make, as with a gradient scaler."""
 
+_WITHIN_FLOAT32 = (torch.float32, torch.bfloat16)
+"""Types whose numbers float32 has, too."""
+
 
 class HostUpdater(Protocol):
     """Updates elements at home, as :class:`~umem.streaming.host_share.HostUpdate` does."""
@@ -85,10 +88,10 @@ class _Numbers:
 
     def leave(self) -> bool:
         """Copy them to the host behind the current stream's work; returns whether they can be."""
-        if any(it.dtype is not torch.float32 for it in self.tensors):
+        if any(it.dtype not in _WITHIN_FLOAT32 for it in self.tensors):
             return False
         if self.tensors:
-            every = torch.stack([it.reshape(()) for it in self.tensors])
+            every = torch.stack([it.reshape(()).float() for it in self.tensors])
             # The allocator's own homes are for larger tensors: it has small ones on the device.
             self.home = torch.empty(
                 len(every), dtype=torch.float32, device="cpu", pin_memory=every.is_cuda
@@ -155,7 +158,8 @@ class HostWork:
     def submit(self) -> None:
         """Queue the updates. What an interrupt cuts short, another call completes."""
         for it in self._parts[len(self._futures) :]:
-            self._futures.append(self._updater.update([it.span], it.settings, torch.float32))
+            dtype = it.gradient.dtype
+            self._futures.append(self._updater.update([it.span], it.settings, dtype))
 
     def is_done(self) -> bool:
         """Whether nobody has to wait for the host."""
@@ -371,38 +375,42 @@ class HostUnits:
         unscaled = all(getattr(shadow, it, None) is None for it in ("grad_scale", "found_inf"))
         homes, found = set(map(id, unit.state.homes)), []
         for (number, some), group in zip(part, shadow.param_groups, strict=True):
-            if not unscaled or not updater.covers(Hyperparameters(group, 1), torch.float32):
+            settings, dtypes = Hyperparameters(group, 1), {it.dtype for it in some}
+            if not unscaled or not all(updater.covers(settings, it) for it in dtypes):
                 return None
             for parameter in some:
                 gradient, values = parameter.grad, unit.state.known[parameter]
                 averages = [it for name, it in values.items() if name != "step"]
                 every = [parameter, gradient, *averages]
+                factors = self._clipped.factors(gradient)
+                by = {it.dtype for it in factors if isinstance(it, torch.Tensor)}
                 may_run = (
                     values.keys() in _STATE
                     and all(isinstance(it, torch.Tensor) for it in values.values())
                     and all(id(it) in homes for it in averages)
                     and not self._memory.is_home(parameter)
-                    and all(it.dtype is torch.float32 and it.is_contiguous() for it in every)
+                    and all(it.dtype is parameter.dtype and it.is_contiguous() for it in every)
                     and all(it.numel() == parameter.numel() for it in every)
+                    # A tensor of another type may be rounded to the gradient's first.
+                    and by <= {gradient.dtype}
                 )
                 home = self._home_of(unit, parameter) if may_run else None
                 if home is None:
                     return None
                 own = {name: it.detach() for name, it in values.items()}
-                factors = self._clipped.factors(gradient)
                 # In the order of a span: "exp_avg" comes before "exp_avg_sq".
                 averages = [own[name] for name in sorted(own.keys() - {"step"})]
                 found_at = *addresses_of([home, gradient, *averages]), 0  # SGD has one average
                 weight, of_gradient, first, second = found_at[:4]
                 span = HostSpan(weight, of_gradient, first, second, parameter.numel())
-                settings = _settings(
+                wait = _settings(
                     self._lanes,
                     moments,
                     group,
                     numbers.add(own.get("step", 0)),
                     list(map(numbers.add, factors)),
                 )
-                found.append(_Part(parameter, gradient, number, own, factors, span, settings))
+                found.append(_Part(parameter, gradient, number, own, factors, span, wait))
         return found
 
     def _home_of(self, unit: StreamedUnit, parameter: Any) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -95,6 +96,17 @@ class MeasuredSteps:
         """The most that each block has saved for its backward pass."""
         self._later_bytes = 0
         """The most memory that later calls of ``step()`` in a step have needed."""
+
+    def copy(self) -> MeasuredSteps:
+        """The same figures, which later steps do not change."""
+        found = MeasuredSteps()
+        found.take(self)
+        return found
+
+    def take(self, others: MeasuredSteps) -> None:
+        """Have the figures of other steps."""
+        self.figures, self._timed = copy.deepcopy((others.figures, others._timed))
+        self._saved_bytes, self._later_bytes = dict(others._saved_bytes), others._later_bytes
 
     def move_into_backward(self) -> None:
         """From now on, steps need less memory, and updates share the time of the backward pass.

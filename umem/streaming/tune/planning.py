@@ -106,6 +106,10 @@ class Planning:
         """Of the budget's members, when measurements began."""
         self._state_share = state_share
         self._proofs, self._remaking, self._losses = proofs, remaking, losses
+        self._kept_steps: MeasuredSteps | None = None
+        """Those that were measured before the present ones, in which results are made again."""
+        self._next_kept: MeasuredSteps | None = None
+        """The same of the steps that are to be measured next."""
         self._sizes: dict[str, tuple[int, ...]] = {}
         """Of the state that the plan is made for."""
         self._are_used_early = False
@@ -140,6 +144,7 @@ class Planning:
         """Count plans anew; of steps that have changed, with as little slack as at first."""
         self.plans = 0
         self.forget_fastest()
+        self._kept_steps, self._next_kept = self._next_kept, None
         if of_other_steps:
             self._slack, self._changes = 1, self._shared.changes
 
@@ -229,7 +234,11 @@ class Planning:
         if error and (self._slice_losses(units) or self._move_parameters_to_host()):
             return TuningEvent.CHANGED
         if self._remakes_otherwise(units, figures, whole):
-            return TuningEvent.CHANGED
+            if self._remaking.is_on:
+                self._next_kept = self._steps.copy()
+                return TuningEvent.CHANGED
+            # Steps are those from before again.
+            return self.make(ending) if self._take_kept_steps() else TuningEvent.CHANGED
         fastest, stays = self._fastest, self.is_fastest
         if fastest is None or not self._is_for(fastest, units):
             self.forget_fastest()
@@ -319,6 +328,16 @@ class Planning:
             return False
         stock_s = figures.computed_s + sum(unit.update_s for unit in units)
         return self._remaking.changes_steps(units, stock_s, whole)
+
+    def _take_kept_steps(self) -> bool:
+        """Have the figures of steps before results were made again, if they tell all."""
+        known, now = self._kept_steps, self._steps.figures
+        if known is None or known.figures is None or now is None:
+            return False
+        if known.figures.is_disturbed or known.figures.blocks.keys() != now.blocks.keys():
+            return False
+        self._steps.take(known)
+        return True
 
     def _plan(
         self, units: Sequence[StreamUnit], figures: MeasuredStep, more_slack_for: int | None
