@@ -7,14 +7,17 @@ kernels of attention, the parameters themselves (as `torch.func.functional_call`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["CallState"]
+from umem.runtime.torch_hooks.saved_tensors import check_version
+from umem.torch_compat import version_counter
+
+__all__ = ["CallState", "versions_of"]
 
 _HELD = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 """Attributes whose entries change, and not they. umem's own hooks are no entries."""
@@ -22,10 +25,19 @@ _ABSENT = object()
 
 
 class CallState:
-    """The attributes of a module and of all in it, and torch's settings, as they are now."""
+    """The attributes of a module and of all in it, and torch's settings, as they are now.
 
-    def __init__(self, module: nn.Module) -> None:
+    Parameters
+    ----------
+    module
+        The module.
+    but
+        Buffers that may change. For others, and for parameters, that is autograd's error.
+    """
+
+    def __init__(self, module: nn.Module, but: Collection[torch.Tensor] = ()) -> None:
         self._module = module
+        self._versions = versions_of(module, but)
         self._settings = _settings()
         own = [vars(it) for it in module.modules()]
         self._attributes = [(it, dict(it)) for it in own]
@@ -35,6 +47,8 @@ class CallState:
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Have all as it was noted, and in the end as it is now."""
+        for tensor, version in self._versions:
+            check_version(tensor, version)
         now = CallState(self._module)
         try:
             self._set()
@@ -58,6 +72,15 @@ class CallState:
         for parameter, was in self._flags:
             if parameter.requires_grad != was:
                 parameter.requires_grad_(was)
+
+
+def versions_of(module: nn.Module, but: Collection[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Parameters and buffers of a module, but some, and how often each was changed in place."""
+    kept = frozenset(map(id, but))
+    every = (*module.parameters(), *module.buffers())
+    return [
+        (it, version_counter(it)) for it in every if id(it) not in kept and not it.is_inference()
+    ]
 
 
 def _entries(held: Any) -> list[tuple[Any, Any]]:
