@@ -18,8 +18,8 @@ from torch import nn
 from umem.capture.live import find_blocks
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
+from umem.streaming import StreamedTraining
 from umem.streaming.activations import CopiedActivations
-from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner, TuningState, TuningStatus, planning
 
 CHANNELS, PIXELS, BLOCKS = 8, 16, 4

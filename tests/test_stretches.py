@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from umem.capture.live import find_blocks
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
+from umem.streaming import StreamedTraining
 from umem.streaming.activations import CopiedActivations
-from umem.streaming.plan.step_timing import TemporarySlot
+from umem.streaming.plan import TemporarySlot
 from umem.streaming.plan.stretches import Save, block_of, find_cuts
-from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner, TuningStatus, planning
 from umem.streaming.tune.named_plan import NamedPlan
 

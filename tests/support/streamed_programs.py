@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import plain_tensors
+from umem.streaming import StreamedTraining
 from umem.streaming.activations import CopiedActivations
 from umem.streaming.stage import DeviceRoom
 from umem.streaming.step import TemporaryPlan
-from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner
 from umem.streaming.weights import (
     ModelWeights,
