@@ -21,10 +21,9 @@ if TYPE_CHECKING:
         streamed_trainings,
     )
     from umem.streaming.weights.managed_models import manage_weights
-    from umem.streaming.weights.model_weights import ModelWeights, WeightStatus
+    from umem.streaming.weights.model_weights import WeightStatus
 
 __all__ = [
-    "ModelWeights",
     "StreamedStatus",
     "StreamedTraining",
     "WeightStatus",
@@ -40,6 +39,6 @@ __getattr__ = lazy_names(
         "begin": "stream_state",
         "training": "StreamedStatus StreamedTraining join streamed_trainings",
         "weights.managed_models": "manage_weights",
-        "weights.model_weights": "ModelWeights WeightStatus",
+        "weights.model_weights": "WeightStatus",
     },
 )
