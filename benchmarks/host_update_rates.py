@@ -18,8 +18,14 @@ import torch
 
 from umem.hardware.host_memory import host_memory
 from umem.runtime.native_library import native
-from umem.streaming.host_share import Hyperparameters, Powers, constants, forms_of, kind_of
-from umem.streaming.host_share.proof import DeviceOptimizer
+from umem.streaming.host_share import (
+    DeviceOptimizer,
+    Hyperparameters,
+    Powers,
+    constants,
+    forms_of,
+    kind_of,
+)
 
 REPEATS = 5
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from umem.core.classes import TensorClass
+from umem.streaming import StreamedTraining
 from umem.streaming.stage import HostLanes, StateMemory, is_whole
-from umem.streaming.training import StreamedTraining
 
 BLOCKS, PARAMETERS, ELEMENTS = 60, 393, 16
 BLOCK_BYTES = 64  # of a tensor's memory: copies take no time

@@ -101,10 +101,10 @@ class Guard {
       std::optional<py::list> held, bool denies_pointer);
   void release();
   void give_back(const py::list& tensors);
-  bool was_used() const { return was_used_; }
 
   /// Operators that the guard may run itself, by name.
   const std::unordered_set<std::string> functions;
+  bool was_used = false;
 
  private:
   friend bool settle(const at::Tensor&, const c10::OperatorHandle*, torch::jit::Stack*);
@@ -116,7 +116,6 @@ class Guard {
 
   std::optional<std::vector<Event>> events_;  // none: only Python can wait
   bool denies_ = false;
-  bool was_used_ = false;
 };
 
 struct Entry {
@@ -131,10 +130,23 @@ bool is_ending(const Entry& entry) { return Py_REFCNT(entry.object.ptr()) == 0; 
 std::mutex mutex;  // of what follows, and of all guards; never held while Python runs
 std::unordered_map<const void*, std::vector<Entry>> entries;
 
+std::vector<Entry>* entries_on(const void* memory) {
+  const auto found = entries.find(memory);
+  return found == entries.end() ? nullptr : &found->second;
+}
+
 auto find(std::vector<Entry>& some, c10::TensorImpl* tensor) {
   return std::find_if(some.begin(), some.end(), [tensor](const Entry& entry) {
     return entry.tensor._unsafe_get_target() == tensor;
   });
+}
+
+/// The entry of a tensor; null if it has none.
+const Entry* entry_of(c10::TensorImpl* tensor) {
+  auto* some = entries_on(memory_of(tensor));
+  if (some == nullptr) return nullptr;
+  const auto entry = find(*some, tensor);
+  return entry == some->end() ? nullptr : &*entry;
 }
 
 void Guard::hold(
@@ -144,7 +156,7 @@ void Guard::hold(
   const std::lock_guard lock(mutex);
   events_ = std::move(events);
   denies_ = denies_pointer;
-  was_used_ = false;
+  was_used = false;
   for (const py::handle object : tensors) {
     auto* tensor = THPVariable_Unpack(object.ptr()).unsafeGetTensorImpl();
     const void* memory = memory_of(tensor);
@@ -166,7 +178,7 @@ void Guard::hold(
 }
 
 void Guard::drop(const void* memory, c10::TensorImpl* tensor) {
-  auto found = entries.find(memory);
+  const auto found = entries.find(memory);
   if (found == entries.end()) return;
   auto& some = found->second;
   const auto entry = find(some, tensor);
@@ -203,21 +215,17 @@ py::object guard_of(const at::Tensor& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
   if (!has_key(impl)) return py::none();
   const std::lock_guard lock(mutex);
-  const auto found = entries.find(memory_of(impl));
-  if (found == entries.end()) return py::none();
-  const auto entry = find(found->second, impl);
-  if (entry == found->second.end() || is_ending(*entry)) return py::none();
+  const auto* entry = entry_of(impl);
+  if (entry == nullptr || is_ending(*entry)) return py::none();
   return py::reinterpret_borrow<py::object>(entry->object);
 }
 
 /// Whether tensors are of torch's own classes, and nothing guards them.
 bool are_plain(const py::iterable& tensors) {
-  for (const py::handle object : tensors) {
-    if (!THPVariable_CheckExact(object.ptr())) return false;
-    const auto& tensor = THPVariable_Unpack(object.ptr());
-    if (has_key(tensor.unsafeGetTensorImpl()) && !guard_of(tensor).is_none()) return false;
-  }
-  return true;
+  return std::all_of(tensors.begin(), tensors.end(), [](const py::handle object) {
+    return THPVariable_CheckExact(object.ptr()) &&
+           guard_of(THPVariable_Unpack(object.ptr())).is_none();
+  });
 }
 
 /// Has torch's own operators, past guards, use tensors whose pointers are denied; or no more.
@@ -225,10 +233,9 @@ void allow(const py::iterable& tensors, bool is_allowed) {
   const std::lock_guard lock(mutex);
   for (const py::handle object : tensors) {
     auto* tensor = THPVariable_Unpack(object.ptr()).unsafeGetTensorImpl();
-    const auto found = entries.find(memory_of(tensor));
-    if (found == entries.end()) continue;
-    for (const auto& entry : found->second)
-      if (entry.guard->denies_pointer()) deny_pointer(tensor, !is_allowed);
+    if (const auto* some = entries_on(memory_of(tensor)))
+      for (const auto& entry : *some)
+        if (entry.guard->denies_pointer()) deny_pointer(tensor, !is_allowed);
   }
 }
 
@@ -328,9 +335,9 @@ void wait_for(const Event& event) {
 /// A guard of a tensor's memory that has not been asked; null if there is none.
 py::object unasked(c10::TensorImpl* tensor, const std::vector<py::object>& asked) {
   const std::lock_guard lock(mutex);
-  const auto found = entries.find(memory_of(tensor));
-  if (found == entries.end()) return set_key(tensor, false), py::object();
-  for (const auto& entry : found->second)
+  const auto* some = entries_on(memory_of(tensor));
+  if (some == nullptr) return set_key(tensor, false), py::object();
+  for (const auto& entry : *some)
     // Other memory may be where that of a tensor was that is gone.
     if (!entry.tensor.expired() && !is_ending(entry) &&
         std::none_of(asked.begin(), asked.end(), [&](auto& it) { return it.is(entry.object); }))
@@ -343,15 +350,14 @@ bool settle(const at::Tensor& tensor, const c10::OperatorHandle* op, torch::jit:
   auto* impl = tensor.unsafeGetTensorImpl();
   if (PyGILState_GetThisThreadState() == nullptr) {
     const std::lock_guard lock(mutex);
-    const auto found = entries.find(memory_of(impl));
-    if (found == entries.end()) return set_key(impl, false), false;
-    const auto& some = found->second;
-    if (std::all_of(some.begin(), some.end(), [](const Entry& entry) {
+    const auto* some = entries_on(memory_of(impl));
+    if (some == nullptr) return set_key(impl, false), false;
+    if (std::all_of(some->begin(), some->end(), [](const Entry& entry) {
           return entry.guard->events_.has_value();
         })) {
-      for (const auto& entry : some) {
+      for (const auto& entry : *some) {
         for (const auto& event : *entry.guard->events_) wait_for(event);
-        entry.guard->was_used_ = true;
+        entry.guard->was_used = true;
       }
       deny_pointer(impl, false);
       return false;
@@ -373,27 +379,22 @@ bool settle(const at::Tensor& tensor, const c10::OperatorHandle* op, torch::jit:
   return false;
 }
 
-template <typename Visit>
-bool any_tensor(const c10::IValue& value, const Visit& visit) {
-  if (value.isTensor()) return visit(value.toTensor());
-  if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector())
-      if (visit(tensor)) return true;
-  } else if (value.isList()) {
-    for (const c10::IValue& item : value.toListRef())
-      if (any_tensor(item, visit)) return true;
-  } else if (value.isTuple()) {
-    for (const auto& item : value.toTupleRef().elements())
-      if (any_tensor(item, visit)) return true;
-  } else if (value.isGenericDict()) {
-    for (const auto& item : value.toGenericDict())
-      if (any_tensor(item.value(), visit)) return true;
-  }
-  return false;
-}
-
 bool is_guarded(const at::Tensor& tensor) {
   return tensor.defined() && has_key(tensor.unsafeGetTensorImpl());
+}
+
+/// Visits the tensors in a value that have the key.
+template <typename Visit>
+void for_guarded(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    if (is_guarded(value.toTensor())) visit(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) for_guarded(item, visit);
+  } else if (value.isTuple()) {
+    for (const c10::IValue& item : value.toTupleRef().elements()) for_guarded(item, visit);
+  } else if (value.isGenericDict()) {
+    for (const auto& item : value.toGenericDict()) for_guarded(item.value(), visit);
+  }
 }
 
 void fallback(
@@ -401,24 +402,16 @@ void fallback(
   // A copy: a guard that runs the operator takes the arguments off the stack.
   std::vector<at::Tensor> guarded;
   for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size()))
-    any_tensor(value, [&](const at::Tensor& tensor) {
-      if (is_guarded(tensor)) guarded.push_back(tensor);
-      return false;
-    });
+    for_guarded(value, [&](const at::Tensor& tensor) { guarded.push_back(tensor); });
   for (const auto& tensor : guarded)
     if (is_guarded(tensor) && settle(tensor, &op, stack)) return;
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
   // What was made from a tensor that is guarded still has the key, and waited already.
   for (const auto& value : torch::jit::last(*stack, op.schema().returns().size()))
-    any_tensor(value, [&](const at::Tensor& tensor) {
-      if (is_guarded(tensor)) {
-        auto* impl = tensor.unsafeGetTensorImpl();
-        const std::lock_guard lock(mutex);
-        const auto found = entries.find(memory_of(impl));
-        if (found == entries.end() || find(found->second, impl) == found->second.end())
-          set_key(impl, false);
-      }
-      return false;
+    for_guarded(value, [](const at::Tensor& tensor) {
+      const std::lock_guard lock(mutex);
+      auto* impl = tensor.unsafeGetTensorImpl();
+      if (entry_of(impl) == nullptr) set_key(impl, false);
     });
 }
 
@@ -457,7 +450,7 @@ void bind_guard(py::module_& module) {
       .def("hold", &Guard::hold)
       .def("release", &Guard::release)
       .def("give_back", &Guard::give_back)
-      .def_property_readonly("was_used", &Guard::was_used);
+      .def_readonly("was_used", &Guard::was_used);
   bind_context<PastGuards>(module, "PastGuards");
   bind_context<Unguarded>(module, "Unguarded");
   module.attr("KEY") = static_cast<int>(kKey);

@@ -28,9 +28,9 @@ from torch import nn
 
 import umem
 from umem.core.errors import PlanError
+from umem.streaming import StreamedTraining
 from umem.streaming.gradients import is_freed
 from umem.streaming.stage import HostLanes
-from umem.streaming.training import StreamedTraining
 
 Change = Callable[[Program], None]
 

@@ -17,9 +17,9 @@ from umem.offloading import ActivationStore
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.hidden import hidden_in
 from umem.runtime.torch_hooks.passes import Pass, is_forward_pass, running_pass
+from umem.streaming import StreamedTraining
 from umem.streaming.activations import CopiedActivations
 from umem.streaming.step import TemporaryPlan
-from umem.streaming.training import StreamedTraining
 
 Moment = tuple[str, str, str]
 """Who hears it, what, and of which block."""

@@ -11,7 +11,7 @@ from streamed_programs import EAGERNESS, UNITS, WIDTH, Net, Program, compare
 from torch import nn
 
 from umem.runtime.aliases import overlap
-from umem.streaming.training import StreamedTraining
+from umem.streaming import StreamedTraining
 
 HOSTS = UNITS - {"", "layers.0"}
 

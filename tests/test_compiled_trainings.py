@@ -13,7 +13,7 @@ from streamed_programs import WIDTH, Net, Program, bits
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
-from umem.streaming.activations.sliced_loss import SlicedLosses
+from umem.streaming.activations import SlicedLosses
 
 STEPS = 8
 

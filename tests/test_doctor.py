@@ -24,7 +24,7 @@ from umem.doctor import (
     Check,
     Environment,
     Feature,
-    Guard,
+    GuardLibrary,
     Host,
     Native,
     Report,
@@ -67,7 +67,7 @@ HEALTHY = Environment(
     torch_error="",
     native=NATIVE,
     native_error="",
-    guard=Guard("/venv/umem/_guard_torch2_11.so", problem="", remedy=""),
+    guard=GuardLibrary("/venv/umem/_guard_torch2_11.so", problem="", remedy=""),
     devices=(H200,),
     devices_error="",
     variables={},
@@ -123,7 +123,7 @@ def test_nothing_installed() -> None:
 
 def test_without_the_guard() -> None:
     """The swap works; what does not is named, with the command that builds it."""
-    guard = Guard("", "umem was built without the headers of torch 2.11", "pip install umem")
+    guard = GuardLibrary("", "umem was built without the headers of torch 2.11", "pip install umem")
     report = diagnose(replace(HEALTHY, guard=guard))
     assert report.swap_works
     found = check(report, "guard")

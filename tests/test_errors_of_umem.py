@@ -13,11 +13,11 @@ from lazy_lanes import LazyLanes
 from streamed_programs import Program, bits
 from torch import nn
 
+from umem.streaming import StreamedTraining
 from umem.streaming.gradients import CopiedGradients
 from umem.streaming.stage import Ring
 from umem.streaming.step import TemporarySlots, call, pieces, step, units, whole_steps
 from umem.streaming.step.unit import Piece
-from umem.streaming.training import StreamedTraining
 from umem.streaming.weights import ModelWeights, StreamedWeights
 
 

@@ -29,7 +29,7 @@ from umem.adapters import find_gathering
 from umem.runtime.guard import guard_of
 from umem.runtime.model_parts import plain_tensors
 from umem.runtime.unguarded import Unguarded
-from umem.streaming.training import StreamedTraining
+from umem.streaming import StreamedTraining
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

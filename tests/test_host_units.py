@@ -11,10 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Interrupt, came_in_update, interrupt_forward_passes
+from faults import interrupt_forward_passes
 from host_updates import numbered
 from lazy_lanes import LazyLanes
-from streamed_programs import UNITS, WIDTH, Net, Program, begin, bits, compare
+from streamed_programs import (
+    UNITS,
+    WIDTH,
+    Net,
+    Program,
+    begin,
+    compare,
+    interrupt_steps,
+    values,
+)
 
 from umem.core.classes import TensorClass
 from umem.runtime.unguarded import PastGuards, addresses_of
@@ -23,10 +32,6 @@ from umem.streaming.stage import Lane
 
 HOSTS: dict[str, Any] = {"hosts": UNITS - {"", "layers.0"}, "copied_gradients": UNITS}
 STATE = TensorClass.OPTIMIZER_STATE
-
-
-def values(run: Program) -> Any:
-    return bits([list(run.model.parameters()), run.optimizer.state_dict()])
 
 
 def both(eagerness: float = 0.0, **options: Any) -> tuple[Program, Program]:
@@ -214,31 +219,7 @@ def test_an_interrupt_of_a_forward_pass_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_half_of_a_step() -> None:
-    make_model = partial(Net, 1)
-    run, stock = both(1.0, make_model=make_model)
-    number, is_interrupted, whole = 0, True, 0
-    while is_interrupted:
-        for it in (run, stock):
-            it.optimizer.zero_grad()
-            it.backward()
-        before = values(stock)
-        try:
-            with Interrupt(number):
-                run.optimizer.step()
-        except KeyboardInterrupt as error:
-            number += 13
-            if came_in_update(error):  # half a step, as without umem
-                run, stock = both(1.0, make_model=make_model)
-                continue
-        else:
-            is_interrupted = False
-        found = values(run)
-        if found != before:
-            stock.optimizer.step()
-            assert found == values(stock), number
-            whole += 1
-    assert number > 500
-    assert whole > 5
+    interrupt_steps(lambda: both(1.0, make_model=partial(Net, 1)), 13)
 
 
 # ---------------------------------------------------------------------- the native library

@@ -10,8 +10,8 @@ import pytest
 import torch
 from lazy_lanes import HostStateMemory
 
+from umem.streaming import StreamedTraining
 from umem.streaming.stage import HostLanes
-from umem.streaming.training import StreamedTraining
 
 lightning: Any = pytest.importorskip("lightning")
 

@@ -23,9 +23,9 @@ from torch import nn
 
 from umem.capture.live import find_blocks
 from umem.runtime.model_parts import main_chain
+from umem.streaming import StreamedTraining
 from umem.streaming.stage import BundleState
 from umem.streaming.step import UnitNames, unit_names
-from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import TuningState
 
 WIDTH, LAYERS, STEPS = 64, 4, 9

@@ -11,11 +11,11 @@ from measured_models import BASE, LAYERS, SAVED, Machine, Net, batch
 
 from umem.capture.live import NO_BLOCK, Block, PhaseTracker, find_blocks
 from umem.runtime.torch_hooks.modules import HookErrors
-from umem.streaming.plan.step_timing import TemporarySlot
+from umem.streaming.plan import TemporarySlot
 from umem.streaming.stage import SharedBudget
+from umem.streaming.tune import StepMeter
 from umem.streaming.tune.measured_steps import BETWEEN, MeasuredStep
 from umem.streaming.tune.named_plan import NamedPlan
-from umem.streaming.tune.step_meter import StepMeter
 
 FORWARD_S = sum(1.0 + number for number in range(LAYERS))
 BACKWARD_S = sum(10.0 + number for number in range(LAYERS))

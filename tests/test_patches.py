@@ -20,11 +20,11 @@ from once import made_once
 
 import umem
 from umem import patches
-from umem.patches import PATCHES, Way, table
+from umem.patches import PATCHES, PatchWay, table
 from umem.torch_compat import PRIVATE_NAMES
 
 PACKAGE = Path(umem.__file__).parent
-REPLACED = sorted(key for key, it in PATCHES.items() if it.way is Way.REPLACED)
+REPLACED = sorted(key for key, it in PATCHES.items() if it.way is PatchWay.REPLACED)
 
 
 # ------------------------------------------------------------------ a process with all changes
@@ -190,7 +190,7 @@ WRAPPERS = {"wraps", "update_wrapper", "partial", "staticmethod", "classmethod",
 CALLED = {
     key: it
     for key, it in PATCHES.items()
-    if it.way is Way.CALLED and it.attribute != "append"  # to a list, as any
+    if it.way is PatchWay.CALLED and it.attribute != "append"  # to a list, as any
 }
 
 

@@ -21,10 +21,9 @@ from umem.core.errors import PlanError, PolicyError
 from umem.core.report import MigrationReport
 from umem.core.schedule import HintOp, ResidencyMode, Schedule
 from umem.hardware import Hardware
-from umem.pages.plan import PLANNERS, plan
+from umem.pages.plan import PLANNERS, Reason, plan
 from umem.pages.plan.planners import explained_plan, ideal_clock, pose_problem
 from umem.pages.plan.problem import Manner, explain, plan_step
-from umem.pages.plan.selection import Reason
 from umem.pages.simulate import report, run, simulate
 from umem.policy import (
     ClassRule,

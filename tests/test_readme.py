@@ -48,6 +48,14 @@ def test_links_lead_somewhere() -> None:
     assert missing == []
 
 
+def test_a_streamed_step_is_followed_in_few_concepts_and_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    step = page.partition("\n## One streamed step")[2].partition("\n## ")[0]
+    assert 0 < len(set(re.findall(r"\*\*(.+?)\*\*", step))) <= 25
+    files = re.findall(r"`(\w[\w/]*/(?:\w+\.py)?)`", step)
+    assert [it for it in files if not (ROOT / "umem" / it).exists()] == []
+
+
 @pytest.mark.parametrize(("page", "options", "kept"), PREDICTIONS)
 def test_predictions_are_the_committed_ones(page: str, options: str, kept: str) -> None:
     found = re.search(

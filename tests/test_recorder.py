@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lifetimes import lifetimes_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from traced_memory import accesses, class_bytes, lifetimes_of, live_bytes
 
 import umem
 from umem.capture.live import Clock
@@ -126,26 +126,6 @@ def recorded(training: Training, **options: Any) -> Trace:
     assert recording.done
     check_trace(recording.trace, "test")
     return recording.trace
-
-
-def accesses(trace: Trace, phase: int) -> dict[str, Access]:
-    span = slice(trace.access_start[phase], trace.access_start[phase + 1])
-    names = [trace.tensor_names[tensor] for tensor in trace.access_tensor[span]]
-    return dict(zip(names, map(Access, trace.access_mode[span]), strict=True))
-
-
-def held_bytes(trace: Trace, tensor_class: TensorClass, *, persistent: bool) -> int:
-    chosen = (trace.tensor_class == tensor_class.number) & (trace.persistent == persistent)
-    return int(trace.tensor_bytes[chosen].sum())
-
-
-def live_bytes(trace: Trace, *classes: TensorClass) -> np.ndarray[Any, Any]:
-    """Bytes of the classes that are allocated in each phase."""
-    chosen = np.isin(trace.tensor_class, [tensor_class.number for tensor_class in classes])
-    change = np.zeros(trace.phase_count + 1, np.int64)
-    np.add.at(change, trace.first_phase[chosen], trace.tensor_bytes[chosen])
-    np.add.at(change, trace.last_phase[chosen] + 1, -trace.tensor_bytes[chosen])
-    return change.cumsum()[:-1]
 
 
 # ---------------------------------------------------------------------------------- by hand
@@ -293,7 +273,7 @@ def compare(trace: Trace, exact: Trace) -> None:
         for persistent in (False, True):
             if tensor_class is TensorClass.OTHER and not persistent:
                 continue  # what the optimizer allocates for a moment
-            assert held_bytes(trace, tensor_class, persistent=persistent) == held_bytes(
+            assert class_bytes(trace, tensor_class, persistent=persistent) == class_bytes(
                 exact, tensor_class, persistent=persistent
             ), (tensor_class, persistent)
     # What operators hold for a moment within a block is not seen. The gradients inside of one are

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from umem.capture.live.blocks import find_blocks
+from umem.capture.live import find_blocks
 
 
 class Layer(nn.Module):

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from traced_memory import live_sizes
 
 import umem
 from umem.capture.live import (
@@ -269,16 +270,12 @@ class Allocated(TorchDispatchMode):
         return int(self.allocator.take_peak_bytes(0))
 
 
-def live_blocks(trace: Trace, *, with_temporaries: bool = True) -> np.ndarray[Any, Any]:
+def live_blocks(trace: Trace, *, with_temporaries: bool = True) -> Any:
     """Bytes of blocks that are allocated in each phase."""
     chosen = np.array(
         [with_temporaries or not name.startswith("temporary") for name in trace.tensor_names]
     )
-    sizes = np.where(chosen, block_bytes(trace.tensor_bytes), 0)
-    change = np.zeros(trace.phase_count + 1, np.int64)
-    np.add.at(change, trace.first_phase, sizes)
-    np.add.at(change, trace.last_phase + 1, -sizes)
-    return change.cumsum()[:-1]
+    return live_sizes(trace, np.where(chosen, block_bytes(trace.tensor_bytes), 0))
 
 
 @pytest.mark.slow

@@ -11,23 +11,19 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import LazyMover
-from lazy_lanes import HostStateMemory, LazyLanes
-from measured_memory import HostBesideMover, MeasuredRoom, MemoryMeter
+from measured_memory import MemoryMeter, train_within
 from torch import nn
 
 from umem.capture.live import find_blocks
-from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.streaming.activations import CopiedActivations
-from umem.streaming.training import StreamedTraining
-from umem.streaming.tune import StreamTuner, TuningState, TuningStatus, planning
+from umem.streaming.tune import TuningState, planning
 from umem.streaming.tune.measuring import Measuring
 from umem.streaming.tune.remaking import Remaking
 from umem.streaming.tune.states import TuningEvent
 
 CHANNELS, PIXELS, BLOCKS = 8, 16, 4
 TENSOR_BYTES = 2 * CHANNELS * PIXELS * PIXELS * 4
-SLACK_BYTES = 256 << 20
 """What a plan leaves free at the least."""
 
 
@@ -254,41 +250,16 @@ def test_nothing_lives_longer_than_the_graph() -> None:
         assert meter.live_bytes == before_bytes
 
 
-def train_within(limit_bytes: int | None) -> tuple[int, list[bytes], TuningStatus | None]:
-    """Train with so much memory, or without umem.
-
-    Returns the most memory of the last step, the weights, and what became of the plan.
-    """
-    model = Net()
-    with MemoryMeter() as meter:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        training = status = None
-        if limit_bytes is not None:
-            room = MeasuredRoom(meter, limit_bytes, SLACK_BYTES)
-            store = ActivationStore("cpu", HostBesideMover(meter), min_bytes=1024)
-            tuner = StreamTuner(model, load_hardware("h200"), room, room, store, may_recompute=True)
-            lanes, memory = LazyLanes(model, 0.0, 1), HostStateMemory()
-            training = StreamedTraining(model, optimizer, lanes, memory, tuner, streams_state=False)
-        for number in range(24):
-            meter.most_bytes = 0
-            optimizer.zero_grad()
-            model(images(number)).square().mean().backward()
-            optimizer.step()
-        if training is not None:
-            status = training.status().tuning
-            training.close()
-        most_bytes = meter.most_bytes
-    return most_bytes, [it.detach().numpy().tobytes() for it in model.parameters()], status
-
-
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("share", [0.45, 0.75])
 def test_a_training_makes_results_again_where_its_budget_is_small(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
-    stock_bytes, expected, _ = train_within(None)
-    most_bytes, weights, status = train_within(int(share * stock_bytes))
+    stock_bytes, expected, _ = train_within(Net(), None, images, 24)
+    most_bytes, weights, status = train_within(
+        Net(), int(share * stock_bytes), images, 24, min_bytes=1024, may_recompute=True
+    )
     assert weights == expected
     assert status is not None
     assert status.remakes_results
@@ -302,7 +273,7 @@ def test_results_that_are_kept_again_need_no_other_measurement(
 ) -> None:
     """Another training waits for the plan of this one meanwhile."""
     monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
-    stock_bytes, expected, _ = train_within(None)
+    stock_bytes, expected, _ = train_within(Net(), None, images, 24)
     rounds, changes = [], Remaking.changes_steps
 
     def changes_steps(self: Any, *arguments: Any) -> bool:
@@ -320,7 +291,9 @@ def test_results_that_are_kept_again_need_no_other_measurement(
         begin_round(self, its)
 
     monkeypatch.setattr(Measuring, "begin", begin)
-    most_bytes, weights, status = train_within(int(0.75 * stock_bytes))
+    most_bytes, weights, status = train_within(
+        Net(), int(0.75 * stock_bytes), images, 24, min_bytes=1024, may_recompute=True
+    )
     assert weights == expected
     assert status is not None
     assert status.state == TuningState.PLANNED

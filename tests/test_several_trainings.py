@@ -32,8 +32,8 @@ from torch.nn.functional import softplus
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.unguarded import Unguarded
+from umem.streaming import StreamedTraining
 from umem.streaming.stage import SharedBudget
-from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner, TuningState, planning
 from umem.streaming.weights import ModelWeights
 

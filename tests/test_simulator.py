@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_steps import BLOCK, workloads
 from simulation_audit import find_errors
 
 from umem.core.errors import PlanError, TraceError
@@ -22,7 +23,6 @@ from umem.pages.simulate.run import build
 from umem.policy import ResolvedPolicy, load_policy, resolve
 from umem.trace import Trace
 
-BLOCK = 2**21
 PAGES = 32  # of 64 KiB in a block
 FAULTING = 17  # of them fault before the driver brings the rest
 
@@ -573,17 +573,6 @@ def test_what_is_read_only_need_not_go_back(make_trace: MakeTrace) -> None:
 
 
 # --------------------------------------------------------------------------------- conservation
-
-
-@st.composite
-def workloads(draw: st.DrawFn) -> tuple[list[tuple[int, bool]], list[list[tuple[int, int]]]]:
-    """Sizes and persistence of tensors, and the accesses of phases."""
-    sizes = draw(
-        st.lists(st.tuples(st.integers(1, 3 * BLOCK), st.booleans()), min_size=1, max_size=8)
-    )
-    access = st.tuples(st.integers(0, len(sizes) - 1), st.integers(1, 3))
-    phases = draw(st.lists(st.lists(access, max_size=3), min_size=1, max_size=12))
-    return sizes, phases
 
 
 @pytest.mark.slow

@@ -14,11 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Interrupt, came_in_update, interrupt_forward_passes
+from faults import Interrupt, interrupt_forward_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_lanes import LazyLanes
-from streamed_programs import UNITS, WIDTH, Net, NetWithFlat, Program, bits, compare
+from streamed_programs import (
+    UNITS,
+    WIDTH,
+    Net,
+    NetWithFlat,
+    Program,
+    bits,
+    compare,
+    interrupt_steps,
+    values,
+)
 from streamed_programs import begin as begin_program
 from torch import nn
 
@@ -194,10 +204,6 @@ def load(program: Program, checkpoint: tuple[Any, Any]) -> None:
     program.optimizer.load_state_dict(checkpoint[1])
 
 
-def values(program: Program) -> Any:
-    return bits([program.model.state_dict(), program.optimizer.state_dict()])
-
-
 def stock(steps: int, **options: Any) -> Program:
     """A program behind so many steps, of which nothing is streamed."""
     program = Program(None, clips=False, **options)
@@ -304,33 +310,9 @@ def test_an_interrupt_leaves_no_half_of_a_step() -> None:
 
     def begin_both() -> tuple[Program, Program]:
         make_model = partial(Net, 1)
-        program = begin(make_model=make_model)
-        expected = stock(5, make_model=make_model)
-        return program, expected
+        return begin(make_model=make_model), stock(5, make_model=make_model)
 
-    program, expected = begin_both()
-    number, is_interrupted, whole = 0, True, 0
-    while is_interrupted:
-        for it in (program, expected):
-            it.optimizer.zero_grad()
-            it.backward()
-        try:
-            with Interrupt(number):
-                program.optimizer.step()
-        except KeyboardInterrupt as error:
-            number += 19  # all of them take minutes
-            if came_in_update(error):  # half a step, as without umem
-                program, expected = begin_both()
-                continue
-        else:
-            is_interrupted = False
-        found, before = values(program), values(expected)
-        if found != before:
-            expected.optimizer.step()
-            assert found == values(expected), number
-            whole += 1
-    assert number > 500
-    assert whole > 5
+    interrupt_steps(begin_both, 19)
 
 
 def test_an_interrupt_behind_umems_part_of_a_step_leaves_no_half(

@@ -17,7 +17,7 @@ from umem.core.classes import TensorClass
 from umem.core.errors import HardwareError, PlanError, TraceError
 from umem.hardware import Hardware
 from umem.policy import ResolvedPolicy, load_policy, resolve
-from umem.predict.stream_prediction import StreamedStep, predict_stream, stream_row, streamed_step
+from umem.predict.stream_prediction import PredictedStep, predict_stream, stream_row, streamed_step
 from umem.streaming.plan import (
     StreamProblem,
     WeightUnit,
@@ -327,7 +327,7 @@ def test_the_prediction_is_the_plan_of_a_training(
     step_of: StepOf, machine: Hardware, policy: ResolvedPolicy, in_backward: bool
 ) -> None:
     prediction = predict_stream(step_of(), machine, policy, in_backward=in_backward)
-    step: StreamedStep = prediction.step
+    step: PredictedStep = prediction.step
     # All weights have room.
     weight_bytes = LAYERS * WEIGHT * MIB
     leaving_bytes = 0 if in_backward else weight_bytes

@@ -44,10 +44,10 @@ from umem.runtime.managed_runs import managed_runs
 from umem.runtime.native_library import native
 from umem.runtime.program_waits import program_waits
 from umem.runtime.torch_hooks.modules import HookErrors
+from umem.streaming import StreamedTraining
 from umem.streaming.activations import SlicedLosses
 from umem.streaming.plan import StreamUnit, TrainingPlan, plan_with_recomputation
 from umem.streaming.stage import CudaRoom
-from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import (
     TRANSITIONS,
     MeasuredBlock,

@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from umem.core.errors import PlanError
+from umem.streaming import StreamedTraining
 from umem.streaming.stage import HostLanes
 from umem.streaming.step import PER_PARAMETER_OPTIMIZERS, replaces_state
-from umem.streaming.training import StreamedTraining
 
 TORCH_OPTIMIZERS = [
     kind

@@ -42,9 +42,9 @@ from streamed_uses import USES
 from torch import nn
 
 from umem.core.errors import PlanError
+from umem.streaming import StreamedTraining
 from umem.streaming.stage import Ring
 from umem.streaming.step import TemporaryPlan
-from umem.streaming.training import StreamedTraining
 
 NEEDS_GRADIENTS = frozenset(
     (

@@ -24,8 +24,8 @@ import umem
 from umem.core.classes import TensorClass
 from umem.runtime.guard import guard_of
 from umem.runtime.torch_hooks.hidden import hidden_in
+from umem.streaming import StreamedTraining
 from umem.streaming.stage import HostLanes
-from umem.streaming.training import StreamedTraining
 from umem.telemetry import Profile, load_run
 
 

@@ -10,23 +10,19 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import LazyMover
-from lazy_lanes import HostStateMemory, LazyLanes
-from measured_memory import HostBesideMover, MeasuredRoom, MemoryMeter
+from measured_memory import HostBesideMover, MemoryMeter, train_within
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
-from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.streaming.activations import CopiedActivations
-from umem.streaming.plan.step_timing import TemporarySlot
+from umem.streaming.plan import TemporarySlot
 from umem.streaming.plan.stretches import Save, block_of, find_cuts
-from umem.streaming.training import StreamedTraining
-from umem.streaming.tune import StreamTuner, TuningStatus, planning
+from umem.streaming.tune import planning
 from umem.streaming.tune.named_plan import NamedPlan
 
 WIDTH, ROWS, WORDS = 32, 16, 24
-SLACK_BYTES = 256 << 20
 """What a plan leaves free at the least."""
 
 
@@ -424,35 +420,6 @@ def test_slots_are_made_and_freed_where_blocks_begin(
     assert (temporary.made_in, temporary.freed_before) == ((names[0],), (names[1],))
 
 
-def train_within(
-    limit_bytes: int | None, lengths: Sequence[int]
-) -> tuple[int, list[bytes], TuningStatus | None]:
-    """Train a recurrent net with so much memory, or without umem.
-
-    Returns the most memory of the last step, the weights, and what became of the plan.
-    """
-    model = make(Recurrent)
-    with MemoryMeter() as meter:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        training = None
-        if limit_bytes is not None:
-            room = MeasuredRoom(meter, limit_bytes, SLACK_BYTES)
-            store = ActivationStore("cpu", HostBesideMover(meter), min_bytes=64)
-            tuner = StreamTuner(model, load_hardware("h200"), room, room, store)
-            lanes, memory = LazyLanes(model, 0.0, 1), HostStateMemory()
-            training = StreamedTraining(model, optimizer, lanes, memory, tuner, streams_state=False)
-        for step, words in enumerate(lengths):
-            meter.most_bytes = 0
-            optimizer.zero_grad()
-            model(batch(step, words)).square().mean().backward()
-            optimizer.step()
-        status = None if training is None else training.status().tuning
-        if training is not None:
-            training.close()
-        most_bytes = meter.most_bytes
-    return most_bytes, [it.detach().numpy().tobytes() for it in model.parameters()], status
-
-
 @pytest.mark.parametrize(
     "lengths", [7 * [WORDS], 6 * [WORDS // 3] + 20 * [WORDS]], ids=["equal", "longer later"]
 )
@@ -461,8 +428,13 @@ def test_a_recurrent_net_within_60_percent_of_its_peak(
     lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
-    stock_bytes, expected, _ = train_within(None, lengths)
-    most_bytes, weights, status = train_within(int(0.6 * stock_bytes), lengths)
+
+    def x(step: int) -> torch.Tensor:
+        return batch(step, lengths[step])
+
+    stock_bytes, expected, _ = train_within(make(Recurrent), None, x, len(lengths))
+    limit_bytes = int(0.6 * stock_bytes)
+    most_bytes, weights, status = train_within(make(Recurrent), limit_bytes, x, len(lengths))
     assert weights == expected
     assert status is not None
     assert status.overflow_bytes == 0

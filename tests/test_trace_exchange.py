@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from small_files import exchange
+from traced_memory import accesses
 
 from umem.core.classes import TensorClass
-from umem.trace import Access, PhaseKind, Trace
-from umem.trace.file import load_trace, save_trace
+from umem.trace import Access, PhaseKind, Trace, load_trace, save_trace
 
 READ, WRITE = int(Access.READ), int(Access.WRITE)
 
@@ -22,12 +22,6 @@ def loaded(folder: Path, document: dict[str, Any]) -> Trace:
     path = folder / "doc.json"
     path.write_text(json.dumps(document))
     return load_trace(path)
-
-
-def accesses(trace: Trace, phase: int) -> dict[str, int]:
-    uses = slice(trace.access_start[phase], trace.access_start[phase + 1])
-    names = [trace.tensor_names[tensor] for tensor in trace.access_tensor[uses]]
-    return dict(zip(names, trace.access_mode[uses].tolist(), strict=True))
 
 
 def test_a_document_becomes_a_trace(tmp_path: Path) -> None:

@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from traced_memory import class_bytes, live_bytes
 
-from umem.capture.offline import llama_of_size, model_config, model_names, record_step
-from umem.capture.offline.models import MODES, model_trace
+from umem.capture.offline import (
+    MODES,
+    llama_of_size,
+    model_config,
+    model_names,
+    model_trace,
+    record_step,
+)
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
-from umem.trace.check import check_trace
-from umem.trace.model import Precision, Trace
+from umem.trace import Precision, Trace, check_trace
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -46,31 +52,17 @@ def lora() -> Trace:
     return tiny("lora")
 
 
-def count_bytes(trace: Trace, tensor_class: TensorClass, *, persistent: bool) -> int:
-    chosen = (trace.tensor_class == tensor_class.number) & (trace.persistent == persistent)
-    return int(trace.tensor_bytes[chosen].sum())
-
-
-def live_bytes(trace: Trace, *classes: TensorClass) -> list[int]:
-    """Bytes of the classes allocated in each phase."""
-    chosen = np.isin(trace.tensor_class, [tensor_class.number for tensor_class in classes])
-    change = np.zeros(trace.phase_count + 1, np.int64)
-    np.add.at(change, trace.first_phase[chosen], trace.tensor_bytes[chosen])
-    np.add.at(change, trace.last_phase[chosen] + 1, -trace.tensor_bytes[chosen])
-    return [int(value) for value in change.cumsum()[:-1]]
-
-
 @pytest.mark.slow
 def test_sft_has_sixteen_bytes_per_parameter(sft: Trace) -> None:
     assert sft.metadata["parameters"] == sft.metadata["trainable_parameters"] == PARAMETERS
-    assert count_bytes(sft, TensorClass.WEIGHTS, persistent=True) == 2 * PARAMETERS
-    assert count_bytes(sft, TensorClass.GRADIENTS, persistent=False) == 2 * PARAMETERS
-    assert count_bytes(sft, TensorClass.GRADIENTS, persistent=True) == 0
+    assert class_bytes(sft, TensorClass.WEIGHTS, persistent=True) == 2 * PARAMETERS
+    assert class_bytes(sft, TensorClass.GRADIENTS, persistent=False) == 2 * PARAMETERS
+    assert class_bytes(sft, TensorClass.GRADIENTS, persistent=True) == 0
     tensors = 4 * 9 + 3
-    assert count_bytes(sft, TensorClass.OPTIMIZER_STATE, persistent=True) == (
+    assert class_bytes(sft, TensorClass.OPTIMIZER_STATE, persistent=True) == (
         12 * PARAMETERS + 4 * tensors
     )
-    assert count_bytes(sft, TensorClass.FROZEN_WEIGHTS, persistent=True) == 0
+    assert class_bytes(sft, TensorClass.FROZEN_WEIGHTS, persistent=True) == 0
 
 
 @pytest.mark.slow
@@ -78,7 +70,7 @@ def test_sft_updates_one_parameter_at_a_time(sft: Trace) -> None:
     in_step = [p for p, name in enumerate(sft.phase_names) if name.startswith("optimizer ")]
     largest = 4 * max(EMBEDDING, 256 * 688)  # a gradient in float32
     others = live_bytes(sft, TensorClass.OTHER)
-    kept = count_bytes(sft, TensorClass.OTHER, persistent=True)
+    kept = class_bytes(sft, TensorClass.OTHER, persistent=True)
     assert max(others[phase] for phase in in_step) == kept + largest
 
 
@@ -98,10 +90,10 @@ def test_sft_arithmetic_is_six_per_parameter_and_token(sft: Trace) -> None:
 def test_lora_trains_adapters_only(lora: Trace) -> None:
     assert lora.metadata["parameters"] == PARAMETERS
     assert lora.metadata["trainable_parameters"] == ADAPTERS
-    assert count_bytes(lora, TensorClass.FROZEN_WEIGHTS, persistent=True) == 2 * PARAMETERS
-    assert count_bytes(lora, TensorClass.WEIGHTS, persistent=True) == 4 * ADAPTERS
-    assert count_bytes(lora, TensorClass.GRADIENTS, persistent=False) == 4 * ADAPTERS
-    assert count_bytes(lora, TensorClass.OPTIMIZER_STATE, persistent=True) == (
+    assert class_bytes(lora, TensorClass.FROZEN_WEIGHTS, persistent=True) == 2 * PARAMETERS
+    assert class_bytes(lora, TensorClass.WEIGHTS, persistent=True) == 4 * ADAPTERS
+    assert class_bytes(lora, TensorClass.GRADIENTS, persistent=False) == 4 * ADAPTERS
+    assert class_bytes(lora, TensorClass.OPTIMIZER_STATE, persistent=True) == (
         8 * ADAPTERS + 4 * 4 * 4 * 2
     )
 
@@ -140,7 +132,7 @@ def test_accumulation_repeats_all_but_the_update(sft: Trace) -> None:
     assert twice.flops.sum() == pytest.approx(2 * sft.flops.sum())
     updates = [sum(name.endswith("_fused_adamw_") for name in t.phase_names) for t in (sft, twice)]
     assert updates[0] == updates[1] == 4 * 9 + 3
-    assert count_bytes(twice, TensorClass.GRADIENTS, persistent=False) == 2 * PARAMETERS
+    assert class_bytes(twice, TensorClass.GRADIENTS, persistent=False) == 2 * PARAMETERS
     assert max(live_bytes(twice, TensorClass.ACTIVATIONS)) < 1.5 * max(
         live_bytes(sft, TensorClass.ACTIVATIONS)
     )
@@ -240,7 +232,7 @@ def test_families_beside_llama_are_recorded(monkeypatch: pytest.MonkeyPatch, mod
     monkeypatch.setattr("umem.capture.offline.models.model_config", lambda _: small)
     trace = model_trace(model, "sft", batch=1, seq=32)
     check_trace(trace, model)
-    recorded = count_bytes(trace, TensorClass.WEIGHTS, persistent=True)
+    recorded = class_bytes(trace, TensorClass.WEIGHTS, persistent=True)
     assert recorded == 2 * int(trace.metadata["parameters"])
 
 
@@ -271,8 +263,8 @@ def test_70b_has_its_parameters(two_layers: list[int]) -> None:
     hidden, key_value, intermediate = 8192, 1024, 28_672
     layer = 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * intermediate + 2 * hidden
     assert recorded + (layer_count - 2) * layer == 68_976_648_192
-    assert count_bytes(trace, TensorClass.WEIGHTS, persistent=True) == 2 * recorded
-    state = count_bytes(trace, TensorClass.OPTIMIZER_STATE, persistent=True)
+    assert class_bytes(trace, TensorClass.WEIGHTS, persistent=True) == 2 * recorded
+    state = class_bytes(trace, TensorClass.OPTIMIZER_STATE, persistent=True)
     assert state == pytest.approx(12 * recorded, rel=1e-6)
 
 

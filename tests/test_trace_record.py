@@ -9,17 +9,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from lifetimes import lifetimes_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from traced_memory import accesses, class_bytes, lifetimes_of, live_bytes
 
 from umem.capture.offline.master_adamw import MasterAdamW
 from umem.capture.offline.record import Step, record_step
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
-from umem.trace.check import check_trace
-from umem.trace.model import Access, PhaseKind, Precision, Trace
+from umem.trace import Access, PhaseKind, Precision, Trace, check_trace
 
 READ, WRITE = Access.READ, Access.WRITE
 CLASSES = list(TensorClass)
@@ -36,12 +35,6 @@ def record_function(step: Step) -> Trace:
     return record(lambda: step)
 
 
-def accesses(trace: Trace, phase: int) -> dict[str, Access]:
-    span = slice(trace.access_start[phase], trace.access_start[phase + 1])
-    names = [trace.tensor_names[tensor] for tensor in trace.access_tensor[span]]
-    return dict(zip(names, map(Access, trace.access_mode[span]), strict=True))
-
-
 def tensor_named(trace: Trace, name: str) -> int:
     (tensor,) = (index for index, known in enumerate(trace.tensor_names) if known == name)
     return tensor
@@ -49,19 +42,6 @@ def tensor_named(trace: Trace, name: str) -> int:
 
 def class_of(trace: Trace, name: str) -> TensorClass:
     return CLASSES[trace.tensor_class[tensor_named(trace, name)]]
-
-
-def class_bytes(trace: Trace, tensor_class: TensorClass, *, persistent: bool) -> int:
-    chosen = (trace.tensor_class == tensor_class.number) & (trace.persistent == persistent)
-    return int(trace.tensor_bytes[chosen].sum())
-
-
-def peak_bytes(trace: Trace, tensor_class: TensorClass) -> int:
-    chosen = trace.tensor_class == tensor_class.number
-    change = np.zeros(trace.phase_count + 1, np.int64)
-    np.add.at(change, trace.first_phase[chosen], trace.tensor_bytes[chosen])
-    np.add.at(change, trace.last_phase[chosen] + 1, -trace.tensor_bytes[chosen])
-    return int(change.cumsum().max())
 
 
 # ---------------------------------------------------------------------------------- by hand
@@ -414,8 +394,8 @@ def test_checkpointing_lowers_the_peak_of_activations(reentrant: bool) -> None:
     assert not any(name.startswith("recompute") for name in plain.phase_names)
     kept_per_layer = 128 * 64 * 4
     # Every layer keeps three activations, or with a checkpoint one; one layer is computed again.
-    assert peak_bytes(plain, TensorClass.ACTIVATIONS) >= 3 * 6 * kept_per_layer
-    assert peak_bytes(checkpointed, TensorClass.ACTIVATIONS) <= (6 + 6) * kept_per_layer
+    assert live_bytes(plain, TensorClass.ACTIVATIONS).max() >= 3 * 6 * kept_per_layer
+    assert live_bytes(checkpointed, TensorClass.ACTIVATIONS).max() <= (6 + 6) * kept_per_layer
     # Of a layer's two products the non-reentrant one leaves out the last: nothing saved it.
     assert ("recompute layers.3.2: aten.addmm" in checkpointed.phase_names) == reentrant
     forward_flops = 6 * 2 * 2 * 128 * 64 * 64
@@ -540,7 +520,7 @@ def test_an_optimizer_that_steps_inside_the_backward_pass() -> None:
     assert class_of(trace, "layers.2.2.weight.grad") is TensorClass.GRADIENTS
     # Each is gone before the next one's update.
     assert (
-        peak_bytes(trace, TensorClass.GRADIENTS)
+        live_bytes(trace, TensorClass.GRADIENTS).max()
         < class_bytes(trace, TensorClass.WEIGHTS, persistent=True) / 2
     )
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from umem.capture.offline.script import script_trace
+from umem.capture.offline import script_trace
 from umem.core.classes import TensorClass
 from umem.core.errors import TraceError
-from umem.trace.check import check_trace
+from umem.trace import check_trace
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "trace_my_model.py"
 

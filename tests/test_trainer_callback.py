@@ -9,8 +9,8 @@ import pytest
 import torch
 from lazy_lanes import HostStateMemory
 
+from umem.streaming import StreamedTraining
 from umem.streaming.stage import HostLanes
-from umem.streaming.training import StreamedTraining
 
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

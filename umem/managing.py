@@ -21,7 +21,7 @@ from umem.pages.run.status import ManagerState
 from umem.policy import PolicyPlanner
 from umem.runtime.hints import HintStatistics
 from umem.runtime.host_room import share_bytes
-from umem.runtime.model_parts import gpu_of
+from umem.runtime.model_parts import gpu_of, innermost
 from umem.runtime.state import runtime
 from umem.streaming.begin import stream_state
 from umem.streaming.training import StreamedTraining
@@ -102,7 +102,7 @@ def manage(
     check_argument("model", model, nn.Module, "give the module that the training loop calls")
     if optimizer is None:
         return manage_weights(model)
-    optimizer = _innermost(optimizer)
+    optimizer = innermost(optimizer)
     check_argument("optimizer", optimizer, Optimizer, "give the torch.optim.Optimizer that steps")
     check_argument("planner", planner, (str, NoneType), "give a planner's name, or None")
     check_argument("step_in_backward", step_in_backward, bool, "give True or False")
@@ -139,7 +139,7 @@ def manage_on(
     default_planner: PolicyPlanner = "planned",
 ) -> Manager:
     """Manage a training on any machine; `make_machine` is called for a new manager only."""
-    optimizer = _innermost(optimizer)
+    optimizer = innermost(optimizer)
     chosen = planner or default_planner
     if chosen not in _PLANNERS:
         hint = did_you_mean(chosen, _PLANNERS) or "."
@@ -207,13 +207,6 @@ def unpromised_bytes(share_bytes: int) -> int:
 def _unpromised_share() -> int | None:
     own_bytes = share_bytes()
     return None if own_bytes is None else unpromised_bytes(own_bytes)
-
-
-def _innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside of wrappers such as Accelerate's: it has the state and the hooks."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    return optimizer
 
 
 def _difference(known: Manager, model: nn.Module, planner: PolicyPlanner | None) -> str:

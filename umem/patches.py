@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from umem.torch_compat import PRIVATE_NAMES
 
-__all__ = ["PATCHES", "Patch", "Way", "in_force", "replace", "table", "undo", "wrap"]
+__all__ = ["PATCHES", "Patch", "PatchWay", "in_force", "replace", "table", "undo", "wrap"]
 
 
-class Way(StrEnum):
+class PatchWay(StrEnum):
     """How a library is changed."""
 
     REPLACED = "replaced"
@@ -50,7 +50,7 @@ class Patch:
     """When it is undone."""
     without: str
     """What is lost without it."""
-    way: Way = Way.REPLACED
+    way: PatchWay = PatchWay.REPLACED
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ def _patches(
     until: str,
     without: str,
     paths: Mapping[str, str],
-    way: Way = Way.REPLACED,
+    way: PatchWay = PatchWay.REPLACED,
 ) -> dict[str, Patch]:
     return {key: Patch(path, made_in, since, until, without, way) for key, path in paths.items()}
 
@@ -107,7 +107,7 @@ PATCHES: Mapping[str, Patch] = {
         _NEVER,
         "memory would come from torch's own allocator",
         {"allocator": "torch.cuda.memory:change_current_allocator"},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_private(
         "runtime/memory_stats.py",
@@ -133,7 +133,7 @@ PATCHES: Mapping[str, Patch] = {
             "numba_memory": "numba.cuda:set_memory_manager",
             "cupy_memory": "cupy.cuda:set_allocator",
         },
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     # ---- classes of tensors, and the search for trainings
     **_private("runtime/classification.py", _ENABLE, _NEVER, "module_apply"),
@@ -147,7 +147,7 @@ PATCHES: Mapping[str, Patch] = {
             "classifying_before": "torch.optim.optimizer:register_optimizer_step_pre_hook",
             "classifying_after": "torch.optim.optimizer:register_optimizer_step_post_hook",
         },
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "runtime/classification.py",
@@ -155,7 +155,7 @@ PATCHES: Mapping[str, Patch] = {
         "the second call of a module that the program calls itself",
         "activations would count as weights, and models would not be found",
         {"call_hook": "torch.nn.modules.module:register_module_forward_pre_hook"},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "swap.py",
@@ -163,7 +163,7 @@ PATCHES: Mapping[str, Patch] = {
         _NEVER,
         "trainings would not be managed without a call of `umem.manage`",
         {"finding_trainings": "torch.optim.optimizer:register_optimizer_step_post_hook"},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "adapters/transformers.py",
@@ -280,7 +280,7 @@ PATCHES: Mapping[str, Patch] = {
             "function_forward": "torch.autograd:Function.forward",
             "node_attributes": "torch.autograd.function:BackwardCFunction.*",
         },
-        Way.OF_PROGRAM,
+        PatchWay.OF_PROGRAM,
     ),
     **_patches(
         "offloading/store.py",
@@ -288,7 +288,7 @@ PATCHES: Mapping[str, Patch] = {
         "the end of that pass",
         "activations would stay on the device",
         {"copied_tensors": PRIVATE_NAMES["push_saved_tensor_hooks"].path},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "capture/live/saved_tensors.py",
@@ -296,7 +296,7 @@ PATCHES: Mapping[str, Patch] = {
         "the end of that pass",
         "what a block saves for the backward pass would not be known",
         {"measured_tensors": PRIVATE_NAMES["push_saved_tensor_hooks"].path},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "streaming/activations/random_states.py",
@@ -304,7 +304,7 @@ PATCHES: Mapping[str, Patch] = {
         "the end of that call",
         "blocks with dropout could not run twice: what they save would be copied",
         {"random_state": "torch:set_rng_state"},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "streaming/activations/call_states.py",
@@ -320,7 +320,7 @@ PATCHES: Mapping[str, Patch] = {
             "cudnn_attention": "torch.backends.cuda:enable_cudnn_sdp",
             "cudnn_flags": "torch.backends.cudnn:set_flags",
         },
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "runtime/torch_hooks/saved_tensors.py",
@@ -335,7 +335,7 @@ PATCHES: Mapping[str, Patch] = {
         "the end of the pass",
         "what is saved behind it would stay on the device",
         {"returned_hooks": PRIVATE_NAMES["push_saved_tensor_hooks"].path},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "streaming/activations/program_checkpoints.py",
@@ -385,7 +385,7 @@ PATCHES: Mapping[str, Patch] = {
         "the next record",
         "an event would not carry the updates that its stream has not waited for",
         {"event_updates": "torch.cuda:Event.umem_behind"},
-        Way.OF_PROGRAM,
+        PatchWay.OF_PROGRAM,
     ),
     **_patches(
         "runtime/native_guard.py",
@@ -393,7 +393,7 @@ PATCHES: Mapping[str, Patch] = {
         _NEVER,
         "steps would wait for their updates",
         {"dispatch_key": "torch.library:Library.fallback"},
-        Way.NATIVE,
+        PatchWay.NATIVE,
     ),
     **_patches(
         "torch_compat.py",
@@ -404,7 +404,7 @@ PATCHES: Mapping[str, Patch] = {
             "passed_keys": PRIVATE_NAMES["passed_keys"].path + ".append",
             "higher_order_operators": "torch._ops:HigherOrderOperator.fallthrough",
         },
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "runtime/torch_hooks/compilation.py",
@@ -426,7 +426,7 @@ PATCHES: Mapping[str, Patch] = {
                 "torch._dynamo.callback:CompilationCallbackHandler.register_start_callback"
             )
         },
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "adapters/fsdp.py",
@@ -446,7 +446,7 @@ PATCHES: Mapping[str, Patch] = {
         "the end of the last hook there",
         "hooks would be pickled, copied, compiled and graphed with the model",
         {"hook_dictionaries": "torch.utils.hooks:RemovableHandle.hooks_dict_ref.__class__"},
-        Way.OF_PROGRAM,
+        PatchWay.OF_PROGRAM,
     ),
     **_patches(
         "runtime/torch_hooks/modules.py",
@@ -454,7 +454,7 @@ PATCHES: Mapping[str, Patch] = {
         "the end of the last hook there",
         PRIVATE_NAMES["compiled_call"].without,
         {"compiled_call": PRIVATE_NAMES["compiled_call"].path},
-        Way.OF_PROGRAM,
+        PatchWay.OF_PROGRAM,
     ),
     **_patches(
         "runtime/torch_hooks/modules.py",
@@ -462,7 +462,7 @@ PATCHES: Mapping[str, Patch] = {
         _NEVER,
         "hooks on the model would not be called",
         {"module_forward": "torch.nn:Module.forward"},
-        Way.OF_PROGRAM,
+        PatchWay.OF_PROGRAM,
     ),
     **_patches(
         "streaming/weights/managed_models.py",
@@ -470,7 +470,7 @@ PATCHES: Mapping[str, Patch] = {
         _NEVER,
         "weights that were fetched ahead of a step would be used after it",
         {"weights_before_steps": "torch.optim.optimizer:register_optimizer_step_pre_hook"},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     # ---- what is recorded
     **_patches(
@@ -494,7 +494,7 @@ PATCHES: Mapping[str, Patch] = {
             "recorded_step": "torch.optim.optimizer:register_optimizer_step_pre_hook",
             "recorded_step_end": "torch.optim.optimizer:register_optimizer_step_post_hook",
         },
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "capture/offline/recorder.py",
@@ -502,7 +502,7 @@ PATCHES: Mapping[str, Patch] = {
         "the end of the recorded step",
         "gradients that autograd has not accumulated would have no class",
         {"recorded_gradients": "torch.optim.optimizer:register_optimizer_step_pre_hook"},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "capture/offline/models.py",
@@ -510,7 +510,7 @@ PATCHES: Mapping[str, Patch] = {
         _NEVER,
         "its attention would be recorded with a mask, which takes other kernels",
         {"fused_attention": "transformers:AttentionInterface.register"},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "telemetry/profiler.py",
@@ -518,7 +518,7 @@ PATCHES: Mapping[str, Patch] = {
         "the end of the profile",
         "moves of gradients would belong to no tensor",
         {"profiled_step": "torch.optim.optimizer:register_optimizer_step_pre_hook"},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "telemetry/cupti.py",
@@ -526,7 +526,7 @@ PATCHES: Mapping[str, Patch] = {
         _NEVER,
         "nothing would be recorded",
         {"cupti_records": "cupti.cupti:activity_register_callbacks"},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "hardware/measure.py",
@@ -537,7 +537,7 @@ PATCHES: Mapping[str, Patch] = {
             "measured_device": "torch.cuda:set_device",
             "measured_precision": "torch:set_float32_matmul_precision",
         },
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
     **_patches(
         "core/compiled.py",
@@ -545,7 +545,7 @@ PATCHES: Mapping[str, Patch] = {
         _NEVER,
         "nothing would say why the first plan takes half a minute",
         {"numba_compiles": "numba.core.event:register"},
-        Way.CALLED,
+        PatchWay.CALLED,
     ),
 }
 """By the name under which umem installs it."""
@@ -600,7 +600,7 @@ def wrap(key: str, make: Callable[[Any], Any], *, owner: Any = None, attribute: 
     known = _installed[key].get(place)
     if known is None or not known.is_in_force():
         before, ours = vars(owner).get(attribute, _ABSENT), make(original)
-        if patch.way is Way.REPLACED:
+        if patch.way is PatchWay.REPLACED:
             _installed[key][place] = _Installed(owner, attribute, before, ours)
         _set(owner, attribute, ours)
     return True

@@ -379,14 +379,9 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
-        "updates weights beside the backward pass, and waits for them at its end",
-        "the optimizer's step could not overlap the backward pass",
-        {
-            "queue_backward_callback": ("torch.autograd:Variable._execution_engine.queue_callback"),
-            "foreach_add": "torch:_foreach_add_",
-            "fused_adam": "torch:_fused_adam_",
-            "fused_adamw": "torch:_fused_adamw_",
-        },
+        "counts the steps of parameters that the host updates",
+        "the host could not update units",
+        {"foreach_add": "torch:_foreach_add_"},
     ),
     **_names(
         "wrapped: a CUDA graph is no operator, and reads and writes memory by address",
@@ -552,8 +547,6 @@ foreach_copy: Callable[..., None]
 function_modes: Callable[[], list[Any]]
 function_transform_level: Callable[[], int | None]
 """None outside of all transforms of ``torch.func``."""
-fused_adam: Callable[..., None]
-fused_adamw: Callable[..., None]
 grouped_matmul: Any
 has_kernel: Callable[[str, str], bool]
 """Whether an operator has a kernel of its own for a dispatch key, by name."""
@@ -563,8 +556,6 @@ log_softmax_backward: Callable[..., torch.Tensor]
 next_sequence_number: Callable[[], int]
 pop_saved_tensor_hooks: Callable[[], None]
 push_saved_tensor_hooks: Callable[..., None]
-queue_backward_callback: Callable[[Callable[[], None]], None]
-"""Calls a function when the running backward pass ends."""
 register_scripted: Callable[[Callable[..., Any], str], None]
 reinterpret_tensor: Callable[..., torch.Tensor]
 """A tensor of another tensor's storage, whose size is not looked at."""

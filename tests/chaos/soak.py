@@ -13,7 +13,7 @@ from random_training import Pair, clear
 
 from umem.runtime import managed_runs
 from umem.runtime.guard import Guard
-from umem.streaming.training import StreamedTraining
+from umem.streaming import StreamedTraining
 
 _MOST_OBJECTS = 1.02
 """Objects of Python, of those behind the warm-up: a random step keeps some more or fewer."""

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from traced_memory import class_bytes, live_sizes
 
 import umem
+from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
 from umem.trace import Trace, check_trace
 
@@ -68,26 +70,6 @@ def recorded(model: Any, optimizer: Any, step: Callable[[], object], **options: 
     return recording.trace
 
 
-def held_bytes(trace: Trace, tensor_class: TensorClass, *, persistent: bool) -> int:
-    chosen = (trace.tensor_class == tensor_class.number) & (trace.persistent == persistent)
-    return int(trace.tensor_bytes[chosen].sum())
-
-
-def live_peak(trace: Trace, chosen: Any) -> int:
-    """Bytes of the blocks of the chosen tensors, in the phase that has most of them."""
-    sizes = np.where(chosen, block_bytes(trace.tensor_bytes), 0)
-    change = np.zeros(trace.phase_count + 1, np.int64)
-    np.add.at(change, trace.first_phase, sizes)
-    np.add.at(change, trace.last_phase + 1, -sizes)
-    return int(change.cumsum().max())
-
-
-def block_bytes(nbytes: Any) -> Any:
-    """Bytes of the allocator's blocks: multiples of 64 KiB from 2 MiB on."""
-    step = np.where(nbytes < 2 << 20, 512, 64 << 10)
-    return -(-nbytes // step) * step
-
-
 @pytest.mark.parametrize("checkpointing", [None, False, True])  # none; by use_reentrant
 def test_bytes_agree_with_the_model_and_the_allocator(checkpointing: bool | None) -> None:
     before = {name: memory.requested_bytes for name, memory in umem.memory_by_class().items()}
@@ -100,15 +82,15 @@ def test_bytes_agree_with_the_model_and_the_allocator(checkpointing: bool | None
     trace = recorded(model, optimizer, step)
     parameters = list(model.parameters())
     weight_bytes = sum(parameter.nbytes for parameter in parameters)
-    assert held_bytes(trace, TensorClass.WEIGHTS, persistent=True) == weight_bytes
-    assert held_bytes(trace, TensorClass.GRADIENTS, persistent=False) == weight_bytes
+    assert class_bytes(trace, TensorClass.WEIGHTS, persistent=True) == weight_bytes
+    assert class_bytes(trace, TensorClass.GRADIENTS, persistent=False) == weight_bytes
     # Two moments, and a float32 count of steps for each parameter.
     state_bytes = 2 * weight_bytes + 4 * len(parameters)
-    assert held_bytes(trace, TensorClass.OPTIMIZER_STATE, persistent=True) == state_bytes
+    assert class_bytes(trace, TensorClass.OPTIMIZER_STATE, persistent=True) == state_bytes
     after = {name: memory.requested_bytes for name, memory in umem.memory_by_class().items()}
     for tensor_class in (TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE):
         held = after[tensor_class] - before[tensor_class]
-        assert held_bytes(trace, tensor_class, persistent=True) == held
+        assert class_bytes(trace, tensor_class, persistent=True) == held
 
     torch.cuda.synchronize()
     # Beside the training: libraries' workspaces, and what other tests have left.
@@ -118,7 +100,10 @@ def test_bytes_agree_with_the_model_and_the_allocator(checkpointing: bool | None
     step()
     peak = torch.cuda.max_memory_allocated() - other_bytes
     is_temporary = np.array([name.startswith("temporary of") for name in trace.tensor_names])
-    shares = [live_peak(trace, chosen) / peak for chosen in (~is_temporary, is_temporary | True)]
+    blocks = block_bytes(trace.tensor_bytes)
+    shares = [
+        live_sizes(trace, it).max() / peak for it in (np.where(is_temporary, 0, blocks), blocks)
+    ]
     print(
         f"\nof the allocator's peak of {peak / 2**20:.0f} MiB: {shares[0]:.1%} in tensors that "
         f"modules show, {shares[1]:.1%} with temporaries"

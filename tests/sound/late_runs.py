@@ -17,9 +17,9 @@ from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore
 from umem.runtime.held_memory import note_export
 from umem.runtime.torch_hooks.memory_access import on_export
+from umem.streaming import StreamedTraining
 from umem.streaming.activations import CopiedActivations
 from umem.streaming.stage import Ring
-from umem.streaming.training import StreamedTraining
 from umem.streaming.weights import ModelWeights
 
 _MIN_WEIGHT_BYTES = 512

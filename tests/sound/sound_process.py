@@ -39,7 +39,7 @@ class UmemRun(Run):
 
     def step_ended(self) -> None:
         """Count."""
-        from umem.streaming.training import streamed_trainings
+        from umem.streaming import streamed_trainings
         from umem.streaming.weights import weights_of
 
         streamed = sum(training.counts.streamed for training in streamed_trainings())

@@ -23,10 +23,10 @@ from umem.capture.live import Clock, find_blocks
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
+from umem.streaming import StreamedStatus, StreamedTraining
 from umem.streaming.activations import CopiedActivations
 from umem.streaming.stage import DeviceRoom, Ring
 from umem.streaming.step import refusal
-from umem.streaming.training import StreamedStatus, StreamedTraining
 from umem.streaming.tune import StreamTuner, planning
 from umem.streaming.weights import ModelWeights
 

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
-from umem.streaming.host_share.forms import (
+from umem.streaming.host_share import (
     Ahead,
     Decay,
+    DeviceOptimizer,
+    Elements,
     First,
     Form,
+    HostSpan,
     Hyperparameters,
     Powers,
     Second,
@@ -26,8 +29,6 @@ from umem.streaming.host_share.forms import (
     constants,
     kind_of,
 )
-from umem.streaming.host_share.host_update import HostSpan
-from umem.streaming.host_share.proof import DeviceOptimizer, Elements
 
 CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "fused AdamW": (torch.optim.AdamW, {"fused": True, "weight_decay": 0.1}),

@@ -14,7 +14,7 @@ from streamed_programs import WIDTH, Net
 from umem.cli.run_end import end_lines
 from umem.runtime.live_figures import live_figures
 from umem.runtime.live_socket import serve
-from umem.streaming.training import StreamedTraining
+from umem.streaming import StreamedTraining
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from activation_chain import LazyMover
+from lazy_lanes import HostStateMemory, LazyLanes
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from umem.capture.live import Clock
+from umem.hardware import load_hardware
+from umem.offloading import ActivationStore
+from umem.streaming import StreamedTraining
 from umem.streaming.stage import DeviceRoom
+from umem.streaming.tune import StreamTuner, TuningStatus
 
-__all__ = ["HostBesideMover", "MeasuredRoom", "MemoryMeter"]
+__all__ = ["HostBesideMover", "MeasuredRoom", "MemoryMeter", "train_within"]
+
+_SLACK_BYTES = 256 << 20
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -99,3 +108,38 @@ class MeasuredRoom(Clock, DeviceRoom):
 
     def trim(self) -> None:
         """Nothing is cached."""
+
+
+def train_within(
+    model: nn.Module,
+    limit_bytes: int | None,
+    batch: Callable[[int], torch.Tensor],
+    steps: int,
+    *,
+    min_bytes: int = 64,
+    may_recompute: bool = False,
+) -> tuple[int, list[bytes], TuningStatus | None]:
+    """Train with so much memory, or without umem.
+
+    Returns the most memory of the last step, the weights, and what became of the plan.
+    """
+    with MemoryMeter() as meter:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        training = None
+        if limit_bytes is not None:
+            room = MeasuredRoom(meter, limit_bytes, _SLACK_BYTES)
+            store = ActivationStore("cpu", HostBesideMover(meter), min_bytes=min_bytes)
+            hardware = load_hardware("h200")
+            tuner = StreamTuner(model, hardware, room, room, store, may_recompute=may_recompute)
+            lanes, memory = LazyLanes(model, 0.0, 1), HostStateMemory()
+            training = StreamedTraining(model, optimizer, lanes, memory, tuner, streams_state=False)
+        for step in range(steps):
+            meter.most_bytes = 0
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+        status = None if training is None else training.status().tuning
+        if training is not None:
+            training.close()
+        most_bytes = meter.most_bytes
+    return most_bytes, [it.detach().numpy().tobytes() for it in model.parameters()], status

@@ -13,14 +13,19 @@ BLOCK = 2**21
 
 
 @st.composite
-def problems(draw: st.DrawFn, most_spare_bytes: int) -> tuple[Any, int]:
-    """What makes a random trace, and bytes beyond the largest working set."""
+def workloads(draw: st.DrawFn) -> tuple[list[tuple[int, bool]], list[list[tuple[int, int]]]]:
+    """What makes a random trace: sizes and persistence of tensors, and accesses of phases."""
     sizes = draw(
         st.lists(st.tuples(st.integers(1, 3 * BLOCK), st.booleans()), min_size=1, max_size=8)
     )
     access = st.tuples(st.integers(0, len(sizes) - 1), st.integers(1, 3))
     phases = draw(st.lists(st.lists(access, max_size=3), min_size=1, max_size=12))
-    return (sizes, phases), draw(st.integers(1, most_spare_bytes))
+    return sizes, phases
+
+
+def problems(most_spare_bytes: int) -> st.SearchStrategy[tuple[Any, int]]:
+    """The same, and bytes beyond the largest working set."""
+    return st.tuples(workloads(), st.integers(1, most_spare_bytes))
 
 
 def working_set(trace: Trace) -> int:

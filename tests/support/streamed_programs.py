@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from activation_chain import LazyMover
+from faults import Interrupt, came_in_update
 from host_updates import StockHost
 from lazy_lanes import HostStateMemory, LazyLanes
 from torch import nn
@@ -22,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore
 from umem.runtime.model_parts import plain_tensors
+from umem.streaming import StreamedTraining
 from umem.streaming.activations import CopiedActivations
 from umem.streaming.stage import DeviceRoom
 from umem.streaming.step import TemporaryPlan
-from umem.streaming.training import StreamedTraining
 from umem.streaming.tune import StreamTuner
 from umem.streaming.weights import (
     ModelWeights,
@@ -537,3 +538,38 @@ def begin(
     for _ in range(steps):
         program.step()
     return program
+
+
+def values(program: Program) -> Any:
+    """The bits of a program's weights and state."""
+    return bits([program.model.state_dict(), program.optimizer.state_dict()])
+
+
+def interrupt_steps(begin_both: Callable[[], tuple[Program, Program]], places: int) -> None:
+    """Interrupt steps, so many places later each time, until one ends: none may be half done.
+
+    `begin_both` begins a program under umem, and the same without.
+    """
+    program, stock = begin_both()
+    number, is_interrupted, whole = 0, True, 0
+    while is_interrupted:
+        for it in (program, stock):
+            it.optimizer.zero_grad()
+            it.backward()
+        try:
+            with Interrupt(number):
+                program.optimizer.step()
+        except KeyboardInterrupt as error:
+            number += places
+            if came_in_update(error):  # half a step, as without umem
+                program, stock = begin_both()
+                continue
+        else:
+            is_interrupted = False
+        found = values(program)
+        if found != values(stock):
+            stock.optimizer.step()
+            assert found == values(stock), number
+            whole += 1
+    assert number > 500
+    assert whole > 5

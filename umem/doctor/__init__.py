@@ -8,7 +8,7 @@ the native library: if one is missing, the report says so.
 from __future__ import annotations
 
 from umem.doctor.checks import Check, Report, Section, Status, diagnose
-from umem.doctor.facts import PACKAGES, Environment, Guard, Host, Native, Torch, collect
+from umem.doctor.facts import PACKAGES, Environment, GuardLibrary, Host, Native, Torch, collect
 from umem.doctor.features import Feature, Verdict
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "Check",
     "Environment",
     "Feature",
-    "Guard",
+    "GuardLibrary",
     "Host",
     "Native",
     "Report",

@@ -12,7 +12,7 @@ from umem.core.errors import HardwareError, PolicyError
 from umem.core.install import install_command
 from umem.core.log import parse_log_level
 from umem.core.units import format_bytes, parse_bytes
-from umem.doctor.facts import Environment, Guard, dotted, version_numbers
+from umem.doctor.facts import Environment, GuardLibrary, dotted, version_numbers
 from umem.doctor.features import Feature, features
 from umem.hardware import load_hardware
 from umem.hardware.capabilities import Capabilities
@@ -179,7 +179,7 @@ def _umem(environment: Environment) -> Iterator[Check]:
         yield _fail("CUDA versions match", value, why, rebuild)
 
 
-def _guard(guard: Guard) -> Check:
+def _guard(guard: GuardLibrary) -> Check:
     if not guard.problem:
         return _ok("guard", guard.path)
     why = f"{guard.problem}; step() waits until its updates have ended"

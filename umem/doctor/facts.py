@@ -27,7 +27,7 @@ from umem.torch_compat import PrivateName, missing
 __all__ = [
     "PACKAGES",
     "Environment",
-    "Guard",
+    "GuardLibrary",
     "Host",
     "Native",
     "Torch",
@@ -101,7 +101,7 @@ class Native:
 
 
 @dataclass(frozen=True)
-class Guard:
+class GuardLibrary:
     """The guard, the native part that is built for one minor version of torch."""
 
     path: str
@@ -132,7 +132,7 @@ class Environment:
     torch_error: str
     native: Native | None
     native_error: str
-    guard: Guard | None
+    guard: GuardLibrary | None
     devices: tuple[Capabilities, ...] | None
     devices_error: str
     variables: Mapping[str, str]
@@ -242,13 +242,13 @@ def _native() -> tuple[Native | None, str]:
     return Native(path, library.HAS_CUDA, *versions), ""
 
 
-def _guard() -> Guard:
+def _guard() -> GuardLibrary:
     # It imports torch, without which the doctor must run.
     from umem.runtime.native_guard import guard_problem, guard_remedy, native_guard
 
     guard = native_guard()
     path = "" if guard is None else str(guard.__file__)
-    return Guard(path, guard_problem(), guard_remedy())
+    return GuardLibrary(path, guard_problem(), guard_remedy())
 
 
 def _devices() -> tuple[tuple[Capabilities, ...] | None, str]:

@@ -1,6 +1,6 @@
 """Whether a model fits a machine, and how fast it runs, from its configuration alone."""
 
-from umem.fit.answer import Fit, Place, Way, fit_inference, fit_training
+from umem.fit.answer import Fit, Way, fit_inference, fit_training
 from umem.fit.estimate import (
     ALL_LINEAR,
     MOMENTS,
@@ -10,7 +10,6 @@ from umem.fit.estimate import (
     training_step,
 )
 from umem.fit.shapes import ModelShape, config_shape, generic_shape, load_shape, shape_names
-from umem.predict.stream_prediction import UnitChoice
 
 __all__ = [
     "ALL_LINEAR",
@@ -19,8 +18,6 @@ __all__ = [
     "TRAINING_PRECISIONS",
     "Fit",
     "ModelShape",
-    "Place",
-    "UnitChoice",
     "Way",
     "Workload",
     "config_shape",

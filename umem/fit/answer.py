@@ -22,7 +22,7 @@ from umem.hardware import Hardware
 from umem.hardware.host_memory import PINNED_SHARE
 from umem.policy import ResolvedPolicy
 from umem.predict.stream_prediction import (
-    StreamedStep,
+    PredictedStep,
     StreamPrediction,
     UnitChoice,
     unit_choices,
@@ -250,23 +250,23 @@ def fit_training(
     room = _room(room_bytes, limit_bytes, workload.gpus)
     piece_bytes = largest_slot_bytes(budget_bytes)
 
-    def made_step(batch: int, *, slices_loss: bool = policy.slices_losses) -> StreamedStep:
+    def made_step(batch: int, *, slices_loss: bool = policy.slices_losses) -> PredictedStep:
         made = replace(workload, batch=batch, slices_loss=slices_loss)
         return training_step(made, hardware, piece_bytes)
 
     def has_room(batch: int) -> bool:
         return not _why_too_large(made_step(batch), room, policy.recomputes)
 
-    def homes_bytes(step: StreamedStep, planned_bytes: int) -> int:
+    def homes_bytes(step: PredictedStep, planned_bytes: int) -> int:
         movable_bytes = sum(sum(unit.part_bytes) for unit in (step.weights or {}).values())
         share = _FIRST_SHARE_OF_TRAINING
         return _homes_bytes(planned_bytes, step.weight_bytes, movable_bytes, budget_bytes, share)
 
-    def prediction(step: StreamedStep, plan: TrainingPlan) -> StreamPrediction:
+    def prediction(step: PredictedStep, plan: TrainingPlan) -> StreamPrediction:
         name = workload.shape.name
         return StreamPrediction(name, hardware.name, policy.name, budget_bytes, False, step, plan)
 
-    def has_plan(step: StreamedStep, weights_bytes: int) -> bool:
+    def has_plan(step: PredictedStep, weights_bytes: int) -> bool:
         """Whether there is a plan with so much room for weights, and room for its homes."""
 
         def fits(planned_bytes: int) -> bool:
@@ -359,7 +359,7 @@ def fit_training(
 
 
 def _find_plan(
-    step: StreamedStep, hardware: Hardware, room: _Room, policy: ResolvedPolicy
+    step: PredictedStep, hardware: Hardware, room: _Room, policy: ResolvedPolicy
 ) -> TrainingPlan | str:
     """A plan, or why there is none."""
     try:
@@ -370,7 +370,7 @@ def _find_plan(
 
 
 def _is_due_to_loss(
-    step: StreamedStep, sliced: StreamedStep, room: _Room, recomputes: bool
+    step: PredictedStep, sliced: PredictedStep, room: _Room, recomputes: bool
 ) -> bool:
     """Whether a step has no room because of its loss, of which `sliced` has the least."""
     if _is_fullest_at_loss(sliced):
@@ -378,14 +378,14 @@ def _is_due_to_loss(
     return _is_fullest_at_loss(step) and not _why_too_large(sliced, room, recomputes)
 
 
-def _is_fullest_at_loss(step: StreamedStep) -> bool:
+def _is_fullest_at_loss(step: PredictedStep) -> bool:
     """Whether the unit with the loss needs more than any other."""
     *others, last = (max(it.forward_peak_bytes, it.backward_peak_bytes) for it in step.units)
     return last > max(others)
 
 
 def _plan(
-    step: StreamedStep, hardware: Hardware, room_bytes: int, policy: ResolvedPolicy
+    step: PredictedStep, hardware: Hardware, room_bytes: int, policy: ResolvedPolicy
 ) -> TrainingPlan:
     """Plan with all weights on the device or, if they have no room, as a training does.
 
@@ -444,7 +444,9 @@ class _Placed(NamedTuple):
         return self.weights.streamed_bytes + self.weights.in_place_bytes
 
 
-def _placed(step: StreamedStep, hardware: Hardware, room_bytes: int, weights_bytes: int) -> _Placed:
+def _placed(
+    step: PredictedStep, hardware: Hardware, room_bytes: int, weights_bytes: int
+) -> _Placed:
     """Place weights within so much room."""
     weights = step.weights or {}
     placed = plan_weights(list(weights.values()), weights_bytes, WEIGHT_SLOTS)
@@ -490,7 +492,7 @@ def _places(classes: Mapping[str, Place], made: StreamPrediction) -> dict[str, P
 # The largest batch.
 
 
-def _why_too_large(step: StreamedStep, room: _Room, recomputes: bool) -> str:
+def _why_too_large(step: PredictedStep, room: _Room, recomputes: bool) -> str:
     """Why no plan can fit, by what has to be on the device and on the host; empty if one may."""
     why_not = ""
     for each in _tries(step, recomputes):
@@ -500,7 +502,7 @@ def _why_too_large(step: StreamedStep, room: _Room, recomputes: bool) -> str:
     return why_not
 
 
-def _tries(step: StreamedStep, recomputes: bool) -> Iterator[StreamedStep]:
+def _tries(step: PredictedStep, recomputes: bool) -> Iterator[PredictedStep]:
     """A step as it is, and with all units running twice that can."""
     yield step
     if recomputes and step.freed_bytes:
@@ -508,7 +510,7 @@ def _tries(step: StreamedStep, recomputes: bool) -> Iterator[StreamedStep]:
         yield replace(step, units=units)
 
 
-def _why_units_too_large(step: StreamedStep, room: _Room) -> str:
+def _why_units_too_large(step: PredictedStep, room: _Room) -> str:
     """The same of a step in which no more units run twice.
 
     All that can leave is on the host. Activations are back a unit early.

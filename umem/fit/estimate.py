@@ -19,7 +19,7 @@ from umem.core.errors import HardwareError, UmemError
 from umem.core.units import format_bytes
 from umem.fit.shapes import Layer, Matrix, ModelShape
 from umem.hardware import Hardware
-from umem.predict.stream_prediction import StreamedStep
+from umem.predict.stream_prediction import PredictedStep
 from umem.streaming.plan.loss_memory import sliced_loss_bytes, whole_loss_bytes
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.weight_plan import WeightUnit
@@ -67,7 +67,7 @@ wait for the processor are least off. Such trainings take up to twice as long on
 another with the same GPU."""
 
 
-class Operator(NamedTuple):
+class Work(NamedTuple):
     """What an operator does on the device."""
 
     flops: float
@@ -211,7 +211,7 @@ class _Working:
     forward pass ends."""
 
 
-def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> StreamedStep:
+def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> PredictedStep:
     """Make what a plan needs of a training step.
 
     Units are those of :func:`umem.predict.stream_prediction.streamed_step`: the embedding, each
@@ -284,7 +284,7 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> S
                 gathered=frozenset([0] if is_table else []),
                 trained=frozenset(trained),
             )
-    return StreamedStep(
+    return PredictedStep(
         units=tuple(units),
         weights=weights,
         weight_bytes=sum(part.weight_bytes for part in parts),
@@ -370,7 +370,7 @@ class _Part:
     flops: float
 
 
-_Seconds = Callable[[Sequence[Operator]], float]
+_Seconds = Callable[[Sequence[Work]], float]
 
 
 def _roofline(hardware: Hardware) -> _Seconds:
@@ -387,12 +387,12 @@ def _roofline(hardware: Hardware) -> _Seconds:
     }
     bandwidth: dict[Kind, float] = {"unvectorised": hardware.unvectorised_bytes_per_s}
 
-    def duration(operator: Operator) -> float:
+    def duration(operator: Work) -> float:
         compute_s = operator.flops / throughput.get(operator.kind, flops_per_s)
         memory = bandwidth.get(operator.kind, hardware.memory_bytes_per_s)
         return max(compute_s, operator.size_bytes / memory, hardware.launch_s)
 
-    def seconds(operators: Sequence[Operator]) -> float:
+    def seconds(operators: Sequence[Work]) -> float:
         return sum(count * duration(it) for it, count in Counter(operators).items())
 
     return seconds
@@ -405,8 +405,8 @@ def _parts(workload: Workload, seconds: _Seconds) -> list[_Part]:
     residual = workload.hidden_width
     of_kinds: dict[int, _Part] = {}
     table = Matrix(_TABLE, shape.hidden, shape.vocabulary)
-    lookup = [Operator(0, 2 * residual * hidden, "unvectorised")]
-    scatter = [Operator(0, residual * hidden + width * table.parameters, "unvectorised")]
+    lookup = [Work(0, 2 * residual * hidden, "unvectorised")]
+    scatter = [Work(0, residual * hidden + width * table.parameters, "unvectorised")]
     nothing = _Working(0, residual * hidden, residual * hidden)
     table_ops = scatter if workload.trains_all else []
     # A table that the head uses too has to be there for both.
@@ -464,11 +464,11 @@ def _part(
     matrices: Sequence[Matrix],
     small: int,
     leaving: Sequence[Matrix],
-    forward: Sequence[Operator],
-    backward: Sequence[Operator],
+    forward: Sequence[Work],
+    backward: Sequence[Work],
     working: _Working,
     seconds: _Seconds,
-    again: Sequence[Operator] = (),
+    again: Sequence[Work] = (),
 ) -> _Part:
     """Make a unit of its matrices, its small parameters and its operators.
 
@@ -506,11 +506,11 @@ def _part(
             working.backward + whole + gradient_bytes,
             working.cast,
         )
-    sums: list[Operator] = []
+    sums: list[Work] = []
     if workload.accumulate > 1 and parameters:
         # All batches but the first add their gradients to those that are there.
         share = (workload.accumulate - 1) / workload.accumulate
-        sums = [Operator(0, share * 3 * gradient_bytes)]
+        sums = [Work(0, share * 3 * gradient_bytes)]
     return _Part(
         name=name,
         largest=max((it.parameters for it in matrices), default=small),
@@ -585,14 +585,14 @@ _CLAMPED_OUTPUT = (Kernels((6,), (2,)), Kernels((2,), (2,)))
 """The bias of an expert's output, in the forward and in the backward pass."""
 
 
-def _vectors(kernels: Kernels, elements: int) -> list[Operator]:
+def _vectors(kernels: Kernels, elements: int) -> list[Work]:
     return [
-        *(Operator(0, size * elements) for size in kernels.vectorised),
-        *(Operator(0, size * elements, "unvectorised") for size in kernels.unvectorised),
+        *(Work(0, size * elements) for size in kernels.vectorised),
+        *(Work(0, size * elements, "unvectorised") for size in kernels.unvectorised),
     ]
 
 
-def _norm_backward(workload: Workload, elements: int) -> list[Operator]:
+def _norm_backward(workload: Workload, elements: int) -> list[Work]:
     operators = _vectors(_NORM_BACK[workload.hidden_width == 4], elements)
     if workload.trains_all:
         operators += _vectors(_NORM_BACK_TRAINED[workload.autocasts], elements)
@@ -601,11 +601,11 @@ def _norm_backward(workload: Workload, elements: int) -> list[Operator]:
 
 def _product(
     workload: Workload, matrix: Matrix, rows: int, *, casts_input: bool = False
-) -> tuple[list[Operator], list[Operator]]:
+) -> tuple[list[Work], list[Work]]:
     """Operators of a product with a matrix, in the forward and in the backward pass."""
     inputs, outputs = rows * matrix.inputs, rows * matrix.outputs
     flops = 2 * rows * matrix.inputs * matrix.outputs
-    product = Operator(flops, 2 * (inputs + matrix.parameters + outputs))
+    product = Work(flops, 2 * (inputs + matrix.parameters + outputs))
     # The gradient of the input, and that of a trained weight.
     forward, backward = [product], [product] * (2 if workload.trains_all else 1)
     if workload.autocasts or (workload.widens and _is_whole(matrix)):
@@ -617,9 +617,9 @@ def _product(
             backward += _vectors(_WIDEN, inputs)
     if workload.weight_bytes(matrix) < workload.weight_width * matrix.parameters:
         # To bfloat16, in either pass.
-        widened = [Operator(0, workload.weight_bytes(matrix) + 2 * matrix.parameters)]
+        widened = [Work(0, workload.weight_bytes(matrix) + 2 * matrix.parameters)]
         if workload.quantised == "nf4-double":  # the scales first, and their mean
-            widened += [Operator(0, 5 * matrix.parameters // 64)] * 2
+            widened += [Work(0, 5 * matrix.parameters // 64)] * 2
         forward += widened
         backward += widened
     if workload.has_adapter(matrix):
@@ -627,21 +627,19 @@ def _product(
         of_output, of_input = _ADAPTER_BACK
         backward += _vectors(of_output, outputs) + _vectors(of_input, inputs)
         for wide in (inputs, outputs):
-            adapter = Operator(2 * workload.rank * wide, 4 * wide, "unvectorised")
+            adapter = Work(2 * workload.rank * wide, 4 * wide, "unvectorised")
             forward.append(adapter)
             backward += [adapter, adapter]
     return forward, backward
 
 
-def _layer_operators(
-    workload: Workload, layer: Layer
-) -> tuple[list[Operator], list[Operator], list[Operator]]:
+def _layer_operators(workload: Workload, layer: Layer) -> tuple[list[Work], list[Work], list[Work]]:
     """Operators of a layer's forward pass, of its backward pass, and of recomputation."""
     tokens, autocasts = workload.tokens, workload.autocasts
     hidden = tokens * workload.shape.hidden
-    forward: list[Operator] = []
-    backward: list[Operator] = []
-    last: list[Operator] = []
+    forward: list[Work] = []
+    backward: list[Work] = []
+    last: list[Work] = []
     used: set[str] = set()
     for matrix in (*layer.attention, *layer.mlp, *layer.experts[:1]):
         there, back = _product(workload, matrix, tokens, casts_input=bool(matrix.group))
@@ -682,13 +680,13 @@ def _layer_operators(
     return forward + tail, backward, forward if workload.checkpoint else []
 
 
-def _attention(workload: Workload, layer: Layer) -> tuple[Operator, Operator]:
+def _attention(workload: Workload, layer: Layer) -> tuple[Work, Work]:
     tokens = workload.tokens
     flops = tokens * _seen(workload.seq, layer.window) * layer.heads_width
     size_bytes = 2 * tokens * (layer.queries + layer.keys + layer.values + layer.attended)
     return (
-        Operator(flops, size_bytes, "attention"),
-        Operator(2.5 * flops, 2 * size_bytes, "attention_backward"),
+        Work(flops, size_bytes, "attention"),
+        Work(2.5 * flops, 2 * size_bytes, "attention_backward"),
     )
 
 
@@ -697,7 +695,7 @@ def _seen(seq: int, window: int) -> int:
     return min(seq, window) if window else seq
 
 
-def _expert_operators(workload: Workload, layer: Layer) -> tuple[list[Operator], list[Operator]]:
+def _expert_operators(workload: Workload, layer: Layer) -> tuple[list[Work], list[Work]]:
     shape = workload.shape
     rows = workload.tokens * shape.experts_per_token
     routed, inner = rows * shape.hidden, rows * layer.experts[2].inputs

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Conflicts",
+    "FilePlace",
     "InvalidFileError",
     "KeyPath",
-    "Place",
     "Problem",
     "did_you_mean",
     "dotted",
@@ -35,7 +35,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """Where a key is written."""
 
     file: str
@@ -48,7 +48,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Problem(Place):
+class Problem(FilePlace):
     """A problem in a file. ``str()`` is ``file:line:column: key: message``, as far as known."""
 
     message: str = ""

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ValidationError
 from umem.core.errors import UmemError
 from umem.io.files import read_file, unreadable
 from umem.io.problems import (
+    FilePlace,
     InvalidFileError,
     KeyPath,
-    Place,
     Problem,
     did_you_mean,
     dotted,
@@ -58,7 +58,7 @@ class Document(NamedTuple):
     """A file as written: plain data, and where each key of it is; ``()`` is the whole file."""
 
     data: dict[str, Any]
-    places: dict[KeyPath, Place]
+    places: dict[KeyPath, FilePlace]
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any], kind: FileKind) -> Document:
@@ -71,14 +71,14 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any], kind: FileKind) -> 
     Raises InvalidFileError if a file cannot be read, TypeError for a source of another type.
     """
     if isinstance(source, Mapping):
-        return _with_parent(_document(source, Place(f"{kind.noun} mapping")), (), kind)
+        return _with_parent(_document(source, FilePlace(f"{kind.noun} mapping")), (), kind)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
             f"a {kind.noun} is a name, a path or a mapping, not {type(source).__name__}"
         )
     if _is_name(source) and (data := kind.own(source)) is not None:
-        return _with_parent(_document(data, Place(f"{kind.noun} {source}")), (), kind)
-    return _read_file(_path(source, Path(), Place(kind.noun), kind), (), kind)
+        return _with_parent(_document(data, FilePlace(f"{kind.noun} {source}")), (), kind)
+    return _read_file(_path(source, Path(), FilePlace(kind.noun), kind), (), kind)
 
 
 def validate(model: type[_Model], document: Document, context: Any = None) -> _Model:
@@ -104,7 +104,7 @@ def validate(model: type[_Model], document: Document, context: Any = None) -> _M
     raise InvalidFileError(order)
 
 
-def _reject(place: Place, message: str) -> NoReturn:
+def _reject(place: FilePlace, message: str) -> NoReturn:
     raise InvalidFileError([Problem(**vars(place), message=message)])
 
 
@@ -124,7 +124,7 @@ def _with_parent(document: Document, files: tuple[Path, ...], kind: FileKind) ->
     return Document(data, parent.places | document.places)
 
 
-def _parent(extends: str, place: Place, files: tuple[Path, ...], kind: FileKind) -> Document:
+def _parent(extends: str, place: FilePlace, files: tuple[Path, ...], kind: FileKind) -> Document:
     if _is_name(extends) and kind.own(extends) is not None:
         return read(extends, kind)
     path = _path(extends, files[-1].parent if files else Path(), place, kind)
@@ -153,7 +153,7 @@ def _is_name(source: str | os.PathLike[str]) -> TypeGuard[str]:
     return isinstance(source, str) and "/" not in source and not source.endswith((".yaml", ".yml"))
 
 
-def _path(name: str | os.PathLike[str], folder: Path, place: Place, kind: FileKind) -> Path:
+def _path(name: str | os.PathLike[str], folder: Path, place: FilePlace, kind: FileKind) -> Path:
     """Path of a file, or of umem's own file of this name."""
     if not _is_name(name):
         return folder / os.path.expanduser(name)
@@ -187,10 +187,10 @@ def _read_file(path: Path, files: tuple[Path, ...], kind: FileKind) -> Document:
     try:
         content = read_file(path, _MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
-        _reject(Place(str(path)), unreadable(error))
+        _reject(FilePlace(str(path)), unreadable(error))
     # Bytes that are not UTF-8 become characters that YAML refuses.
     text = content.decode("utf-8-sig", "surrogateescape")
-    document = _document(text, Place(str(path), 1, 1))
+    document = _document(text, FilePlace(str(path), 1, 1))
     document.data.setdefault("name", path.stem)
     return _with_parent(document, (*files, path), kind)
 
@@ -204,29 +204,29 @@ class _Loader(yaml.BaseLoader):
     fetch_alias = fetch_tag = _refuse
 
 
-def _document(source: str | Mapping[str, Any], top: Place) -> Document:
-    places: dict[KeyPath, Place] = {(): top}
+def _document(source: str | Mapping[str, Any], top: FilePlace) -> Document:
+    places: dict[KeyPath, FilePlace] = {(): top}
     try:
         root = _Loader(source).get_single_node() if isinstance(source, str) else source
         data = _plain(root, (), places)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
-        place = Place(top.file, mark.line + 1, mark.column + 1)
+        place = FilePlace(top.file, mark.line + 1, mark.column + 1)
         wrong = ", ".join(part for part in (error.context, error.problem) if part)
         _reject(place, f"not valid YAML ({wrong}): check colons and quotes, and indent with spaces")
     except yaml.reader.ReaderError as error:
         before = str(source)[: error.position]
-        place = Place(top.file, before.count("\n") + 1, len(before) - before.rfind("\n"))
+        place = FilePlace(top.file, before.count("\n") + 1, len(before) - before.rfind("\n"))
         _reject(place, "not UTF-8 text, or a control character: save the file as UTF-8")
     except RecursionError:
-        _reject(Place(top.file), "nested too deeply: no file of umem is")
+        _reject(FilePlace(top.file), "nested too deeply: no file of umem is")
     if not isinstance(data, dict):
         wrong = "the file is empty" if root is None else "not a mapping"
         _reject(top, f"{wrong}: write keys and values, such as 'description: mine'")
     return Document(data, places)
 
 
-def _plain(value: Any, path: KeyPath, places: dict[KeyPath, Place]) -> Any:
+def _plain(value: Any, path: KeyPath, places: dict[KeyPath, FilePlace]) -> Any:
     """Plain data of a node of YAML, or of a value made in Python; notes where its keys are."""
     if isinstance(value, yaml.ScalarNode):
         return value.value if value.style else _plain_scalar(value.value)
@@ -241,7 +241,7 @@ def _plain(value: Any, path: KeyPath, places: dict[KeyPath, Place]) -> Any:
         here = (*path, str(key))
         mark = getattr(written, "start_mark", None)
         line, column = (mark.line + 1, mark.column + 1) if mark else (None, None)
-        place = Place(places[()].file, line, column, dotted(here))
+        place = FilePlace(places[()].file, line, column, dotted(here))
         if not isinstance(key, str):
             _reject(place, f"the key {shown(key)} is not text: put it in quotes")
         if key in data:

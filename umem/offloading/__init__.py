@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from umem.offloading.layers import OffloadContext, offload
+from umem.offloading.layers import offload
 from umem.offloading.movers import CudaMover, HostBuffer, HostMover, Mover
 from umem.offloading.store import ActivationStatistics, ActivationStore
 
@@ -13,6 +13,5 @@ __all__ = [
     "HostBuffer",
     "HostMover",
     "Mover",
-    "OffloadContext",
     "offload",
 ]

@@ -45,8 +45,8 @@ from umem.trace import (
 )
 
 __all__ = [
+    "PredictedStep",
     "StreamPrediction",
-    "StreamedStep",
     "UnitChoice",
     "predict_stream",
     "stream_row",
@@ -73,7 +73,7 @@ _Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class StreamedStep:
+class PredictedStep:
     """What a plan is made of."""
 
     units: tuple[StreamUnit, ...]
@@ -113,7 +113,7 @@ class StreamPrediction:
     policy: str
     budget_bytes: int
     in_backward: bool
-    step: StreamedStep
+    step: PredictedStep
     training: TrainingPlan
 
     @property
@@ -309,7 +309,7 @@ def unit_choices(prediction: StreamPrediction, hardware: Hardware) -> tuple[Unit
 
 def streamed_step(
     trace: Trace, policy: ResolvedPolicy, piece_bytes: int, *, in_backward: bool = False
-) -> StreamedStep:
+) -> PredictedStep:
     """Cut a step with durations into units: the layers of the model, and the modules around them.
 
     A layer is what a module's name says up to its first number, such as ``model.layers.3``. Other
@@ -360,7 +360,7 @@ def streamed_step(
     forward_peak, backward_peak = (_most(unit[it], live[it], count) for it in in_pass)
     is_step = (kind == _STEP) | ((kind == _BETWEEN) & (np.arange(len(kind)) >= ends[-1]))
     step_peak_bytes = int(live[is_step].max(initial=0))
-    return StreamedStep(
+    return PredictedStep(
         units=tuple(
             StreamUnit(
                 name=name,

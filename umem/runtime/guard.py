@@ -73,7 +73,6 @@ class Guard(object if _native is None else _native.Guard):  # type: ignore[misc]
 
     def use(self, tensor: torch.Tensor) -> None:
         """Settle all, before a use of one."""
-        del tensor
         self.settle()
 
     def run(self, function: str, args: list[Any]) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "buffers_of",
     "find_chains",
     "gpu_of",
+    "innermost",
     "lies_in_memory",
     "main_chain",
     "members",
@@ -132,6 +133,13 @@ def weight_classes(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tenso
         (it, TensorClass.WEIGHTS if it.requires_grad else TensorClass.FROZEN_WEIGHTS)
         for it in sorted(parameters, key=lambda parameter: parameter.requires_grad)
     ]
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside of wrappers such as Accelerate's: it has the state and the hooks."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def plain_step(kind: Any) -> Callable[[Optimizer], Any]:

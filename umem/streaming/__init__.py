@@ -14,26 +14,31 @@ from umem.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from umem.streaming.begin import stream_state
-    from umem.streaming.training import StreamedStatus, StreamedTraining, join
+    from umem.streaming.training import (
+        StreamedStatus,
+        StreamedTraining,
+        join,
+        streamed_trainings,
+    )
     from umem.streaming.weights.managed_models import manage_weights
-    from umem.streaming.weights.model_weights import ModelWeights, WeightStatus
+    from umem.streaming.weights.model_weights import WeightStatus
 
 __all__ = [
-    "ModelWeights",
     "StreamedStatus",
     "StreamedTraining",
     "WeightStatus",
     "join",
     "manage_weights",
     "stream_state",
+    "streamed_trainings",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "begin": "stream_state",
-        "training": "StreamedStatus StreamedTraining join",
+        "training": "StreamedStatus StreamedTraining join streamed_trainings",
         "weights.managed_models": "manage_weights",
-        "weights.model_weights": "ModelWeights WeightStatus",
+        "weights.model_weights": "WeightStatus",
     },
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from umem.trace.check import MAX_TENSORS, check_trace
+from umem.trace.check import check_trace
 from umem.trace.file import TRACE_FORMAT, load_trace, save_trace
 from umem.trace.model import (
     OPTIMIZER,
@@ -26,7 +26,6 @@ from umem.trace.uses import (
 )
 
 __all__ = [
-    "MAX_TENSORS",
     "NEVER_MADE",
     "NO_GAP",
     "OPTIMIZER",

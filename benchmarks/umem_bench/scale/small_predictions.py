@@ -18,15 +18,15 @@ from umem.fit import training_step
 from umem.hardware import Hardware
 from umem.hardware.cards import CARDS
 from umem.policy import resolve
-from umem.predict.stream_prediction import StreamedStep, StreamPrediction
+from umem.predict.stream_prediction import PredictedStep, StreamPrediction
 from umem.streaming.plan import (
     TrainingPlan,
     largest_slot_bytes,
     least_slack_bytes,
     plan_training,
     plan_with_host_updates,
+    plan_with_recomputation,
 )
-from umem.streaming.plan.recomputation import plan_with_recomputation
 from umem_bench.machine import header
 from umem_bench.predicted import training_workload
 from umem_bench.results import Measurement, Run, ScaleCase, read_results
@@ -180,7 +180,7 @@ def _shares(made: StreamPrediction, hardware: Hardware) -> dict[str, float]:
     return {part: max(0.0, (step_s - it) / whole_s) for part, it in again_s.items()}
 
 
-def _again_s(step: StreamedStep, training: TrainingPlan, hardware: Hardware) -> float:
+def _again_s(step: PredictedStep, training: TrainingPlan, hardware: Hardware) -> float:
     return training.predict_again(
         training.units, hardware, other_s=step.other_s, batches=step.batches
     ).step_s

@@ -30,7 +30,7 @@ NO_MANAGER = "no manager of umem runs in this training"
 def find_manager() -> Any:
     """What umem manages by itself from the training's first step on; None if it does not."""
     from umem.managing import managers
-    from umem.streaming.training import streamed_trainings
+    from umem.streaming import streamed_trainings
 
     return next(iter((*managers(), *streamed_trainings())), None)
 

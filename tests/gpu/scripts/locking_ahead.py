@@ -10,7 +10,7 @@ from begin import begin
 from torch import nn
 
 from umem.runtime.state import runtime
-from umem.streaming.training import streamed_trainings
+from umem.streaming import streamed_trainings
 
 WIDTH, LAYERS, STEPS = 4096, 48, 8
 """3 GiB of weights; with gradients and state, 12."""

@@ -19,7 +19,7 @@ from torch import nn
 
 import umem
 from umem.runtime.state import runtime
-from umem.streaming.training import streamed_trainings
+from umem.streaming import streamed_trainings
 from umem.streaming.weights import weights_of
 
 

@@ -20,7 +20,7 @@ from streaming import Training
 from torch import nn
 
 import umem
-from umem.streaming.training import streamed_trainings
+from umem.streaming import streamed_trainings
 from umem.streaming.weights import weights_of
 
 MIB = 1 << 20

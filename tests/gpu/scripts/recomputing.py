@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import umem
-from umem.streaming.training import streamed_trainings
+from umem.streaming import streamed_trainings
 from umem.streaming.tune.planning import Planning
 
 LAYERS, WIDTH, HEADS, TOKENS, ROWS, WORDS = 12, 1024, 16, 1024, 8, 16384

@@ -14,7 +14,7 @@ from begin import begin, crcs, print_of_all_ranks, state_of
 from streaming import HIDDEN, LAYERS, Layer
 from torch import distributed, nn
 
-from umem.streaming.training import streamed_trainings
+from umem.streaming import streamed_trainings
 
 BATCHES, ROWS = 2, 512
 

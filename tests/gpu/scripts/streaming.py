@@ -26,9 +26,9 @@ from umem.cuda import bindings
 from umem.managing import managers
 from umem.runtime.state import runtime
 from umem.runtime.unguarded import addresses_of
+from umem.streaming import streamed_trainings
 from umem.streaming.plan import host_updates
 from umem.streaming.stage import CudaStateMemory
-from umem.streaming.training import streamed_trainings
 
 HIDDEN, LAYERS = 1024, 8
 ROWS = int(os.environ.get("ROWS", "4096"))

@@ -24,7 +24,7 @@ from umem.managing import managers, residency
 from umem.runtime import host_room
 from umem.runtime.inspection import memory_by_class
 from umem.runtime.state import runtime
-from umem.streaming.training import streamed_trainings
+from umem.streaming import streamed_trainings
 
 MIB = 1 << 20
 DEVICES = range(2)

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from umem.capture.live.blocks import NO_BLOCK, Block, Parameters
-from umem.capture.live.saved_tensors import Save, SavedTensorHooks, SaveLog
+from umem.capture.live.saved_tensors import SavedTensorHooks, SaveLog, StorageSave
 from umem.capture.storages import BEFORE, Storage, Storages
 from umem.core.classes import TensorClass
 from umem.runtime.model_parts import (
@@ -24,8 +24,9 @@ from umem.runtime.model_parts import (
     weight_classes,
 )
 from umem.runtime.torch_hooks.modules import HookErrors, hook_calls
+from umem.runtime.torch_hooks.passes import running_pass
 from umem.runtime.torch_hooks.saved_tensors import may_leave
-from umem.torch_compat import current_graph_task_id, storage_key, version_counter
+from umem.torch_compat import storage_key, version_counter
 from umem.trace import Access
 
 __all__ = ["MemoryTracker", "StepMemory", "note_access"]
@@ -42,7 +43,7 @@ class StepMemory:
     """Of each phase, by number of the storage."""
     optimizer_parts: Mapping[str, Mapping[int, Access]]
     """Accesses of the optimizer to the parameters of each block, their gradients and state."""
-    saves: tuple[Save, ...]
+    saves: tuple[StorageSave, ...]
     peak_bytes: tuple[int, ...]
     """The most bytes allocated during each phase; empty where no allocator reports them."""
     start_bytes: tuple[int, ...]
@@ -283,7 +284,7 @@ class MemoryTracker:
 
     def _enter_inner(self, block: Block, *_: object) -> None:
         """A module inside a block is called; by a checkpoint, where no call of the block runs."""
-        if self._is_running() or current_graph_task_id() == -1:
+        if self._is_running() or not running_pass().is_second:
             return
         self._inner_calls += 1
         if self._inner_calls == 1:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from umem.capture.live.saved_tensors import SavedTensor
 from umem.capture.live.timing import Clock, clock_for
 from umem.capture.live.trace_builder import TrackedPhase, build_step_trace, outside_bytes
 from umem.core.errors import TraceError
-from umem.runtime.model_parts import optimizer_parameters, plain_tensors
+from umem.runtime.model_parts import innermost, optimizer_parameters, plain_tensors
 from umem.runtime.peak_reader import PeakReader
 from umem.runtime.state import is_enabled, runtime
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
@@ -340,9 +340,7 @@ def record(
     >>> recording.trace.phase_names[-1]
     'optimizer 1'
     """
-    # A wrapper, such as accelerate's, calls the step of the optimizer in it.
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = cast(Any, optimizer).optimizer
+    optimizer = innermost(optimizer)
     if not isinstance(model, nn.Module):
         raise TraceError(f"model is a {type(model).__name__}: give a torch.nn.Module")
     if not isinstance(optimizer, Optimizer):

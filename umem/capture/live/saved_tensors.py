@@ -16,7 +16,7 @@ from umem.runtime.torch_hooks import saved_tensors as torch_hooks
 from umem.runtime.torch_hooks.saved_tensors import Hooks, Kept, keep, unpack_kept
 from umem.torch_compat import push_saved_tensor_hooks, saved_tensor_hooks_enabled
 
-__all__ = ["Save", "SaveLog", "SavedTensor", "SavedTensorHooks"]
+__all__ = ["SaveLog", "SavedTensor", "SavedTensorHooks", "StorageSave"]
 
 
 class SavedTensorHooks:
@@ -128,7 +128,7 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class Save:
+class StorageSave:
     """A :class:`SavedTensor` before there is a trace, with the number of its storage."""
 
     block: str
@@ -141,7 +141,7 @@ class SaveLog:
     """Counts the forward calls of the model and its blocks, and the pack hook's calls in them."""
 
     def __init__(self) -> None:
-        self.saves: list[Save] = []
+        self.saves: list[StorageSave] = []
         self._calls: Counter[str] = Counter()
         # The calls that run: block, index of the call, and the next ordinal.
         self._running: list[tuple[str, int, int]] = []
@@ -160,5 +160,5 @@ class SaveLog:
         """The pack hook is called for a tensor with these storages."""
         if self._running:
             block, call, ordinal = self._running[-1]
-            self.saves += [Save(block, call, ordinal, storage) for storage in storages]
+            self.saves += [StorageSave(block, call, ordinal, storage) for storage in storages]
             self._running[-1] = (block, call, ordinal + 1)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umem.capture.live.memory_tracker import StepMemory, note_access
-from umem.capture.live.saved_tensors import Save, SavedTensor
+from umem.capture.live.saved_tensors import SavedTensor, StorageSave
 from umem.capture.storages import Lifetime, Phase, Storage, build_trace, lifetime
 from umem.core.block_sizes import block_bytes
 from umem.core.classes import TensorClass
@@ -144,7 +144,7 @@ def _touched_bytes(accesses: Mapping[int, Access], storages: Sequence[Storage]) 
 
 
 def _find_saved(
-    saves: Iterable[Save], storages: Sequence[Storage], index: Mapping[int, int]
+    saves: Iterable[StorageSave], storages: Sequence[Storage], index: Mapping[int, int]
 ) -> Iterator[SavedTensor]:
     for save in saves:
         storage = storages[save.storage]

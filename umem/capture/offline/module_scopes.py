@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.runtime.model_parts import optimizer_parameters, parameter_names
+from umem.runtime.torch_hooks.passes import running_pass
 from umem.torch_compat import (
     current_autograd_node,
     current_graph_task_id,
@@ -111,7 +112,7 @@ class ModuleScopeTracker:
         """The pass and the module, as far as they are known: ``backward layers.3.mlp``."""
         if self.is_optimizer:
             return OPTIMIZER
-        in_backward = current_graph_task_id() != -1
+        in_backward = running_pass().is_second
         if self._scopes:
             # In the backward pass, only a checkpoint calls modules.
             return f"{'recompute' if in_backward else 'forward'} {self._scopes[-1]}".rstrip()

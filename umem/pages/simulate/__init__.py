@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from umem.pages.simulate.lower_bound import lower_bound_s, unavoidable_bytes
-from umem.pages.simulate.run import Addresses, Run, report, run, simulate
+from umem.pages.simulate.run import Run, report, run, simulate
 
 __all__ = [
-    "Addresses",
     "Run",
     "lower_bound_s",
     "report",

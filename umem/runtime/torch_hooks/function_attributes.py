@@ -18,8 +18,9 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from umem import patches
+from umem.runtime.torch_hooks.passes import is_forward_pass
 from umem.runtime.torch_hooks.saved_tensors import find_lent
-from umem.torch_compat import current_graph_task_id, forward_class
+from umem.torch_compat import forward_class
 
 __all__ = ["let_go_of_lent"]
 
@@ -97,7 +98,7 @@ def _watch(function: type[torch.autograd.Function]) -> None:
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(ctx, *args, **kwargs)
         # What a checkpoint computes again is needed at once.
-        if not torch.compiler.is_compiling() and current_graph_task_id() == -1:
+        if is_forward_pass():
             _let_go(ctx)
         return result
 

@@ -29,10 +29,10 @@ from torch.utils.hooks import RemovableHandle
 
 from umem.torch_compat import fx_is_tracing, tracing_state
 
-__all__ = ["Place", "Undo", "are_called", "hidden_in", "hide", "uncalled"]
+__all__ = ["HookPlace", "Undo", "are_called", "hidden_in", "hide", "uncalled"]
 
 Undo = Callable[[], None]
-Place = Literal["first", "in order", "last"]
+HookPlace = Literal["first", "in order", "last"]
 
 _lock = RLock()
 """Reentrant: garbage that is collected meanwhile may remove a hook."""
@@ -141,7 +141,7 @@ class _ListedHooks(_Hooks):
         return [hook for _, hook in own.among([*OrderedDict.items(self)])]
 
 
-def hide(handle: RemovableHandle, place: Place = "in order") -> Undo:
+def hide(handle: RemovableHandle, place: HookPlace = "in order") -> Undo:
     """Let nothing but torch's call of a hook find the hook, which was just registered.
 
     It is called first of all, where it was registered, or behind all hooks of the program, also

@@ -15,7 +15,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from umem import patches
-from umem.runtime.torch_hooks.hidden import Place, Undo, are_called, hide
+from umem.runtime.torch_hooks.hidden import HookPlace, Undo, are_called, hide
 from umem.torch_compat import compiled_call, set_compiled_call
 
 __all__ = ["HookErrors", "Undo", "enter_running_forward", "hook_calls", "hook_running_forward"]
@@ -106,7 +106,7 @@ def hook_calls(
     leave: Callable[..., None] | None = None,
     on_error: OnError = _raise,
     *,
-    place: Place = "in order",
+    place: HookPlace = "in order",
 ) -> list[Undo]:
     """Call functions at both ends of every call of one module; each result removes one hook.
 

@@ -7,7 +7,7 @@ kernels of attention, the parameters themselves (as `torch.func.functional_call`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from operator import is_
@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["CallState"]
+from umem.runtime.torch_hooks.saved_tensors import check_version
+from umem.torch_compat import version_counter
+
+__all__ = ["CallState", "versions_of"]
 
 _HELD = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 """Attributes whose entries change, and not they. umem's own hooks are no entries."""
@@ -26,10 +29,18 @@ class CallState:
     """The attributes of a module and of all in it, and torch's settings, as they are now.
 
     Noted for each call of a block, and compared twice: all dictionaries at once, in C.
+
+    Parameters
+    ----------
+    module
+        The module.
+    but
+        Buffers that may change. For others, and for parameters, that is autograd's error.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, but: Collection[torch.Tensor] = ()) -> None:
         self._module = module
+        self._versions = versions_of(module, but)
         self._settings = _settings()
         own = [vars(it) for it in module.modules()]
         held = [it[name] for it in own for name in _HELD]
@@ -44,6 +55,8 @@ class CallState:
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Have all as it was noted, and in the end as it is now."""
+        for tensor, version in self._versions:
+            check_version(tensor, version)
         now = self if self._is_now() else CallState(self._module)
         try:
             if now is not self:
@@ -88,6 +101,18 @@ class CallState:
         for parameter, was in self._flags:
             if parameter.requires_grad != was:
                 parameter.requires_grad_(was)
+
+
+def versions_of(module: nn.Module, but: Collection[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Parameters and buffers of a module, but some, and how often each was changed in place."""
+    kept = frozenset(map(id, but))
+    own = [vars(it) for it in module.modules()]
+    every = (it for of in own for name in ("_parameters", "_buffers") for it in of[name].values())
+    return [
+        (it, version_counter(it))
+        for it in every
+        if it is not None and id(it) not in kept and not it.is_inference()
+    ]
 
 
 def _settings() -> tuple[Any, ...]:

@@ -36,11 +36,12 @@ from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.activations import program_checkpoints
+from umem.streaming.activations.call_states import versions_of
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint
-from umem.streaming.activations.recomputed import RecomputedCall, SecondRun, versions_of
+from umem.streaming.activations.recomputed import RecomputedCall, SecondRun
 from umem.streaming.activations.remade_results import RemadeResults
 from umem.streaming.activations.repeatable import (
-    Proof,
+    CallProof,
     WatchedCall,
     call_signature,
     drops_between_cells,
@@ -218,7 +219,7 @@ class CopiedActivations(Listener):
         *,
         may_recompute: bool = False,
     ) -> None:
-        self.proofs: dict[str, Proof] = {}
+        self.proofs: dict[str, CallProof] = {}
         """Of the blocks whose calls may run twice."""
         self.is_unusual = False
         """Whether this step is unlike later ones: some calls run twice, or cuts were found."""

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from umem.runtime.model_parts import tensors_in
-from umem.runtime.torch_hooks.saved_tensors import check_version
 from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues
 from umem.streaming.activations.call_states import CallState
 from umem.streaming.activations.random_states import RandomStates
-from umem.torch_compat import InferenceMode, begin_checkpoint, version_counter
+from umem.torch_compat import InferenceMode, begin_checkpoint
 
-__all__ = ["RecomputedCall", "SecondRun", "versions_of"]
+__all__ = ["RecomputedCall", "SecondRun"]
 
 
 class SecondRun:
@@ -36,11 +35,10 @@ class SecondRun:
         kwargs: dict[str, Any],
         buffers: Collection[torch.Tensor],
     ) -> None:
-        self._module, self._state = module, CallState(module)
+        self._module, self._state = module, CallState(module, but=buffers)
         self._random = RandomStates(tensors_in((args, kwargs)))
         self._given = Arguments(args, kwargs)
         self._before = BufferValues.of(buffers)
-        self._unchanged = versions_of(module, but=buffers)
         # Autograd saves them: a change is an error from now on, and they may leave. The node frees
         # what it has saved with its result, although Python may have it for longer.
         tensors = self._given.take_tensors()
@@ -84,8 +82,6 @@ class SecondRun:
             BufferValues.of(self._before.buffers).put_back_at_end(),
             self._random.put_back(),
         ):
-            for tensor, version in self._unchanged:
-                check_version(tensor, version)
             args, kwargs = self._given.with_tensors(self._saved.grad_fn.saved_tensors)
             self._before.put_back()
             self._module(*args, **kwargs)
@@ -128,18 +124,6 @@ class RecomputedCall:
     def abandon(self) -> None:
         """An exception has ended the call."""
         self._ends.close()
-
-
-def versions_of(module: nn.Module, but: Collection[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Parameters and buffers of a module, but some, and how often each was changed in place."""
-    kept = frozenset(map(id, but))
-    own = [vars(it) for it in module.modules()]
-    every = (it for of in own for name in ("_parameters", "_buffers") for it in of[name].values())
-    return [
-        (it, version_counter(it))
-        for it in every
-        if it is not None and id(it) not in kept and not it.is_inference()
-    ]
 
 
 class _Saved(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torch import nn
 from umem.offloading.store import ActivationStore, SavedHandle
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.passes import Pass
-from umem.runtime.torch_hooks.saved_tensors import check_version, is_lent
+from umem.runtime.torch_hooks.saved_tensors import is_lent
 from umem.streaming.activations.buffer_values import have_equal_bits
 from umem.streaming.activations.call_states import CallState
 from umem.streaming.activations.random_states import RandomStates
@@ -55,10 +55,9 @@ class _Call:
         self.saved: list[SavedHandle] = []
         self.key, self.version = storage_address(x), version_counter(x)
         self._dtype, self._layout = x.dtype, (x.storage_offset(), x.size(), x.stride())
-        self._weights = [(it, version_counter(it)) for it in module.parameters()]
         kind = x.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._module, self._state = module, CallState(module)
+        self._state = CallState(module, but=[*module.buffers()])
         self._random = RandomStates([x])
         self._function: Callable[..., torch.Tensor] = module.forward
         if type(module) in _BATCH_NORMS and module.training:  # its averages change once
@@ -86,8 +85,6 @@ class _Call:
 
     def again(self, x: torch.Tensor) -> torch.Tensor:
         """Call the module's function once more."""
-        for weight, version in self._weights:
-            check_version(weight, version)
         autocast = torch.autocast(*self._autocast, cache_enabled=False)
         with torch.no_grad(), autocast, self._state.put_back(), self._random.put_back():
             return self._function(x)

@@ -43,7 +43,7 @@ from umem.torch_compat import (
     version_counter,
 )
 
-__all__ = ["Proof", "WatchedCall", "call_signature", "drops_between_cells", "is_plain", "watch"]
+__all__ = ["CallProof", "WatchedCall", "call_signature", "drops_between_cells", "is_plain", "watch"]
 
 _LOG = logging.getLogger("umem")
 
@@ -58,7 +58,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 @dataclass(frozen=True)
-class Proof:
+class CallProof:
     """What a watched call has shown of a block that may run twice."""
 
     signature: tuple[Any, ...]
@@ -167,7 +167,7 @@ class WatchedCall:
         """End it without a proof."""
         self._until_end.close()
 
-    def end(self, output: object) -> Proof | None:
+    def end(self, output: object) -> CallProof | None:
         """End it, and run the block once more; None where it may not run twice."""
         self.abandon()
         try:
@@ -179,7 +179,7 @@ class WatchedCall:
             _LOG.debug("umem: a block's call cannot be run again", exc_info=True)
             return None
 
-    def _prove(self, output: object) -> Proof | None:
+    def _prove(self, output: object) -> CallProof | None:
         """Run the block again, and compare."""
         # Of a change that is counted, autograd would tell the program, in the backward pass.
         counted = {
@@ -227,7 +227,7 @@ class WatchedCall:
         kept = {**changed, **small}
         if sum(self._buffers[name][0].nbytes for name in kept) > _MOST_BUFFER_BYTES:
             kept = changed
-        return Proof(self._signature, freed_bytes, max(0, checkpointed_bytes), tuple(kept))
+        return CallProof(self._signature, freed_bytes, max(0, checkpointed_bytes), tuple(kept))
 
     def _is_repeated(self, saved: list[_Saved], output: object, *, is_random: bool) -> bool:
         """Whether another run saves and returns the same."""

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         ROUNDS,
         DeviceOptimizer,
         Elements,
-        Proof,
         prove,
         random_elements,
         telling,
@@ -50,7 +49,6 @@ __all__ = [
     "HostUpdate",
     "Hyperparameters",
     "Powers",
-    "Proof",
     "Second",
     "StepKind",
     "Weight",
@@ -69,7 +67,6 @@ __getattr__ = lazy_names(
         "forms": "Ahead Decay First Form Hyperparameters Powers Second StepKind Weight "
         "constants forms_of kind_of",
         "host_update": "HostSpan HostUpdate near_cpus",
-        "proof": "BFLOAT16_ROUNDS ROUNDS DeviceOptimizer Elements Proof prove random_elements "
-        "telling",
+        "proof": "BFLOAT16_ROUNDS ROUNDS DeviceOptimizer Elements prove random_elements telling",
     },
 )

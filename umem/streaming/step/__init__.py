@@ -13,13 +13,12 @@ if TYPE_CHECKING:
         refusal,
         replaces_state,
     )
-    from umem.streaming.step.step import StepCounts, StreamedStep
+    from umem.streaming.step.step import StreamedStep
     from umem.streaming.step.temporary_slots import TemporaryPlan, TemporarySlots
     from umem.streaming.step.unit_names import UnitNames
 
 __all__ = [
     "PER_PARAMETER_OPTIMIZERS",
-    "StepCounts",
     "StreamedStep",
     "TemporaryPlan",
     "TemporarySlots",
@@ -33,7 +32,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "known_optimizers": "PER_PARAMETER_OPTIMIZERS is_elementwise refusal replaces_state",
-        "step": "StepCounts StreamedStep",
+        "step": "StreamedStep",
         "temporary_slots": "TemporaryPlan TemporarySlots",
         "unit_names": "UnitNames",
     },

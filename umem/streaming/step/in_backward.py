@@ -188,7 +188,7 @@ class BackwardUpdates:
             return
         with self._step.lock:
             if self._observer is not None:
-                self._observer.arrived(unit, parameter, optimizer)
+                self._observer.arrived(parameter, optimizer)
                 if arrivals.left == 0:
                     self._observer.completed(unit)
                 return

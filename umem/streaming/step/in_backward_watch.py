@@ -68,7 +68,7 @@ class StepObserver:
             self.note("a gradient scaler divides gradients, and may skip the step")
         self.note(f"{what} at {_place(frame)}")
 
-    def arrived(self, unit: StreamedUnit, parameter: Any, optimizer: Optimizer) -> None:
+    def arrived(self, parameter: Any, optimizer: Optimizer) -> None:
         """See a gradient that autograd has computed or added to."""
         if guard_of(parameter) is self._guards[1] or id(parameter) in self._gradients:
             self.note(_ACCUMULATED)

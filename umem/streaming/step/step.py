@@ -36,7 +36,7 @@ from umem.core.errors import PlanError
 from umem.runtime.aliases import has_alias, overlap
 from umem.runtime.guard import Guard, are_plain, can_guard, settle
 from umem.runtime.model_parts import optimizer_parameters
-from umem.runtime.torch_hooks.passes import Pass
+from umem.runtime.torch_hooks.passes import Pass, running_pass
 from umem.streaming.gradients.clipped_gradients import ClippedGradients
 from umem.streaming.stage.lanes import Lane, Lanes, Moment
 from umem.streaming.stage.sharded_tensors import ShardedStep, ShardedUnit
@@ -53,7 +53,6 @@ from umem.streaming.step.unit_names import is_outside
 from umem.streaming.step.unit_uses import UnitUses
 from umem.streaming.step.units import StreamedUnits, tensors_of
 from umem.streaming.step.whole_steps import COMMON_MEMORY, COMMON_STATE
-from umem.torch_compat import current_graph_task_id
 
 __all__ = ["StepCounts", "StepOwner", "StreamedStep"]
 
@@ -547,7 +546,7 @@ class StreamedStep:
         It may do so before the blocks' hooks, as for a head with the model's first gathering.
         Units are updated in the order in which they are needed.
         """
-        if current_graph_task_id() == -1:
+        if not running_pass().is_second:
             self._uses.in_pass(unit.name)
         self.settle(unit)
         if unit.updated is not None:

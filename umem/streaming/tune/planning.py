@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
 from umem.hardware import Hardware
-from umem.streaming.activations.repeatable import Proof
+from umem.streaming.activations.repeatable import CallProof
 from umem.streaming.plan.host_updates import plan_with_host_updates
 from umem.streaming.plan.recomputation import (
     plan_with_recomputation,
@@ -66,7 +66,7 @@ class Planning:
         room: DeviceRoom,
         shared: SharedBudget,
         state_share: float,
-        proofs: Mapping[str, Proof],
+        proofs: Mapping[str, CallProof],
         remaking: Remaking,
         losses: SlicedLosses | None,
     ) -> None:

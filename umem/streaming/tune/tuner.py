@@ -12,6 +12,7 @@ from umem.capture.live import find_blocks
 from umem.capture.live.timing import Clock
 from umem.hardware import Hardware
 from umem.offloading import ActivationStatistics, ActivationStore
+from umem.runtime.torch_hooks.passes import running_pass
 from umem.streaming.activations.copied_activations import CopiedActivations
 from umem.streaming.plan.state_plan import StreamPlan
 from umem.streaming.stage.device_room import DeviceRoom
@@ -24,7 +25,6 @@ from umem.streaming.tune.remaking import Remaking
 from umem.streaming.tune.states import TRANSITIONS, TuningEvent, TuningState, TuningStatus
 from umem.streaming.tune.watching import Watching
 from umem.streaming.weights.model_weights import ModelWeights
-from umem.torch_compat import current_graph_task_id
 
 if TYPE_CHECKING:
     from umem.streaming.activations import SlicedLosses
@@ -190,7 +190,7 @@ class StreamTuner:
             training step: those of several optimizers, or of one whose groups have some of its
             parameters by turns, as DeepSpeed has them.
         """
-        in_backward = current_graph_task_id() != -1
+        in_backward = running_pass().is_second
         if not in_backward:  # where a unit is updated, nothing of it is to come
             self._try(self._update_begins)
         is_later = bool(self._seen_first) and first not in self._seen_first
