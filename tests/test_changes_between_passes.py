@@ -4,6 +4,7 @@ that run twice do in the second call what they did in the first."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,57 @@ def test_attributes(program: Program) -> None:
             return super().forward(x * torch.full((), 0.1).pow(7).float())
 
     check(Typed, program)
+
+
+CONFIGURATION = SimpleNamespace(scale=1.0)
+SCALES = [1.0]
+
+
+class ScaledFromBeside(Layer):
+    """With numbers that no attribute of a module is: a second call would have others."""
+
+    shared = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configuration, self.options = CONFIGURATION, {"scale": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = SCALES[0] * type(self).shared * self.options["scale"]
+        return super().forward(x * scale * self.configuration.scale)
+
+
+def of_a_class(_layer: Any, factor: float) -> None:
+    ScaledFromBeside.shared *= factor
+
+
+def of_a_configuration(_layer: Any, factor: float) -> None:
+    CONFIGURATION.scale *= factor
+
+
+def of_a_module_of_python(_layer: Any, factor: float) -> None:
+    SCALES[0] *= factor
+
+
+def in_an_attribute(layer: Any, factor: float) -> None:
+    layer.options["scale"] *= factor
+
+
+@pytest.mark.parametrize(
+    "scale", [of_a_class, of_a_configuration, of_a_module_of_python, in_an_attribute]
+)
+def test_what_else_a_call_reads(scale: Callable[[Any, float], None]) -> None:
+    """It is set for each forward pass, as a context for a batch is."""
+
+    def program(model: Any, number: int) -> torch.Tensor:
+        for layer in model.layers:
+            scale(layer, 1.25)
+        loss = loss_of(model, number)
+        for layer in model.layers:
+            scale(layer, 0.8)
+        return loss
+
+    check(ScaledFromBeside, program, runs_twice=False)
 
 
 def test_kernels_of_attention() -> None:

@@ -217,14 +217,14 @@ PATCHES: Mapping[str, Patch] = {
     # ---- backward passes
     **_private(
         "runtime/torch_hooks/work_starts.py",
-        _STREAMED,
-        _TRAININGS_END,
+        "state or weights that are streamed",
+        "the end of these",
         "run_backward",
         "run_backward_of_graph",
     ),
     **_patches(
         "runtime/torch_hooks/backward.py",
-        "steps that are recorded or measured, and streamed weights",
+        "steps that are recorded or measured",
         "the end of these",
         "the begin and end of backward passes would not be seen",
         {"backward": "torch.autograd:backward"},

@@ -220,6 +220,54 @@ def gradients_kept(run: Run) -> None:
         optimizer.zero_grad()
 
 
+@program()
+def gradients_asked_for(run: Run) -> None:
+    """``torch.autograd.grad``, and an update by a fused kernel that counts no version."""
+    model, optimizer = run.model()
+    weights = list(model.parameters())
+    for batch in run.batches():
+        loss = model(batch).square().mean()
+        gradients = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            torch._fused_sgd_(
+                weights,
+                gradients,
+                [],
+                lr=1e-3,
+                weight_decay=0.0,
+                momentum=0.0,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+            )
+        run.record("loss", loss)
+        if run.step % 2:
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
+            optimizer.step()
+
+
+@program()
+def views_kept_from_the_pass(run: Run) -> None:
+    """A hook amid a block's call keeps a weight's ``detach()``, read and written after steps."""
+    model, optimizer = run.model()
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(layer: Any, *_: object) -> None:
+        if run.is_late:
+            kept[run.step % 2] = layer.weight.detach().mT
+
+    def read() -> None:
+        run.record("kept", kept)
+        with torch.no_grad():
+            for view in kept.values():
+                view.mul_(0.99)
+
+    model.blocks[1].up.register_forward_hook(keep)
+    train(run, model, optimizer, read)
+
+
 def _fail(*_: object) -> None:
     raise ValueError("on purpose")
 

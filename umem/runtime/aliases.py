@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection
 
 import torch
@@ -11,7 +12,7 @@ from umem.runtime.torch_hooks.memory_access import original_storage
 from umem.runtime.unguarded import Unguarded, addresses_of
 from umem.torch_compat import storage_address, storage_key, storage_use_count
 
-__all__ = ["are_all_on_memory", "has_alias", "have_one_memory", "overlap"]
+__all__ = ["are_all_on_memory", "has_alias", "have_one_memory", "overlap", "tensors_on"]
 
 
 def has_alias(tensors: Collection[torch.Tensor]) -> bool:
@@ -28,6 +29,21 @@ def has_alias(tensors: Collection[torch.Tensor]) -> bool:
 def are_all_on_memory(tensors: Collection[torch.Tensor]) -> bool:
     """Whether nothing but these tensors has their memory, the same for all; each is given once."""
     return not any_held(tensors) and _have_users([next(iter(tensors))], len(tensors))
+
+
+def tensors_on(storage: torch.UntypedStorage) -> list[torch.Tensor]:
+    """All tensors of Python on a storage. To look among 100,000 objects takes about 0.1 s."""
+    found, key = [], storage_key(storage)
+    with Unguarded():
+        for it in gc.get_objects():
+            # Not `isinstance`, for which a proxy may answer with another class.
+            if issubclass(type(it), torch.Tensor):
+                try:
+                    if storage_address(it) == key:
+                        found.append(it)
+                except (NotImplementedError, RuntimeError):  # it has no storage
+                    continue
+    return found
 
 
 def overlap(tensors: Collection[torch.Tensor]) -> bool:

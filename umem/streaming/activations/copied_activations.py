@@ -38,6 +38,7 @@ from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.activations import program_checkpoints
 from umem.streaming.activations.call_states import versions_of
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint
+from umem.streaming.activations.reachable import ReachableBeside
 from umem.streaming.activations.recomputed import RecomputedCall, SecondRun
 from umem.streaming.activations.remade_results import RemadeResults
 from umem.streaming.activations.repeatable import (
@@ -606,12 +607,18 @@ class CopiedActivations(Listener):
         return None
 
     def _confirm(self, name: str, nodes: Iterable[Any]) -> None:
-        """Withdraw a proof if the program itself changes weights before the backward pass."""
+        """Withdraw a proof if the program itself changes what the call reads before its backward.
+
+        Attributes of modules may change: a second call has those of the first.
+        """
         module = self._blocks[name].module
         unchanged = versions_of(module, but=[*map(module.get_buffer, self.proofs[name].buffers)])
 
+        beside = ReachableBeside(module)
+
         def confirm(_gradients: object) -> None:
-            if any(version_counter(it) != version for it, version in unchanged):
+            are_changed = any(version_counter(it) != version for it, version in unchanged)
+            if are_changed or not beside.is_unchanged():
                 self.proofs.pop(name, None)
 
         for node in nodes:

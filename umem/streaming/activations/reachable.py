@@ -25,12 +25,13 @@ from torch import nn
 
 from umem.torch_compat import version_counter
 
-__all__ = ["Reachable"]
+__all__ = ["Reachable", "ReachableBeside"]
 
 _MOST_OBJECTS = 20_000
 """To look at so many takes some 20 ms."""
 
 _MOST_ARRAY_BYTES = 1 << 16
+_ENTRIES = ("_parameters", "_buffers", "_modules")
 _VALUES = (type(None), bool, int, str, bytes, torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _UNTOLD = (Iterator, io.IOBase, random.Random, np.random.Generator, np.random.RandomState)
@@ -106,6 +107,36 @@ class Reachable:
         return ()
 
 
+class ReachableBeside:
+    """What a module's call reads beside its attributes and weights, whose values are noted now.
+
+    That is what attributes hold in turn, as a configuration does, and what functions name and close
+    over, such as globals.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kinds = {type(it) for it in module.modules()}
+        self._but = [*module.parameters(), *module.buffers()]
+        self._held = [
+            value
+            for part in module.modules()
+            for name, value in vars(part).items()
+            if not (name in _ENTRIES or name.endswith("_hooks"))
+        ]
+        self._noted = self._look()
+
+    def is_unchanged(self) -> bool:
+        """Whether all of it is as it was; False where nothing tells."""
+        return self._noted is not None and self._noted == self._look()
+
+    def _look(self) -> Reachable | None:
+        named = chain.from_iterable(map(_methods, self._kinds))
+        try:
+            return Reachable([*self._held, *named], self._but)
+        except ValueError:
+            return None
+
+
 def _held(value: Any) -> Iterable[object]:
     """What other objects lead to."""
     if isinstance(value, FunctionType):
@@ -144,6 +175,7 @@ def _methods(kind: type) -> Iterator[object]:
 
 def _named(function: FunctionType) -> Iterator[object]:
     """What a function names, closes over, and has by default."""
+    yield function.__code__
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     everything = function.__globals__
     yield from (everything[name] for name in sorted(names & everything.keys()))

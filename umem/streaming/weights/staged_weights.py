@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -16,7 +17,7 @@ import torch
 
 from umem.core.classes import TensorClass
 from umem.core.interrupts import exhaust
-from umem.runtime.aliases import has_alias
+from umem.runtime.aliases import has_alias, tensors_on
 from umem.runtime.guard import Guard, has_guard
 from umem.runtime.held_memory import lend_memory
 from umem.runtime.model_parts import lies_in_memory
@@ -89,6 +90,11 @@ class LentSlot(Slot):
             self._places_of[parts.number] = places
         return places
 
+    def find_views(self) -> list[torch.Tensor]:
+        """What the program has kept of views of the memory, while no weight is on it."""
+        own = {id(it) for it in (self.memory, *self._typed.values(), *self._places.values())}
+        return [it for it in tensors_on(self._storage) if id(it) not in own]
+
     def leave_to_users(self) -> None:
         """End the loan."""
         self._end_loan()
@@ -127,6 +133,12 @@ def _find(reference: weakref.ref[LentSlot], view: torch.Tensor) -> Callable[[], 
 
 
 _TORCHS_OWN = (torch.Tensor, torch.nn.Parameter)
+
+_LOOKS_IN_VAIN = 2
+"""For views of a block's weights, among all objects of Python, until it is left alone."""
+
+_MOST_KEPT_VIEWS = 8
+"""Views of a weight that are kept beyond its block's use, and moved, until it stays at home."""
 
 _dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 _numbers = count()
@@ -245,6 +257,8 @@ class StagedWeights(Bundle):
         """Whether the next copy is with tables of experts."""
         self.is_whole = False
         """Whether the present copy is of all weights, tables of experts included."""
+        self.is_saved = False
+        """Whether a backward pass with a graph of its own uses them, which keeps views of them."""
         self._lanes = lanes
         self._memory = memory
         self._lock = lock
@@ -256,6 +270,10 @@ class StagedWeights(Bundle):
         """The homes of those that may, by place in the buffer."""
         self._aliases: dict[int, list[torch.Tensor]] = {}
         """What ``.data`` has returned of those, by the same places."""
+        self._looks = _LOOKS_IN_VAIN
+        """Those for views that remain, each of which may find none."""
+        self._kept: Counter[int] = Counter()
+        """By place in the buffer, views of a weight that the program has kept beyond a use."""
         self._stream = 0
         """The stream that has waited for the copy."""
         self.size_bytes = 0
@@ -361,10 +379,14 @@ class StagedWeights(Bundle):
 
         Returns whether that are others than before. Not while a copy is in use.
         """
-        if not self._held and not has_alias(self.tensors):
+        if not self._held and not self._kept and not has_alias(self.tensors):
             return False
         every = sorted([*self._parts.every, *self._held], key=attrgetter("offset"))
-        held = [it for it in every if has_alias((it.tensor,))]
+        held = [
+            it
+            for it in every
+            if self._kept[it.offset] > _MOST_KEPT_VIEWS or has_alias((it.tensor,))
+        ]
         if held == self._held:
             return False
         with Unguarded():
@@ -538,8 +560,24 @@ class StagedWeights(Bundle):
                     home = homes.get(offset)
                     if home is not None:  # else the program holds the weight at its home
                         self._return(number, home)
-        self._homes, self._aliases = {}, {}
+            self._homes, self._aliases = {}, {}
+            if self._looks and not self.is_saved and self._slot().has_users():
+                self._move_views(homes)
         self.becomes(BundleEvent.KEPT)
+
+    def _move_views(self, homes: Mapping[int, torch.Tensor]) -> None:
+        """Give views that the program keeps beyond the use the memory of the homes.
+
+        They have the weight's values for good then, and it stays at home as long as they exist.
+        Those that C++ alone keeps are not found.
+        """
+        views = self._slot().find_views()
+        for view in views:
+            number = self._number_of(view)
+            offset = self._copied.offsets[number]
+            self._move(view, offset, homes.get(offset, self._copied.tensors[number]))
+            self._kept[offset] += 1
+        self._looks -= not views
 
     def have_views(self) -> bool:
         """Whether anything but the weights themselves has memory of the slot."""

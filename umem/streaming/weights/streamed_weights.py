@@ -27,11 +27,12 @@ from umem.core.classes import TensorClass
 from umem.offloading import ActivationStore
 from umem.runtime.guard import Guard
 from umem.runtime.model_parts import tensors_in
-from umem.runtime.torch_hooks.backward import hook_backward, nodes_of
+from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.function_attributes import let_go_of_lent
 from umem.runtime.torch_hooks.modules import HookErrors, Undo
 from umem.runtime.torch_hooks.passes import Pass
+from umem.runtime.torch_hooks.work_starts import after_backward
 from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Lanes, Moment
 from umem.streaming.stage.ring import Ring, Slot
@@ -270,8 +271,7 @@ class StreamedWeights(Listener):
                 {it.name: it.module for it in blocks},
             )
             # What is global holds no strong reference: this object goes with the blocks.
-            ends = partial(_backward_ends, weakref.ref(self))
-            listener = hook_backward(lambda _: None, ends)
+            listener = after_backward(partial(_backward_ends, weakref.ref(self)))
             guards = [
                 guard for it in self._staged for guard in (it.guard, it.cache) if guard is not None
             ]
@@ -464,6 +464,7 @@ class StreamedWeights(Listener):
                         return False
                     self._fetch(staged, slot, kind)
                     self._counts.late += 1
+            staged.is_saved = kind is _Kind.BACKWARD and torch.is_grad_enabled()
             staged.begin_use(user)
             if not (with_experts or staged.is_whole):
                 self._counts.experts_in_place += 1
@@ -588,7 +589,7 @@ class StreamedWeights(Listener):
         return (_Kind.BACKWARD, staged) if kind is _Kind.FORWARD else (kind, every[0])
 
 
-def _backward_ends(reference: weakref.ref[StreamedWeights], _has_failed: bool) -> None:
+def _backward_ends(reference: weakref.ref[StreamedWeights]) -> None:
     weights = reference()
     if weights is not None:
         weights.backward_ends()
