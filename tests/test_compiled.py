@@ -30,10 +30,8 @@ if __name__ == "__main__":
     print(double(21), half(84))
 """
 
-NOTICE = "umem: compiling the planner, once on this machine: up to half a minute\n"
-NO_CACHE = (
-    "umem: compiling the planner, in every process, for want of a cache: up to half a minute\n"
-)
+NOTICE = "umem: compiling the planner, once on this machine: up to a minute\n"
+NO_CACHE = "umem: compiling the planner, in every process, for want of a cache: up to a minute\n"
 
 
 def python(arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str]:

@@ -14,12 +14,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from umem.core.errors import UnsupportedError
 from umem.cuda import (
     Advice,
     Location,
     Range,
     advise,
+    bindings,
     discard,
+    managed_buffer,
     prefetch,
     unadvise,
 )
@@ -204,6 +207,33 @@ class TestChecks:
             advise(SOME_RANGE, Advice.ACCESSED_BY, Location.host_numa(0))
         with pytest.raises(TypeError, match=r"Advice\.READ_MOSTLY"):
             advise(SOME_RANGE, "ReadMostly")  # type: ignore[arg-type]
+
+
+class TestManagedBuffer:
+    """Of cuda.core, which makes one without a GPU; CUDA's answer for the type is a stand-in."""
+
+    @pytest.fixture(autouse=True)
+    def _managed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bindings, "memory_type", lambda _: "cudaMemoryTypeManaged")
+
+    def test_it_is_of_the_range_and_keeps_the_target(self) -> None:
+        core = pytest.importorskip("cuda.core", minversion="1.1")
+        target = Array((3, 4))
+        kept = sys.getrefcount(target)
+        buffer = managed_buffer(target)
+        assert isinstance(buffer, core.ManagedBuffer)
+        assert (int(buffer.handle), buffer.size) == (1 << 21, 48)
+        assert sys.getrefcount(target) > kept
+
+    def test_without_cuda_core(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "cuda.core", None)
+        with pytest.raises(UnsupportedError, match=r"cuda\.core 1\.1 or newer.*\[cuda13\]'"):
+            managed_buffer(SOME_RANGE)
+
+    def test_memory_of_the_system_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bindings, "memory_type", lambda _: "cudaMemoryTypeUnregistered")
+        with pytest.raises(ValueError, match="not managed memory"):
+            managed_buffer(SOME_RANGE)
 
 
 class TestWithoutGpu:

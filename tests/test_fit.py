@@ -323,9 +323,13 @@ def test_all_resident_takes_the_time_of_stock_but_for_checkpoints() -> None:
     assert stock.time_s is not None
     assert umem.time_s is not None
     assert 0.6 * stock.time_s < umem.time_s < 0.8 * stock.time_s
-    assert offload.time_s is not None
-    assert offload.time_s >= (stock.time_s or 0)
     assert found.largest_stock_batch >= 4
+    # Adapters' state is small, and the host has it all the same.
+    assert offload.time_s is not None
+    assert offload.time_s > stock.time_s
+    assert stock.device_bytes is not None
+    state_bytes = found.classes["optimizer_state"].size_bytes
+    assert offload.device_bytes == stock.device_bytes - state_bytes
 
 
 # The answer.

@@ -138,13 +138,6 @@ def test_a_file_to_build_on_is_found_from_anywhere(run: Run, tmp_path: Path) -> 
     assert (status, json.loads(text)["results"][0]["step_s"]) == (0, row["step_s"])
 
 
-def test_nothing_is_tried_after_the_limit(run: Run) -> None:
-    status, text, _ = run(*TINY, "--limit", 0, "--json")
-    found = json.loads(text)
-    assert (status, found["predicted"], found["points"]) == (0, 0, [])
-    assert found["stopped"] == "limit"
-
-
 @pytest.mark.parametrize(
     ("arguments", "place"),
     [
@@ -155,6 +148,8 @@ def test_nothing_is_tried_after_the_limit(run: Run) -> None:
         (("--policy", "sft,nowhere"), "nowhere"),
         (("--mode", "both"), "--mode"),
         (("--output", os.devnull), "--output"),
+        (("--limit", "0"), "--limit"),
+        (("--limit", "nan"), "--limit"),
         (("--budget", "1MiB", "--no-checkpoint"), "1 MiB"),
     ],
 )

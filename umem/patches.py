@@ -543,7 +543,7 @@ PATCHES: Mapping[str, Patch] = {
         "core/compiled.py",
         "the import of a planner or a simulator",
         _NEVER,
-        "nothing would say why the first plan takes half a minute",
+        "nothing would say why the first plan takes a minute",
         {"numba_compiles": "numba.core.event:register"},
         PatchWay.CALLED,
     ),

@@ -1,8 +1,8 @@
 """Compiles the planner by planning a step of few tensors: `python -m umem_bench.compile_planner`.
 
-Where numba has kept nothing yet, the first plan of a process takes half a minute. This program does
-it once, before tests start many processes, and prints the seconds that it took. Benchmarks do it
-before a process whose policy plans pages; streamed state is planned without compiled code.
+Where numba has kept nothing yet, the first plan of a process takes up to a minute. This program
+does it once, before tests start many processes, and prints the seconds that it took. Benchmarks do
+it before a process whose policy plans pages; streamed state is planned without compiled code.
 """
 
 from __future__ import annotations

@@ -193,6 +193,20 @@ class TestDiscard:
         assert host_bytes(last) == b"\x03" * mmap.PAGESIZE
 
 
+class TestManagedBuffer:
+    """What cuda.core does with a buffer over a range."""
+
+    def test_a_batch_is_prefetched(self, managed: Range, stream: torch.cuda.Stream) -> None:
+        core = pytest.importorskip("cuda.core", minversion="1.1")
+        utils = pytest.importorskip("cuda.core.utils")
+        half = MANAGED_BYTES // 2
+        halves = [Range(managed.address + at, half) for at in (0, half)]
+        buffers = [ucuda.managed_buffer(it) for it in halves]
+        utils.prefetch_batch(core.Stream.from_handle(stream.cuda_stream), buffers, core.Device(0))
+        stream.synchronize()
+        assert ucuda.last_prefetch_location(managed) == DEVICE
+
+
 class TestRefusals:
     """Memory that is not managed, and CUDA's errors."""
 

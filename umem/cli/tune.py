@@ -137,8 +137,13 @@ def tune_training(
             else:
                 points.append(found)
     count = len(points) + len(errors)
-    if errors and count == len(tried) and not points:
-        raise UmemError(f"none of {count} candidates fits; the last one: {errors[-1]}")
+    if not count:
+        raise UmemError(f"--limit: {limit:g} s leave no time for a candidate: give such as 30")
+    if not points:
+        some = f"{count} of " if count < len(tried) else ""
+        raise UmemError(
+            f"none of {some}{len(tried)} candidates fits; the last one tried: {errors[-1]}"
+        )
 
     rows = [
         _row(number, point, [*_words(given), "--hardware", hardware], target)

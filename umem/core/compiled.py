@@ -54,7 +54,7 @@ class _Announcer(event.Listener):
         self._has_announced = True
         has_cache = function.stats.cache_path is not None
         how_often = "once on this machine" if has_cache else "in every process, for want of a cache"
-        notify(f"compiling the planner, {how_often}: up to half a minute")
+        notify(f"compiling the planner, {how_often}: up to a minute")
 
     def on_end(self, ended: Any) -> None:
         pass

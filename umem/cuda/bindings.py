@@ -2,8 +2,8 @@
 
 Prefetch and advice calls take a location since cuda-python 13.0; 12.9 has that form under a ``_v2``
 name; drivers older than CUDA 12.2 take a device number, with -1 for the host. The rest of umem sees
-one form. cuda.core's ManagedBuffer does not replace these calls: cuda-python 12.9 and 13.0
-do not install it, and it has neither host NUMA nodes on CUDA 12 nor the last prefetch location.
+one form. cuda.core's ManagedBuffer does not replace these calls: cuda-python before 13.4
+does not install it, and it has neither host NUMA nodes on CUDA 12 nor the last prefetch location.
 
 Operations go through the runtime, which makes the primary context current in any thread that
 calls. Questions about the machine go through the driver and NVML, which create no context:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+from umem.core.errors import UnsupportedError
+from umem.core.install import install_command
 from umem.cuda import bindings as _bindings
 from umem.cuda.targets import Location, Range, as_range, as_stream, whole_pages
 
@@ -15,6 +17,7 @@ __all__ = [
     "discard",
     "is_read_mostly",
     "last_prefetch_location",
+    "managed_buffer",
     "preferred_location",
     "prefetch",
     "unadvise",
@@ -115,6 +118,38 @@ def discard(target: Any, *, stream: Any) -> None:
     _bindings.discard(pages, handle)
 
 
+def managed_buffer(target: Any) -> Any:
+    """Return a ``cuda.core.ManagedBuffer`` over `target`, for what cuda.core has beside.
+
+    Its ``prefetch_batch``, ``discard_batch`` and ``discard_prefetch_batch`` take many targets in
+    one call. The buffer owns no memory, and keeps `target` itself alive.
+
+    Parameters and errors are those of :func:`prefetch`; ``UnsupportedError`` also where cuda.core
+    is older than 1.1 or missing, and ``ValueError`` for memory of the system's allocator, which
+    cuda.core does not take.
+
+    Warnings
+    --------
+    cuda.core discards the range as it is. :func:`discard` leaves out pages shared with a neighbour.
+
+    Examples
+    --------
+    >>> from cuda.core import Device, Stream
+    >>> from cuda.core.utils import prefetch_batch
+    >>> stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+    >>> prefetch_batch(stream, [managed_buffer(it) for it in weights], Device(0))
+    """
+    range_ = _managed(target, None, system=False)
+    try:
+        from cuda.core import ManagedBuffer
+    except ImportError as error:
+        raise UnsupportedError(
+            f"managed_buffer needs cuda.core 1.1 or newer ({error}); cuda-python 13.4 brings it: "
+            f"{install_command('cuda13')}"
+        ) from error
+    return ManagedBuffer.from_handle(range_.address, range_.size_bytes, owner=target)
+
+
 def is_read_mostly(target: Any) -> bool:
     """Return whether every page of `target` has read-mostly advice; errors as :func:`prefetch`."""
     return _bindings.is_read_mostly(_managed(target, None))
@@ -169,8 +204,11 @@ def _advice_location(
     return Location.host() if location is None else location
 
 
-def _managed(target: Any, location: Location | None) -> Range:
-    """Check that a target is managed memory and a location a Location; return the range."""
+def _managed(target: Any, location: Location | None, *, system: bool = True) -> Range:
+    """Check that a target is managed memory and a location a Location; return the range.
+
+    With `system`, memory of the system's allocator will do where the GPU can reach it.
+    """
     range_ = as_range(target)
     if location is not None and not isinstance(location, Location):
         raise TypeError(
@@ -181,8 +219,10 @@ def _managed(target: Any, location: Location | None) -> Range:
     if found == "cudaMemoryTypeManaged":
         return range_
     # Memory from malloc: the calls take it if the GPU can reach pageable memory.
-    if found == "cudaMemoryTypeUnregistered" and _bindings.device_attribute(
-        0, "PAGEABLE_MEMORY_ACCESS"
+    if (
+        system
+        and found == "cudaMemoryTypeUnregistered"
+        and _bindings.device_attribute(0, "PAGEABLE_MEMORY_ACCESS")
     ):
         return range_
     raise ValueError(

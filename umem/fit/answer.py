@@ -289,7 +289,8 @@ def fit_training(
         return any(has_plan(it, size) for it in tries for size in (it.weight_bytes, 0))
 
     step = made_step(workload.batch, slices_loss=False)
-    classes = {name: Place(size, 0) for name, size in class_bytes(workload, hardware).items()}
+    all_bytes = class_bytes(workload, hardware)
+    classes = {name: Place(size, 0) for name, size in all_bytes.items()}
     choices: tuple[UnitChoice, ...] = ()
     logits = workload.tokens * workload.shape.vocabulary
     slices_loss = policy.slices_losses and is_large_loss(logits, budget_bytes)
@@ -325,10 +326,10 @@ def fit_training(
 
     needed_bytes, tokens = stock_bytes(workload, hardware), workload.step_tokens
     stock_s = step.passes_s + sum(unit.update_s for unit in step.units)
-    # CPU offload: state is on the host. All of it comes, and all gradients leave, once in each
-    # step, of which nothing is hidden; the optimizer takes the time that it takes on the device.
-    state_bytes = sum(unit.state_bytes for unit in step.units)
-    gradient_bytes = sum(unit.gradient_bytes for unit in step.units if unit.state_bytes)
+    # CPU offload: state is on the host, however small. All of it comes, and all gradients leave,
+    # once in each step, of which nothing is hidden; the optimizer takes the time that it takes on
+    # the device.
+    state_bytes, gradient_bytes = all_bytes["optimizer_state"], all_bytes["gradients"]
     offload_s = (
         stock_s
         + state_bytes / hardware.copy_to_device_bytes_per_s
