@@ -40,6 +40,8 @@ class LateRun(Run):
         Whether weights are away between their uses, too. Those of models that are not trained are.
     slots
         For the state of that many units.
+    copies
+        Whether activations of every second block are copied out and back.
     """
 
     is_umem = True
@@ -52,8 +54,10 @@ class LateRun(Run):
         *,
         streams_weights: bool = False,
         slots: int = 2,
+        copies: bool = False,
     ) -> None:
         super().__init__(size, "cpu")
+        self._copies, self._activations = copies, list[CopiedActivations]()
         self._eagerness, self._seed = eagerness, seed
         self._streams_weights, self._slots = streams_weights, slots
         self._trainings: list[StreamedTraining] = []
@@ -85,6 +89,8 @@ class LateRun(Run):
             training = StreamedTraining(model, optimizer, lanes, memory, weights=weights, ring=ring)
             training.step.units.set_plan(frozenset(), self._slots)
             self._trainings.append(training)
+        if self._copies and optimizers:
+            self._activations.append(_copied(model))
 
     @property
     def active(self) -> int:
@@ -94,10 +100,20 @@ class LateRun(Run):
 
     def close(self) -> None:
         """End streaming."""
+        for activations in self._activations:
+            activations.close()
         for training in self._trainings:
             training.close()
         for its in self._weights:
             its.close()
+
+
+def _copied(model: Any) -> CopiedActivations:
+    blocks = find_blocks(model)
+    store = ActivationStore("cpu", LazyMover(), min_bytes=64)
+    activations = CopiedActivations(model, blocks, store, _raise)
+    activations.set_plan({it.name: None for it in blocks[1::2]}, 1, is_measuring=False)
+    return activations
 
 
 class RepeatedRun(Run):

@@ -31,12 +31,12 @@ def trained(program: Program, run: Run) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "streams_weights", "eagerness"),
-    pairs(ON_HOST, [False, True], [0.0, 0.7]),
+    ("program", "away", "eagerness"),
+    pairs(ON_HOST, ["state", "weights", "all"], [0.0, 0.7]),
     ids=lambda each: getattr(each, "name", None),
 )
-def test_every_step_is_stocks(program: Program, streams_weights: bool, eagerness: float) -> None:
-    run = LateRun(eagerness, streams_weights=streams_weights)
+def test_every_step_is_stocks(program: Program, away: str, eagerness: float) -> None:
+    run = LateRun(eagerness, streams_weights=away != "state", copies=away == "all")
     assert trained(program, run) == stock(program)
     assert run.active, "nothing was deferred or away: equal means nothing"
 

@@ -327,7 +327,8 @@ class _HookStack(threading.local):
     def push_removal(self, group: _Group | None) -> bool:
         """Take hooks away until the next `pop`, if a group's are the innermost ones."""
         own = self._own_innermost(saved_tensor_hooks.innermost())
-        if own is None or getattr(own[0], "__self__", None) is not group:
+        is_groups = own is not None and getattr(own[0], "__self__", None) is group
+        if own is None or not is_groups or saved_tensor_hooks.is_any_lent():
             self._pushed.append(None)
             return False
         removed = _Removed(own)
@@ -520,7 +521,8 @@ class ActivationStore:
         Returns
         -------
         bool
-            False where another group's hooks, or other code's, are innermost: they stay.
+            False where another group's hooks, or other code's, are innermost, or where memory is
+            lent: they stay.
         """
         return self._hooks.push_removal(self._groups.get(key))
 

@@ -38,6 +38,7 @@ __all__ = [
     "find_lent",
     "give_way_to_transforms",
     "innermost",
+    "is_any_lent",
     "is_lent",
     "keep",
     "lend",
@@ -152,6 +153,11 @@ def lend(storage: torch.UntypedStorage, find: Find) -> Callable[[], None]:
             del _lent[key]
 
     return undo
+
+
+def is_any_lent() -> bool:
+    """Whether there is lent memory, so that what is saved has to go through `keep`."""
+    return bool(_lent)
 
 
 def is_lent(tensor: torch.Tensor) -> bool:
