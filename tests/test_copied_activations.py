@@ -83,9 +83,9 @@ class LoggedStore(ActivationStore):
         self.groups: dict[Any, int] = {}
         self.log: list[tuple[str, int]] = []
 
-    def open_group(self, key: Any, chosen: Any = None, before_save: Any = None) -> bool:
+    def open_group(self, key: Any, *arguments: Any, **options: Any) -> bool:
         self.groups[key] = len(self.groups)
-        return super().open_group(key, chosen, before_save)
+        return super().open_group(key, *arguments, **options)
 
     def send(self, key: Any, ordinals: Any = None) -> int:
         return self._noted("send", key, super().send(key, ordinals))

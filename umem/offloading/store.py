@@ -26,6 +26,7 @@ from umem.runtime.torch_hooks.saved_tensors import (
     check_version,
     is_lent,
     keep,
+    let_go_of_memory,
     may_leave,
     probe_of,
     unpack_kept,
@@ -164,6 +165,8 @@ class _Group:
         The stream of the call's work.
     admit
         Returns the handle of a tensor that may leave, and None for one that stays.
+    moves
+        Whether it may be sent.
     """
 
     def __init__(
@@ -171,8 +174,10 @@ class _Group:
         chosen: Container[int] | None,
         stream: Any,
         admit: Callable[[_Group, torch.Tensor], SavedHandle | None],
+        *,
+        moves: bool = True,
     ) -> None:
-        self.stream = stream
+        self.stream, self.moves = stream, moves
         self.born = 0
         """How many updates there were before."""
         self.reference = weakref.ref(self)
@@ -243,15 +248,20 @@ def warn_once(what: str, error: str) -> None:
 
 
 class SavedHandle:
-    """Stands for a saved tensor: its storage, and its shape within the storage."""
+    """Stands for a saved tensor: its storage, and its shape within the storage.
+
+    Without a storage, the tensor itself stays.
+    """
 
     __slots__ = (
-        *("_dtype", "_layout", "_probe", "version", "before_use", "group", "key", "remake"),
+        *("_dtype", "_layout", "_own", "version", "before_use", "group", "key", "remake"),
         "stored",
     )
 
-    def __init__(self, tensor: torch.Tensor, stored: _Stored, group: _Group, key: int) -> None:
-        self.stored: _Stored | None = stored
+    def __init__(
+        self, tensor: torch.Tensor, stored: _Stored | None, group: _Group, key: int
+    ) -> None:
+        self.stored = stored
         self.group, self.key = group, key
         """Of the storage, while it is alive."""
         self.remake: Callable[[], torch.UntypedStorage] | None = None
@@ -260,7 +270,7 @@ class SavedHandle:
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
         self.version = version_counter(tensor)
-        self._probe = probe_of(tensor)
+        self._own = tensor.detach() if stored is None else probe_of(tensor)
 
     def is_of(self, key: int, version: int) -> bool:
         """Whether it is of a storage, with the contents that it had at a version."""
@@ -268,11 +278,17 @@ class SavedHandle:
 
     def remake_by(self, remake: Callable[[], torch.UntypedStorage]) -> None:
         """Store the contents no longer: they will be made again."""
+        if self.remake is None and self.stored is None:
+            let_go_of_memory(self._own)
         self.remake, self.stored = remake, None
 
     def check(self) -> None:
         """Raise autograd's error if the tensor was modified in place since it was saved."""
-        check_version(self._probe, self.version, self._layout[1])
+        check_version(self._own, self.version, self._layout[1])
+
+    def kept(self) -> torch.Tensor | None:
+        """The tensor, if it stays."""
+        return self._own if self.remake is None and self.stored is None else None
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The saved tensor, as a view of a storage."""
@@ -468,6 +484,8 @@ class ActivationStore:
         key: Hashable,
         chosen: Container[int] | None = None,
         before_save: BeforeSave | None = None,
+        *,
+        moves: bool = True,
     ) -> bool:
         """Treat what autograd saves in this thread from now on as one group.
 
@@ -481,6 +499,9 @@ class ActivationStore:
         before_save
             Called before each tensor is saved. What it returns is called in the backward pass
             before one that may leave is used. Neither may raise.
+        moves
+            Whether the group may be moved. If not, `on_save` alone sees what it gets, which takes
+            less time.
 
         Returns
         -------
@@ -492,7 +513,7 @@ class ActivationStore:
         if not self.may_open_group():
             self._hooks.push(None)
             return False
-        group = _Group(chosen, self._mover.stream(), self._admit)
+        group = _Group(chosen, self._mover.stream(), self._admit, moves=moves)
         group.born = self.updates
         pack = group.pack if before_save is None else partial(group.pack_in_turn, before_save)
         self._hooks.push((pack, self._unpack))
@@ -560,11 +581,19 @@ class ActivationStore:
         if address in self._stays or address in self._always_stays:
             return None
         storage = tensor.untyped_storage()
-        size_bytes = storage.nbytes()
-        if size_bytes < self._min_bytes:
+        if storage.nbytes() < self._min_bytes:
             return None
         if self._mover.stream() != group.stream:
             return None  # neither the copy nor the memory's next user would wait for this stream
+        stored = self._stored_of(group, tensor, storage, address) if group.moves else None
+        handle = SavedHandle(tensor, stored, group, address)
+        if self.on_save is not None:
+            self.on_save(handle, tensor)
+        return handle
+
+    def _stored_of(
+        self, group: _Group, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int
+    ) -> _Stored:
         version = version_counter(tensor)
         with self._lock:
             stored = self._on_device.get(address)
@@ -575,15 +604,12 @@ class ActivationStore:
                 or (stored.buffer is not None and stored.version != version)
             ):
                 stored = _Stored(
-                    storage, size_bytes, version, group.stream, self._pool, self._unfinished
+                    storage, storage.nbytes(), version, group.stream, self._pool, self._unfinished
                 )
                 self._on_device[address] = stored
             stored.version = version
             stored.wanted_by.add(group.reference)
-        handle = SavedHandle(tensor, stored, group, address)
-        if self.on_save is not None:
-            self.on_save(handle, tensor)
-        return handle
+        return stored
 
     def _unpack(self, packed: SavedHandle | Kept) -> torch.Tensor:
         if not isinstance(packed, SavedHandle):
@@ -592,14 +618,18 @@ class ActivationStore:
         self.is_used_late |= packed.group.born != self.updates
         if packed.before_use is not None:
             packed.before_use()
-        return packed.rebuild(self.storage_of(packed))
+        kept = packed.kept()
+        return packed.rebuild(self.storage_of(packed)) if kept is None else kept
 
     def storage_of(self, saved: SavedHandle) -> torch.UntypedStorage:
         """The contents that a handle stands for, for the current stream."""
         if saved.remake is not None:
             return saved.remake()
         stored = saved.stored
-        assert stored is not None
+        if stored is None:
+            kept = saved.kept()
+            assert kept is not None
+            return kept.untyped_storage()
         with self._lock:
             stream = self._mover.stream()
             if stored.storage is None:

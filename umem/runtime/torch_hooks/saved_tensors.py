@@ -42,6 +42,7 @@ __all__ = [
     "is_lent",
     "keep",
     "lend",
+    "let_go_of_memory",
     "may_leave",
     "pop_if_innermost",
     "probe_of",
@@ -188,6 +189,12 @@ def keep(tensor: torch.Tensor) -> Kept:
 def probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that shares a tensor's counter of in-place modifications, and none of its memory."""
     probe = tensor.detach()
+    let_go_of_memory(probe)
+    return probe
+
+
+def let_go_of_memory(tensor: torch.Tensor) -> None:
+    """Have a tensor of our own no memory, but its counter still."""
     kind = tensor.dtype, tensor.device
     nothing = _nothing.get(kind)
     if nothing is None:
@@ -195,8 +202,7 @@ def probe_of(tensor: torch.Tensor) -> torch.Tensor:
             nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         if type(nothing) is torch.Tensor:  # and not one of a mode that ends
             _nothing[kind] = nothing
-    original_data.__set__(probe, nothing)
-    return probe
+    original_data.__set__(tensor, nothing)
 
 
 def unpack_kept(kept: Kept) -> torch.Tensor:

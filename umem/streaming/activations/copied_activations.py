@@ -409,12 +409,12 @@ class CopiedActivations(Listener):
         if self._cuts:
             self._begin_stretch(forward, NO_BLOCK, NO_BLOCK in self._copied)
 
-    def _open_group(self, forward: _Pass, name: str, key: object) -> bool:
+    def _open_group(self, forward: _Pass, name: str, key: object, *, moves: bool = True) -> bool:
         """Open a group for what a block's call saves, or the model outside of blocks."""
         forward.groups[key] = name, forward.counts[name]
         cuts = None if self._cuts is None else self._cuts.get(name, _NO_CUTS)
         if not self._cuts or cuts is None:
-            return self._store.open_group(key)
+            return self._store.open_group(key, moves=moves)
 
         def before_save() -> Callable[[], None] | None:
             count = forward.counts[name]
@@ -503,12 +503,14 @@ class CopiedActivations(Listener):
             call.watched = self._watch(name, module, args, kwargs)
         if call.watched is not None:
             self.is_unusual = True
-        elif is_recomputed or call.is_copied or self._is_measuring or self._cuts or self._remakes:
+        elif (
+            moves := bool(is_recomputed or call.is_copied or self._is_measuring or self._cuts)
+        ) or self._remakes:
             key, call.is_open = object(), True
             if forward.stretch is not None:
                 forward.stretch.parts.append((key, None))
             # None where other hooks are innermost, as in a checkpoint.
-            call.has_group = self._open_group(forward, name, key)
+            call.has_group = self._open_group(forward, name, key, moves=moves)
             if call.has_group:
                 call.parts.append((key, None))
         else:
