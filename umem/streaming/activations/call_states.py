@@ -7,7 +7,7 @@ kernels of attention, the parameters themselves (as `torch.func.functional_call`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from operator import is_
@@ -40,9 +40,9 @@ class CallState:
 
     def __init__(self, module: nn.Module, but: Collection[torch.Tensor] = ()) -> None:
         self._module = module
-        self._versions = versions_of(module, but)
         self._settings = _settings()
         own = [vars(it) for it in module.modules()]
+        self._versions = _versions(own, but)
         held = [it[name] for it in own for name in _HELD]
         self._attributes = len(own)
         self._ordered = [it for it in held if isinstance(it, OrderedDict)]
@@ -105,8 +105,13 @@ class CallState:
 
 def versions_of(module: nn.Module, but: Collection[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     """Parameters and buffers of a module, but some, and how often each was changed in place."""
+    return _versions([vars(it) for it in module.modules()], but)
+
+
+def _versions(
+    own: Iterable[dict[str, Any]], but: Collection[torch.Tensor]
+) -> list[tuple[torch.Tensor, int]]:
     kept = frozenset(map(id, but))
-    own = [vars(it) for it in module.modules()]
     every = (it for of in own for name in ("_parameters", "_buffers") for it in of[name].values())
     return [
         (it, version_counter(it))
