@@ -116,46 +116,39 @@ def _copied(model: Any) -> CopiedActivations:
     return activations
 
 
-class RepeatedRun(Run):
-    """A run in which blocks are run again in the backward pass, and results of modules made again.
+class RepeatedRun(LateRun):
+    """A late run in which blocks are run again in the backward pass, and results made again.
 
     Blocks are watched in the second step, and results proved in the third one.
     """
 
-    is_umem = True
-
-    def __init__(self) -> None:
-        super().__init__(HOST_SIZE, "cpu")
-        self.activations: list[CopiedActivations] = []
+    def __init__(self, *, streams_weights: bool = False) -> None:
+        super().__init__(0.3, streams_weights=streams_weights)
         self.again: set[str] = set()
         """Blocks that were run again."""
 
     def begin(self) -> None:
-        """Watch what is trained."""
-        for model, optimizers in self.trained[len(self.activations) :]:
+        """Stream and watch what is trained."""
+        super().begin()
+        for model, optimizers in self.trained[len(self._activations) :]:
             store = ActivationStore("cpu", LazyMover(), min_bytes=64)
             blocks = find_blocks(model)
             its = CopiedActivations(model, blocks, store, _raise, may_recompute=True)
             its.set_plan({}, 1, is_measuring=True)
             its.begin_step()
-            self.activations.append(its)
+            self._activations.append(its)
             for optimizer in optimizers:
                 optimizer.register_step_pre_hook(functools.partial(_update_begins, its))
 
     def step_ended(self) -> None:
         """Run again what may, by turns with making results again."""
-        for its in self.activations:
+        for its in self._activations:
             again = its.proofs if self.step % 2 else {}
             self.again.update(again)
             if self.step == 2 and its.remade is not None:
                 its.remade.begin()
             its.set_plan({}, 1, is_measuring=False, recomputed=dict.fromkeys(again))
             its.begin_step()
-
-    def close(self) -> None:
-        """Compute nothing twice any more."""
-        for its in self.activations:
-            its.close()
 
 
 def _update_begins(activations: CopiedActivations, *_: object) -> None:

@@ -41,9 +41,10 @@ def test_every_step_is_stocks(program: Program, away: str, eagerness: float) -> 
     assert run.active, "nothing was deferred or away: equal means nothing"
 
 
+@pytest.mark.parametrize("streams_weights", [False, True])
 @pytest.mark.parametrize("program", ON_HOST, ids=lambda each: each.name)
-def test_what_is_computed_twice_is_stocks(program: Program) -> None:
-    run = RepeatedRun()
+def test_what_is_computed_twice_is_stocks(program: Program, streams_weights: bool) -> None:
+    run = RepeatedRun(streams_weights=streams_weights)
     assert trained(program, run) == stock(program)
     # Two losses go backward by turns with their updates from the first step on.
     assert bool(run.again) == (program.name != "two_losses")
