@@ -101,6 +101,8 @@ _PROGRAMS: Mapping[str, _Program | str] = {
 }
 """Or why umem fit predicts nothing of it."""
 
+_OTHER_FIELD = "a program of another field, whose model has no configuration"
+
 _FLASH = {64: (256e12, 214e12), 128: (284e12, 257e12)}
 """By width of a head, FLOP/s of flash attention, forward and backward, on one H100
 (``h100-kernel-rates.txt``). A profile has those of cuDNN, which is not deterministic."""
@@ -198,7 +200,7 @@ def system_workload(system: str, settings: Mapping[str, Any]) -> tuple[Workload,
 
     Raises `NotPredictedError` if `umem fit` predicts nothing of it.
     """
-    program, shape = _PROGRAMS[system], SYSTEMS.get(str(settings["size"]))
+    program, shape = _PROGRAMS.get(system, _OTHER_FIELD), SYSTEMS.get(str(settings["size"]))
     if isinstance(program, str) or shape is None:
         raise NotPredictedError(program if isinstance(program, str) else "a small program")
     workload = Workload(
