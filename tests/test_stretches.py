@@ -363,7 +363,7 @@ def test_an_error_at_a_cut_does_not_reach_the_pass(monkeypatch: pytest.MonkeyPat
     model = make(Recurrent)
     cut = Cut(model, on_error=errors.append)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no more groups")
 
     monkeypatch.setattr(cut.store, "split_group", fail)

@@ -520,7 +520,7 @@ class ActivationStore:
         self._groups[key] = group
         return True
 
-    def split_group(self, key: Hashable, new_key: Hashable) -> None:
+    def split_group(self, key: Hashable, new_key: Hashable, *, moves: bool = True) -> None:
         """Have what an open group would get from now on be another group, which may move apart.
 
         Parameters
@@ -529,9 +529,12 @@ class ActivationStore:
             The group that was opened.
         new_key
             The name of what it gets from now on.
+        moves
+            As of `open_group`.
         """
         group = self._groups[key]
-        group.follower = self._groups[new_key] = _Group(None, group.stream, self._admit)
+        new = _Group(None, group.stream, self._admit, moves=moves)
+        group.follower = self._groups[new_key] = new
         group.follower.born = group.born
 
     def leave_group(self, key: Hashable) -> bool:

@@ -405,7 +405,7 @@ class CopiedActivations(Listener):
         self._store.keep([*buffers, *tensors_in((args, kwargs))])
         running.forward = forward = _Pass(self._store, self._fetch_ahead)
         key = forward.model_key
-        self._open_group(forward, NO_BLOCK, key)
+        self._open_group(forward, NO_BLOCK, key, moves=self._may_move(NO_BLOCK, NO_BLOCK))
         if self._cuts:
             self._begin_stretch(forward, NO_BLOCK, NO_BLOCK in self._copied)
 
@@ -434,7 +434,7 @@ class CopiedActivations(Listener):
             name = self._cuts[block][count]
             self._begin_stretch(forward, name, name in self._copied)
             new = object()
-            self._store.split_group(key, new)
+            self._store.split_group(key, new, moves=self._may_move(block, name))
             forward.groups[new] = block, count
             if block == NO_BLOCK:
                 forward.model_key, forward.taken = new, 0
@@ -443,6 +443,12 @@ class CopiedActivations(Listener):
             self.on_stretch()
         except Exception as error:  # not into the forward pass
             self._errors.on_error(error)
+
+    def _may_move(self, block: str, stretch: str) -> bool:
+        """Whether what a block's call, or the model, saves in a stretch may leave."""
+        # What the model saves between blocks goes with the next one.
+        is_between = block == NO_BLOCK and bool(self._blocks or not self._cuts)
+        return is_between or self._is_measuring or stretch in self._copied
 
     def _begin_stretch(self, forward: _Pass, name: str, is_copied: bool) -> None:
         self._end_stretch(forward)
@@ -501,11 +507,11 @@ class CopiedActivations(Listener):
         module = self._blocks[name].module
         if self._is_measuring and name in self._unproved:
             call.watched = self._watch(name, module, args, kwargs)
+        leaves = call.is_copied or (forward.stretch is not None and forward.stretch.is_copied)
+        moves = bool(is_recomputed or leaves or self._is_measuring)
         if call.watched is not None:
             self.is_unusual = True
-        elif (
-            moves := bool(is_recomputed or call.is_copied or self._is_measuring or self._cuts)
-        ) or self._remakes:
+        elif moves or self._cuts or self._remakes:
             key, call.is_open = object(), True
             if forward.stretch is not None:
                 forward.stretch.parts.append((key, None))
