@@ -70,18 +70,23 @@ TRAININGS = {
 }
 
 
+def options_of(units: Sequence[StreamUnit], *, waits: bool) -> dict[str, Any]:
+    """Of a step that waits for its updates, or does not, on an H200."""
+    return {
+        "hardware": load_hardware("h200"),
+        "is_deferred": not waits,
+        "step_peak_bytes": units[0].forward_peak_bytes,
+        "other_s": 1 * MS,
+    }
+
+
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_ten_percent_below_the_least_memory_take_at_most_twice_as_long(
     name: str, waits: bool
 ) -> None:
     units = TRAININGS[name]
-    options: dict[str, Any] = {
-        "hardware": load_hardware("h200"),
-        "is_deferred": not waits,
-        "step_peak_bytes": units[0].forward_peak_bytes,
-        "other_s": 1 * MS,
-    }
+    options = options_of(units, waits=waits)
     least = least_bytes(units, **options)
     at_least = plan_training(units, None, budget_bytes=least, **options)
     assert at_least == plan_training(units, None, budget_bytes=least, may_overflow=True, **options)
@@ -102,12 +107,7 @@ def test_more_memory_is_never_slower_by_more_than_predictions_are_exact_to(
     name: str, waits: bool, recomputes: bool
 ) -> None:
     units = TRAININGS[name]
-    options: dict[str, Any] = {
-        "hardware": load_hardware("h200"),
-        "is_deferred": not waits,
-        "step_peak_bytes": units[0].forward_peak_bytes,
-        "other_s": 1 * MS,
-    }
+    options = options_of(units, waits=waits)
     freed = {unit.name: int(0.9 * unit.saved_bytes) for unit in units if recomputes}
     least = least_bytes(units, **options)
     most = max(unit.backward_peak_bytes for unit in units) + sum(it.state_bytes for it in units)

@@ -278,8 +278,8 @@ class SavedHandle:
 
     def remake_by(self, remake: Callable[[], torch.UntypedStorage]) -> None:
         """Store the contents no longer: they will be made again."""
-        if self.remake is None and self.stored is None:
-            let_go_of_memory(self._own)
+        if (kept := self.kept()) is not None:
+            let_go_of_memory(kept)
         self.remake, self.stored = remake, None
 
     def check(self) -> None:
@@ -340,17 +340,16 @@ class _HookStack(threading.local):
         if hooks is not None:
             push_saved_tensor_hooks(*hooks)
 
-    def push_removal(self, group: _Group | None) -> bool:
+    def push_removal(self, group: _Group | None) -> None:
         """Take hooks away until the next `pop`, if a group's are the innermost ones."""
         own = self._own_innermost(saved_tensor_hooks.innermost())
         is_groups = own is not None and getattr(own[0], "__self__", None) is group
         if own is None or not is_groups or saved_tensor_hooks.is_any_lent():
             self._pushed.append(None)
-            return False
+            return
         removed = _Removed(own)
         call_all(pop_saved_tensor_hooks, partial(self._pushed.append, removed))
         removed.below = saved_tensor_hooks.innermost()
-        return True
 
     def pop(self) -> None:
         """Undo the last `push`."""
@@ -534,21 +533,16 @@ class ActivationStore:
         """
         group = self._groups[key]
         new = _Group(None, group.stream, self._admit, moves=moves)
+        new.born = group.born
         group.follower = self._groups[new_key] = new
-        group.follower.born = group.born
 
-    def leave_group(self, key: Hashable) -> bool:
+    def leave_group(self, key: Hashable) -> None:
         """Have an open group see nothing that autograd saves in this thread from now on.
 
-        That takes none of the time that hooks take. Call `close_group` behind it.
-
-        Returns
-        -------
-        bool
-            False where another group's hooks, or other code's, are innermost, or where memory is
-            lent: they stay.
+        That takes none of the time that hooks take. Call `close_group` behind it. Hooks stay where
+        another group's, or other code's, are innermost, or where memory is lent.
         """
-        return self._hooks.push_removal(self._groups.get(key))
+        self._hooks.push_removal(self._groups.get(key))
 
     def close_group(self) -> None:
         """End the last `open_group` or `leave_group` of this thread.

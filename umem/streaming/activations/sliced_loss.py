@@ -234,7 +234,7 @@ class _Slices:
     """
 
     def __init__(self, logits: torch.Tensor, how: _How) -> None:
-        self._logits, self._how = logits, how
+        self._logits = logits
         self._count = how.rows_of_slice(*logits.shape)
         self._cast = self.room(how.dtype)
         self._known = self.room(how.dtype)

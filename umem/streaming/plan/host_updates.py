@@ -52,11 +52,6 @@ def plan_with_host_updates(
     units: Sequence[StreamUnit],
     weights: Mapping[str, WeightUnit] | None,
     *,
-    budget_bytes: int,
-    hardware: Hardware,
-    fixed_bytes: int = 0,
-    weight_share: float = 1.0,
-    most_placed_bytes: int | None = None,
     is_trial: bool = False,
     longest_s: float = math.inf,
     may_overflow: bool = False,
@@ -74,29 +69,12 @@ def plan_with_host_updates(
     without = plan_training(
         units,
         weights,
-        budget_bytes=budget_bytes,
-        hardware=hardware,
-        fixed_bytes=fixed_bytes,
-        weight_share=weight_share,
-        most_placed_bytes=most_placed_bytes,
         is_trial=is_trial,
         longest_s=longest_s if is_trial else math.inf,
         may_overflow=may_overflow,
         **options,
     )
-    if is_trial:
-        return without
-    return with_host_updates(
-        without,
-        units,
-        weights,
-        budget_bytes=budget_bytes,
-        hardware=hardware,
-        fixed_bytes=fixed_bytes,
-        weight_share=weight_share,
-        most_placed_bytes=most_placed_bytes,
-        **options,
-    )
+    return without if is_trial else with_host_updates(without, units, weights, **options)
 
 
 def with_host_updates(
