@@ -19,7 +19,7 @@ from torch import nn
 from umem.runtime.torch_hooks.saved_tensors import check_version
 from umem.torch_compat import version_counter
 
-__all__ = ["CallState", "versions_of"]
+__all__ = ["CallState", "Settings", "versions_of"]
 
 _HELD = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 """Attributes whose entries change, and not they. umem's own hooks are no entries."""
@@ -40,7 +40,7 @@ class CallState:
 
     def __init__(self, module: nn.Module, but: Collection[torch.Tensor] = ()) -> None:
         self._module = module
-        self._settings = _settings()
+        self._settings = Settings()
         own = [vars(it) for it in module.modules()]
         self._versions = _versions(own, but)
         held = [it[name] for it in own for name in _HELD]
@@ -77,7 +77,7 @@ class CallState:
 
     def _is_now(self) -> bool:
         return (
-            self._settings == _settings()
+            self._settings == Settings()
             and self._counts == self._entry_counts()
             # To compare tensors would compare their elements.
             and all(map(is_, self._values, self._entries("values")))
@@ -86,8 +86,8 @@ class CallState:
         )
 
     def _set(self) -> None:
-        if self._settings != _settings():
-            _set_settings(*self._settings)
+        if self._settings != Settings():
+            self._settings.set()
         entries = zip(self._names, self._values, strict=True)
         for place, held in enumerate([*self._plain, *self._ordered]):
             noted = dict(islice(entries, self._counts[place]))
@@ -120,36 +120,55 @@ def _versions(
     ]
 
 
-def _settings() -> tuple[Any, ...]:
-    """Of torch, by which it chooses types and kernels."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    return (
-        torch.get_default_dtype(),
-        torch.get_deterministic_debug_mode(),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-    )
+class Settings:
+    """torch's own settings now, by which it chooses types and kernels."""
 
+    __slots__ = ("_cudnn", "_others")
 
-def _set_settings(
-    dtype: torch.dtype,
-    determinism: int,
-    flash: bool,
-    efficient: bool,
-    math: bool,
-    cudnn: bool,
-    flags: tuple[bool, bool, bool],
-) -> None:
-    torch.set_default_dtype(dtype)
-    torch.set_deterministic_debug_mode(determinism)
-    torch.backends.cuda.enable_flash_sdp(flash)
-    torch.backends.cuda.enable_mem_efficient_sdp(efficient)
-    torch.backends.cuda.enable_math_sdp(math)
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    enabled, benchmark, deterministic = flags
-    torch.backends.cudnn.set_flags(
-        _enabled=enabled, _benchmark=benchmark, _deterministic=deterministic
-    )
+    def __init__(self) -> None:
+        cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+        self._cudnn = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+        self._others = (
+            torch.get_default_dtype(),
+            torch.get_deterministic_debug_mode(),
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Settings)
+            and self._cudnn == other._cudnn
+            and self._others == other._others
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Have these, and in the end those of now."""
+        now = Settings()
+        if now == self:
+            yield
+            return
+        try:
+            self.set()
+            yield
+        finally:
+            now.set()
+
+    def set(self) -> None:
+        """Have these from now on."""
+        dtype, determinism, flash, efficient, math, cudnn = self._others
+        torch.set_default_dtype(dtype)
+        torch.set_deterministic_debug_mode(determinism)
+        torch.backends.cuda.enable_flash_sdp(flash)
+        torch.backends.cuda.enable_mem_efficient_sdp(efficient)
+        torch.backends.cuda.enable_math_sdp(math)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        enabled, benchmark, deterministic = self._cudnn
+        torch.backends.cudnn.set_flags(
+            _enabled=enabled, _benchmark=benchmark, _deterministic=deterministic
+        )

@@ -25,6 +25,7 @@ from umem.runtime.torch_hooks.passes import Pass
 from umem.runtime.torch_hooks.saved_tensors import is_lent
 from umem.streaming.activations.buffer_values import have_equal_bits
 from umem.streaming.activations.call_states import CallState
+from umem.streaming.activations.known_functions import BATCH_NORMS, known_function
 from umem.streaming.activations.random_states import RandomStates
 from umem.streaming.activations.reachable import Reachable
 from umem.streaming.activations.repeatable import call_signature
@@ -32,7 +33,16 @@ from umem.torch_compat import is_distributed, storage_address, version_counter
 
 __all__ = ["RemadeResults"]
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+class _SecondCall:
+    """A module's forward function, with all that decides what it does as it is now."""
+
+    def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
+        self._function: Callable[[torch.Tensor], torch.Tensor] = module.forward
+        self._state, self._random = CallState(module, but=[*module.buffers()]), RandomStates([x])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        with self._state.put_back(), self._random.put_back():
+            return self._function(x)
 
 
 class _Call:
@@ -55,13 +65,9 @@ class _Call:
         self.saved: list[SavedHandle] = []
         self.key, self.version = storage_address(x), version_counter(x)
         self._dtype, self._layout = x.dtype, (x.storage_offset(), x.size(), x.stride())
-        kind = x.device.type
-        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._state = CallState(module, but=[*module.buffers()])
-        self._random = RandomStates([x])
-        self._function: Callable[..., torch.Tensor] = module.forward
-        if type(module) in _BATCH_NORMS and module.training:  # its averages change once
-            self._function = partial(_batch_norm, module)
+        self._kind = kind = x.device.type
+        self._autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._function = known_function(module) or _SecondCall(module, x)
         self._made: torch.UntypedStorage | None = None
 
     def ends(self, output: torch.Tensor, store: ActivationStore) -> bool:
@@ -85,8 +91,10 @@ class _Call:
 
     def again(self, x: torch.Tensor) -> torch.Tensor:
         """Call the module's function once more."""
-        autocast = torch.autocast(*self._autocast, cache_enabled=False)
-        with torch.no_grad(), autocast, self._state.put_back(), self._random.put_back():
+        is_as_noted = not (self._autocast[1] or torch.is_autocast_enabled(self._kind))
+        if is_as_noted and not torch.is_grad_enabled():  # as in most backward passes
+            return self._function(x)
+        with torch.no_grad(), torch.autocast(self._kind, *self._autocast, cache_enabled=False):
             return self._function(x)
 
     def make(self) -> torch.UntypedStorage:
@@ -246,13 +254,9 @@ class RemadeResults(Listener):
 def _is_cheap(module: nn.Module) -> bool:
     """Whether what a module computes takes about as long as to read and to write it."""
     # One with buffers may change them: only BatchNorm's are known.
-    has_buffers = any(True for _ in module.buffers()) and type(module) not in _BATCH_NORMS
+    has_buffers = any(True for _ in module.buffers()) and type(module) not in BATCH_NORMS
     has_matrices = any(it.dim() > 1 for it in module.parameters())
     return not (has_buffers or has_matrices or any(True for _ in module.children()))
-
-
-def _batch_norm(own: Any, x: torch.Tensor) -> torch.Tensor:
-    return nn.functional.batch_norm(x, None, None, own.weight, own.bias, True, 0.0, own.eps)
 
 
 def _state(module: nn.Module, x: torch.Tensor) -> object:
