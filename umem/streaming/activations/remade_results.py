@@ -22,7 +22,7 @@ from torch import nn
 from umem.offloading.store import ActivationStore, SavedHandle
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.passes import Pass
-from umem.runtime.torch_hooks.saved_tensors import is_lent
+from umem.runtime.torch_hooks.saved_tensors import is_any_lent, is_lent
 from umem.streaming.activations.buffer_values import have_equal_bits
 from umem.streaming.activations.call_states import CallState
 from umem.streaming.activations.known_functions import BATCH_NORMS, known_function
@@ -32,6 +32,7 @@ from umem.streaming.activations.repeatable import call_signature
 from umem.torch_compat import is_distributed, storage_address, version_counter
 
 __all__ = ["RemadeResults"]
+
 
 class _SecondCall:
     """A module's forward function, with all that decides what it does as it is now."""
@@ -201,7 +202,8 @@ class RemadeResults(Listener):
         is_new = name not in self._signatures
         if signature is None or not (is_new or self._signatures[name] == signature):
             return
-        if any(map(is_lent, module.parameters())):  # they may be away in the backward pass
+        # Parameters may be away in the backward pass.
+        if is_any_lent() and any(map(is_lent, module.parameters())):
             return
         stream = self._store.current_stream()
         source = self._find(storage_address(x), version_counter(x), stream)

@@ -78,11 +78,12 @@ def call_signature(module: nn.Module, arguments: object = ()) -> tuple[Any, ...]
     """
     if every_call_is_seen():
         return None
-    found: list[object] = [told_of_filled(arguments, [])]
+    found: list[object] = [told_of_filled(arguments, []) if arguments else ()]
     for part in module.modules():
         attributes = vars(part)
         # umem's own hooks are beside the entries.
-        if "forward" in attributes or any(OrderedDict.__len__(attributes[it]) for it in _HOOKS):
+        hooks = map(OrderedDict.__len__, map(attributes.__getitem__, _HOOKS))
+        if "forward" in attributes or any(hooks):
             return None
         found.append(part.training)
     return tuple(found)
