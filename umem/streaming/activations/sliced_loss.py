@@ -327,9 +327,11 @@ class _Saved:
                 self.total_weight,
                 grad_input=summed[: len(known)],
             )
-            made[rows].copy_(
-                log_softmax_backward(gradient.to(how.dtype), known, 1, how.dtype, out=free)
-            )
+            is_cast = dtype != how.dtype
+            out = free if is_cast else made[rows]
+            log_softmax_backward(gradient.to(how.dtype), known, 1, how.dtype, out=out)
+            if is_cast:
+                made[rows].copy_(out)
         return made
 
 
@@ -463,7 +465,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         index = target.masked_fill(ignored, 0).unsqueeze(1)
         picked = unfilled(index.shape, how.dtype, logits.device)
         for rows, known, _ in _Slices(saved.kept.logits, how):
-            picked[rows].copy_(known.gather(1, index[rows]))
+            torch.gather(known, 1, index[rows], out=picked[rows])
         # One class is left of each row: the sum over rows is torch's own.
         loss, total_weight = _aten.nll_loss_forward(
             picked.to(how.summed_dtype),
