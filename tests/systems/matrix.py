@@ -283,6 +283,8 @@ class Runner:
     """Starts the systems that can be forked; without it all are started anew."""
     peaks: Peaks | None = None
     """Of processes, where other programs use the first card meanwhile; else all of it is read."""
+    logs: Path | None = None
+    """A folder for what programs print, plans among it."""
 
     def measure(
         self, row: Row, known: Sequence[SystemResult], tried: SystemResult | None
@@ -354,6 +356,9 @@ class Runner:
                     status = end_status(command, variables, Path(folder), log_file, limit_s, _END_S)
             # Progress bars return to the beginning of their line.
             words = log.read_text(errors="replace").replace("\r", "\n")
+            if self.logs is not None:
+                self.logs.mkdir(parents=True, exist_ok=True)
+                (self.logs / f"{name}-{variant}.log").write_text(words)
             found = json.loads(output.read_text()) if output.exists() else {}
         told: dict[str, Any] = sampler.figures()
         told["process_s"] = time.monotonic() - began_s
@@ -566,6 +571,8 @@ def _goal_reached(matrix: Matrix, name: str) -> str:
     missed = [f"below {GOAL_PERCENT} %"] if 100 * budget < GOAL_PERCENT else []
     if own is not None and (within is None or within < (1 - _EQUAL_SHARE) * own):
         missed.append("slower than checkpoints")
+    if any(row is not None and row.state == "left out" for row in rows):
+        missed.append("not all is measured")
     return ", ".join(missed) or "reached"
 
 
@@ -720,6 +727,7 @@ def main() -> int:
         help="other programs use the card meanwhile: read what NVML counts for each row's process, "
         "and believe no time",
     )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what programs print")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print its tables, run nothing")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
@@ -749,6 +757,7 @@ def main() -> int:
         ranks=options.ranks,
         end_s=time.monotonic() + 60 * options.minutes,
         say=lambda words: print(words, file=sys.stderr, flush=True),
+        logs=options.logs,
         forked=_forked(options.ranks) if options.forked else None,
         peaks=Peaks(cards[0].pci_address) if options.shared else None,
     )
