@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import LazyMover
-from measured_memory import MemoryMeter, train_within
+from measured_memory import MeasuredRoom, MemoryMeter, train_within
 from torch import nn
 
 from umem.capture.live import find_blocks
@@ -301,6 +301,42 @@ def test_results_that_are_kept_again_need_no_other_measurement(
     assert most_bytes <= 0.75 * stock_bytes
     assert rounds[:2] == [(False, True, True), (True, True, False)]
     assert begun.count(TuningEvent.CHANGED) == 1
+
+
+@pytest.mark.usefixtures("unseen")
+def test_results_are_made_again_for_good_where_steps_without_take_longer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
+    stock_bytes, expected, _ = train_within(Net(), None, images, 40)
+    changes, mark, found = Remaking.changes_steps, MeasuredRoom.mark, list[Remaking]()
+
+    def changes_steps(self: Any, units: Any, computed_s: float, whole: Any, known_s: Any) -> bool:
+        found[:] = [self]
+        if self.is_on and known_s is not None and self._without is not None:
+            self._without = (0, 0.0)  # by prediction, no step is as short as that without
+        return changes(self, units, computed_s, whole, known_s)
+
+    def slower_mark(self: Any) -> int:
+        if found and not found[0].is_on:
+            self._now += 4000
+        return mark(self)
+
+    monkeypatch.setattr(Remaking, "changes_steps", changes_steps)
+    monkeypatch.setattr(MeasuredRoom, "mark", slower_mark)
+    with caplog.at_level("INFO", "umem"):
+        most_bytes, weights, status = train_within(
+            Net(), int(0.45 * stock_bytes), images, 40, min_bytes=1024, may_recompute=True
+        )
+    said = [it.getMessage() for it in caplog.records]
+    kept = next(n for n, it in enumerate(said) if it.startswith("umem: results are kept again"))
+    # No plan for steps with less to keep is in force then.
+    assert said[kept + 1].startswith("umem: plan 2: state of")
+    assert said[-1].startswith("umem: plan 1 stays")
+    assert weights == expected
+    assert status is not None
+    assert status.remakes_results
+    assert most_bytes <= 0.45 * stock_bytes
 
 
 class Set(nn.Module):

@@ -187,6 +187,12 @@ class Planning:
         limit_s = self._fastest_s / (1.0 - _LEAST_GAIN_S)
         return not self.is_fastest and self._whole_s is not None and self._whole_s > limit_s
 
+    def resumes_remaking(self) -> bool:
+        """Make results again where steps took longer since they were kept again."""
+        if self._fastest is None or self._are_slowed:
+            return False
+        return self._remaking.resumes(self._fastest.overflow_bytes, self._fastest_s)
+
     def put_back(self, ending: TunedOptimizer | None) -> TuningEvent:
         """Put the plan with the shortest measured step in force again.
 
@@ -237,8 +243,10 @@ class Planning:
             if self._remaking.is_on:
                 self._next_kept = self._steps.copy()
                 return TuningEvent.CHANGED
-            # Steps are those from before again.
-            return self.make(ending) if self._take_kept_steps() else TuningEvent.CHANGED
+            if not self._take_kept_steps():
+                return TuningEvent.CHANGED
+            self.forget_fastest()  # of steps in which results were made again
+            return self.make(ending)
         fastest, stays = self._fastest, self.is_fastest
         if fastest is None or not self._is_for(fastest, units):
             self.forget_fastest()
@@ -327,7 +335,8 @@ class Planning:
         if self._tuned.in_backward or self._are_slowed:
             return False
         stock_s = figures.computed_s + sum(unit.update_s for unit in units)
-        return self._remaking.changes_steps(units, stock_s, whole)
+        measured_s = self._fastest_s if self._fastest is not None else None
+        return self._remaking.changes_steps(units, stock_s, whole, measured_s)
 
     def _take_kept_steps(self) -> bool:
         """Have the figures of steps before results were made again, if they tell all."""
