@@ -81,6 +81,48 @@ def test_bfloat16(eagerness: float) -> None:
     assert run.training.counts.by_host == 4 * len(HOSTS["hosts"] - {"norm"})
 
 
+def fused_momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+@pytest.mark.parametrize("make_optimizer", [fused, fused_momentum])
+@pytest.mark.parametrize("is_unscaled", [False, True])
+def test_a_gradient_scaler_that_skips_steps(
+    is_unscaled: bool, make_optimizer: Any, eagerness: float
+) -> None:
+    def scale(program: Program) -> None:
+        if program.kept is None:
+            program.kept = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        program.optimizer.zero_grad()
+        loss = program.model(program.batch()).square().mean()
+        if program.steps % 3 == 0:
+            loss = loss * float("inf")
+        program.kept.scale(loss).backward()
+        if is_unscaled:
+            program.kept.unscale_(program.optimizer)
+            torch.nn.utils.clip_grad_norm_(program.model.parameters(), 0.1)
+        program.kept.step(program.optimizer)
+        program.kept.update()
+        program.seen += [it.grad.clone() for it in program.model.parameters()]
+
+    run = compare(scale, eagerness, make_optimizer=make_optimizer, steps=5, **HOSTS)
+    # Between them, steps without a scaler.
+    assert run.training.counts.by_host == 11 * len(HOSTS["hosts"])
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+def test_a_rate_in_a_tensor(eagerness: float) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), fused=True)
+
+    def decay(program: Program) -> None:
+        program.optimizer.param_groups[0]["lr"].mul_(0.7)
+
+    run = compare(decay, eagerness, make_optimizer=make, **HOSTS)
+    assert run.training.counts.by_host == 4 * len(HOSTS["hosts"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_factors_of_another_type_are_the_devices(dtype: torch.dtype) -> None:
     """torch rounds them to the gradient's first, or not, by where they are."""
@@ -203,6 +245,25 @@ def test_an_error_of_the_host_loses_nothing(
     assert run.training.is_closed
     assert [it.getMessage() for it in caplog.records if "the host has failed" in it.getMessage()]
     assert values(run) == values(stock)
+
+
+def test_an_error_of_the_host_with_a_scaler() -> None:
+    """The device makes the update that has failed, and divides the gradient at home."""
+    numbers = iter(range(100))
+
+    def scale(program: Program) -> None:
+        if program.training is not None and not program.training.is_closed:
+            program.training.step.hosts.updater.fails = lambda: next(numbers) % 3 == 1
+        program.optimizer.zero_grad()
+        program.backward()
+        program.optimizer.grad_scale = torch.tensor(4.0)
+        program.optimizer.found_inf = torch.tensor(0.0)
+        program.optimizer.step()
+        del program.optimizer.grad_scale, program.optimizer.found_inf
+        program.seen += [it.grad.clone() for it in program.model.parameters()]
+
+    run = compare(scale, make_optimizer=fused, **HOSTS)
+    assert run.training.is_closed
 
 
 @pytest.mark.slow

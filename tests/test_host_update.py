@@ -271,7 +271,7 @@ def test_powers_are_asked_for_once() -> None:
         (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
         (torch.optim.AdamW, {"foreach": False}),
         (torch.optim.AdamW, {"capturable": True, "foreach": True}),
-        (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(1e-3)}),
+        (torch.optim.AdamW, {"foreach": True, "capturable": True, "lr": torch.tensor(1e-3)}),
         (torch.optim.SGD, {"fused": True}),
         (torch.optim.NAdam, {}),
     ],
@@ -282,6 +282,20 @@ def test_other_steps_have_no_table(make: Any, arguments: dict[str, Any]) -> None
     given = Hyperparameters(optimizer.param_groups[0], 1)
     assert kind_of(optimizer, given, torch.float32) is None
     assert HostUpdate.for_optimizer(optimizer, NumpyDevice(ADAM)) is None
+
+
+def test_a_fused_step_takes_the_number_of_a_tensor() -> None:
+    arguments: dict[str, Any] = {"fused": True, "weight_decay": 0.1}
+    optimizers = [
+        torch.optim.AdamW([nn.Parameter(torch.zeros(3))], lr=lr, **arguments)
+        for lr in (float(np.float32(1e-3)), torch.tensor(1e-3))
+    ]
+    given = [Hyperparameters(it.param_groups[0], 7) for it in optimizers]
+    kinds = [kind_of(*it, torch.float32) for it in zip(optimizers, given, strict=True)]
+    assert kinds[0] is not None
+    assert kinds[0] == kinds[1]
+    power = Powers(NumpyDevice(ADAM).powers)
+    assert constants(kinds[0], given[0], power) == constants(kinds[0], given[1], power)
 
 
 def test_functions_for_lists_round_bfloat16_in_between() -> None:

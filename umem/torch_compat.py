@@ -381,7 +381,7 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     **_names(
         "counts the steps of parameters that the host updates",
         "the host could not update units",
-        {"foreach_add": "torch:_foreach_add_"},
+        {"foreach_add": "torch:_foreach_add_", "foreach_subtract": "torch:_foreach_sub_"},
     ),
     **_names(
         "wrapped: a CUDA graph is no operator, and reads and writes memory by address",
@@ -543,6 +543,7 @@ flash_attention_backward: Any
 flash_attention_cpu: Any
 flash_attention_cpu_backward: Any
 foreach_add: Callable[..., None]
+foreach_subtract: Callable[..., None]
 foreach_copy: Callable[..., None]
 function_modes: Callable[[], list[Any]]
 function_transform_level: Callable[[], int | None]

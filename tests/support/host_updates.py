@@ -288,7 +288,8 @@ class StockHost:
             arrays = [_array_at(it, of_c, span.elements) for it in addresses]
             before = Elements(*arrays, *[np.zeros_like(arrays[0])] * (4 - len(arrays)))
             after = self._device.step(before, settings, kind)
-            for name in ("weight", "first", *(["second"] if span.second else [])):
+            written = ["weight", "first", *["second"] * bool(span.second)]
+            for name in written + ["gradient"] * kind.unscales:
                 getattr(before, name)[:] = getattr(after, name)
             self.updates += 1
 

@@ -174,12 +174,15 @@ def kind_of(optimizer: Optimizer, settings: Hyperparameters, dtype: torch.dtype)
     step = plain_step(type(optimizer))
     is_adam = step in map(plain_step, (torch.optim.Adam, torch.optim.AdamW))
     is_fused = bool(group.get("fused"))
-    numbers = ("lr", "weight_decay", "eps", "momentum", "dampening")
+    numbers = ("weight_decay", "eps", "momentum", "dampening")
+    rate = group["lr"]
     is_known = (
         (is_adam or step is plain_step(torch.optim.SGD))
         and (is_fused or group.get("foreach") is not False)
         and not any(group.get(it) for it in ("amsgrad", "differentiable", "capturable"))
         and all(isinstance(group.get(it, 0), int | float) for it in numbers)
+        # A fused kernel takes the number that a tensor has.
+        and (isinstance(rate, int | float) or (is_fused and isinstance(rate, torch.Tensor)))
         and all(isinstance(it, int | float) and it for it in group.get("betas", ()))
         and (is_adam or bool(group["momentum"]))
         # Between functions for lists, each value is rounded to the tensors' type.
@@ -268,7 +271,7 @@ def constants(kind: StepKind, settings: Hyperparameters, power: Powers) -> dict[
         "scale": settings.grad_scale,
         "decay": np.float32(group["weight_decay"]),
     }
-    lr = np.float32(group["lr"])
+    lr = np.float32(float(group["lr"]))
     if not kind.is_adam:
         b1, o1 = np.float32(group["momentum"]), np.float32(1 - group["dampening"])
         if kind.is_fused:

@@ -85,9 +85,19 @@ class StepCall:
         return bool(self._groups[number].get("fused"))
 
     @property
+    def scale(self) -> Any:
+        """A tensor, by which a fused kernel divides gradients for a ``GradScaler``, or None."""
+        return self._attributes.get("grad_scale")
+
+    @property
+    def found_inf(self) -> Any:
+        """A tensor, 1 where the ``GradScaler`` skips the step, or None."""
+        return self._attributes.get("found_inf")
+
+    @property
     def unscales(self) -> bool:
         """Whether a fused kernel divides gradients by the scale of a GradScaler, in place."""
-        return self._attributes.get("grad_scale") is not None
+        return self.scale is not None
 
     def has_hyperparameters_of(self, optimizer: Optimizer) -> bool:
         """Whether the hyperparameters are the same now. Nothing waits for the device."""

@@ -9,8 +9,9 @@ on its stream for the copy back.
 Weights leave anew in each step, after all that the program does to them: no version tells of a
 write through ``p.data``, or of a kernel that has an address.
 
-What the device computes for an update, as the factor of clipping, leaves beside the weights, so
-that nothing waits for it but the host's thread. Counts of steps change where they are.
+What the device computes for an update, as the factor of clipping and what a gradient scaler has
+found, leaves beside the weights, so that nothing waits for it but the host's thread. Counts of
+steps change where they are.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.autograd.graph import increment_version
 
 from umem.core.classes import TensorClass
 from umem.core.interrupts import call_all
+from umem.runtime.guard import are_plain
 from umem.runtime.unguarded import Unguarded, addresses_of, allowed
 from umem.streaming.gradients.clipped_gradients import ClippedGradients, multiply
 from umem.streaming.host_share.forms import Hyperparameters
@@ -36,7 +38,7 @@ from umem.streaming.stage.homes import StateMemory
 from umem.streaming.stage.lanes import Copy, Lane, Lanes, Moment
 from umem.streaming.step.call import ParameterGroups, StepCall
 from umem.streaming.step.unit import StreamedUnit
-from umem.torch_compat import InferenceMode, foreach_add
+from umem.torch_compat import InferenceMode, foreach_add, foreach_subtract
 
 __all__ = ["HostUnits", "HostUpdater", "HostWork"]
 
@@ -45,7 +47,7 @@ _STATE = (frozenset(("step", "exp_avg", "exp_avg_sq")), frozenset(("momentum_buf
 
 
 _MOST_REFUSALS = 4
-"""Steps one after another none of whose updates the host could make, as with a gradient scaler."""
+"""Steps one after another none of whose updates the host could make."""
 
 _WITHIN_FLOAT32 = (torch.float32, torch.bfloat16)
 """Types whose numbers float32 has, too."""
@@ -206,6 +208,8 @@ class HostWork:
                 if "step" in values:
                     values["step"] = values["step"] - 1
                 self._call.run(self._call.shadow([(it.number, [made])], {made: values}))
+                if self._call.unscales:
+                    it.gradient.detach().copy_(made.grad)
 
 
 def _error_of(future: Future[None]) -> Exception | None:
@@ -275,6 +279,14 @@ class HostUnits:
         if self.updater is not None:
             self.updater.close()
             self.updater = None
+
+    def hold_again(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Hold gradients at home that the program has used there, as a gradient scaler does."""
+        used = [it for it in gradients if are_plain((it,)) and self._memory.is_home(it)]
+        if used:
+            now, stream = self._lanes.mark(), self._lanes.stream_key()
+            for it in used:
+                self._clipped.keep(it, None, now, now, stream)
 
     def fetch(self) -> None:
         """Queue the copies back of units that the host is done with."""
@@ -349,6 +361,9 @@ class HostUnits:
             changes: list[Callable[[], object]] = []
             if counts:
                 changes = [partial(foreach_add, counts, 1)]
+                if call.found_inf is not None:  # a skipped step does not count
+                    skipped = [call.found_inf] * len(counts)
+                    changes.append(partial(foreach_subtract, counts, skipped))
             call_all(*changes, partial(setattr, unit, "host_work", work), note)
             for piece in unit.pieces:  # other streams wait for the counts
                 piece.returned = self._lanes.mark()
@@ -372,12 +387,17 @@ class HostUnits:
         """The update of each parameter; None if the host cannot make one of them."""
         assert unit.state is not None
         shadow = call.shadow(part, {})
-        unscaled = all(getattr(shadow, it, None) is None for it in ("grad_scale", "found_inf"))
+        scaler = [None if it is None else numbers.add(it) for it in (call.scale, call.found_inf)]
+        has_scaler = scaler != [None, None]
         homes, found = set(map(id, unit.state.homes)), []
         for (number, some), group in zip(part, shadow.param_groups, strict=True):
-            settings, dtypes = Hyperparameters(group, 1), {it.dtype for it in some}
-            if not unscaled or not all(updater.covers(settings, it) for it in dtypes):
+            settings = Hyperparameters(group, 1, grad_scale=1.0 if call.unscales else None)
+            dtypes = {it.dtype for it in some}
+            if has_scaler and not call.fuses(number):
                 return None
+            if not all(updater.covers(settings, it) for it in dtypes):
+                return None
+            rate = numbers.add(group["lr"])
             for parameter in some:
                 gradient, values = parameter.grad, unit.state.known[parameter]
                 averages = [it for name, it in values.items() if name != "step"]
@@ -393,6 +413,8 @@ class HostUnits:
                     and all(it.numel() == parameter.numel() for it in every)
                     # A tensor of another type may be rounded to the gradient's first.
                     and by <= {gradient.dtype}
+                    # The quotient by a scale becomes the gradient; products do not.
+                    and not (factors and call.unscales)
                 )
                 home = self._home_of(unit, parameter) if may_run else None
                 if home is None:
@@ -408,7 +430,9 @@ class HostUnits:
                     moments,
                     group,
                     numbers.add(own.get("step", 0)),
+                    rate,
                     list(map(numbers.add, factors)),
+                    *scaler,
                 )
                 found.append(_Part(parameter, gradient, number, own, factors, span, wait))
         return found
@@ -429,7 +453,10 @@ def _settings(
     moments: Sequence[Moment],
     group: Mapping[str, Any],
     count: Callable[[], float],
+    rate: Callable[[], float],
     factors: Sequence[Callable[[], float]],
+    scale: Callable[[], float] | None,
+    found_inf: Callable[[], float] | None,
 ) -> Callable[[], Hyperparameters]:
     """What the host calls ahead of a parameter's update, in its own thread."""
     claims = [True]
@@ -437,13 +464,16 @@ def _settings(
     def wait() -> Hyperparameters:
         for moment in moments:
             lanes.finish(moment)
-        step = int(count()) + 1
         try:
             is_first = claims.pop()
         except IndexError:  # an interrupt had it queued twice
             is_first = False
         return Hyperparameters(
-            group, step, factors=[it() for it in factors], found_inf=not is_first
+            {**group, "lr": rate()},
+            int(count()) + 1,
+            factors=[it() for it in factors],
+            grad_scale=None if scale is None else scale(),
+            found_inf=not is_first or bool(found_inf is not None and found_inf()),
         )
 
     return wait

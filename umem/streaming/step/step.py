@@ -430,6 +430,8 @@ class StreamedStep:
     def _find_users(self, update: _UnitUpdate, sharded_step: ShardedStep | None) -> None:
         """Who can use what is updated: the host, a library, or something that no guard sees."""
         gradients, updated, state = update.gradients, update.parameters, update.state
+        if update.unit.is_hosts:
+            self.hosts.hold_again(gradients)
         update.free = gradients
         if not are_plain(gradients):
             is_held = self._clipped.is_held
