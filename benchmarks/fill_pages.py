@@ -14,9 +14,9 @@ in torch. Results that are text are shown as they are::
     <!-- end of text -->
 
 With `--check`, pages are not written: the status is 1 if one would change, or has a figure without
-a source. A figure is a number with a unit, or a factor (3x), outside of reports and code. Its
-source stands after it in its paragraph: a row of a table of a report, whose medians count, with its
-variant where the table has several systems, or a constant::
+a source. A figure is a number with a unit, a factor (3x) or a model's size (7B), outside of reports
+and code. Its source stands after it in its paragraph: a row of a table of a report, whose medians
+and parameters count, with its variant where the table has several systems, or a constant::
 
     umem takes 1,444 ms <!-- from h100-scale-7b.jsonl: llama-2-7b-fp32: umem -->
     and 93 % <!-- from h200-systems-sft-xlarge.jsonl: Systems: hf_trainer_sft, umem-budget -->
@@ -26,6 +26,7 @@ variant where the table has several systems, or a constant::
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -55,12 +56,13 @@ _UNITS = {
     "GiB": ("bytes", 2.0**30),
     "tokens/s": ("rate", 1.0),
     "x": ("factor", 1.0),
+    "B": ("parameters", 1e9),
 }
 """Unit -> what it measures, and its factor."""
 
 _NUMBER = r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)"
 _UNIT = rf"({'|'.join(_UNITS)})(?![\w/]| \d)"  # "4 x 2,048" is no factor
-_FIGURE = re.compile(rf"{_NUMBER} ?{_UNIT}")
+_FIGURE = re.compile(rf"{_NUMBER}(?: |\n *)?{_UNIT}")
 _SOURCE = re.compile(r"<!-- from (\S+): (.*?) -->")
 _IGNORED = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 
@@ -126,7 +128,7 @@ def _is_same(number: str, unit: str, known: float, known_unit: str) -> bool:
 
 @cache
 def _figures_of(file: str, place: str) -> list[tuple[float, str]]:
-    """What the rows of a table say, and the heading of their report; or a constant."""
+    """What a table's rows say, their report's heading, and models' sizes; or a constant."""
     if file.endswith(".py"):
         source = (_FOLDER.parent / file).read_text(encoding="utf-8")
         values = re.findall(rf"^{place} = ([\d.]+)$", source, re.MULTILINE)
@@ -145,6 +147,11 @@ def _figures_of(file: str, place: str) -> list[tuple[float, str]]:
     if row is None:
         raise SystemExit(f"{file} has no row {place}")
     found = [(float(number.replace(",", "")), unit) for number, unit in _FIGURE.findall(heading)]
+    named = {*place.split(": "), *name.split(", ")}
+    for line in (_FOLDER / "results" / file).read_text(encoding="utf-8").splitlines()[1:]:
+        its = json.loads(line)
+        if "parameters" in its and named & {its.get("case"), its.get("system")}:
+            found.append((its["parameters"] / 1e9, "B"))
     for column, cell in zip(columns, row, strict=True):
         unit = column.rpartition(", ")[2] if ", " in column else column
         cell = re.sub(r"\[.*?\]", "", cell)  # the lowest and the highest

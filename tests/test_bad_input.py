@@ -221,13 +221,20 @@ def test_a_part_of_umem_that_is_missing_is_a_fault_of_its_own(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("place", ["umem.cli", "typer", "umem.cli.policy"])
-def test_ctrl_c_while_a_command_is_imported(place: str) -> None:
+@pytest.mark.parametrize("names", [False, True], ids=["", "while an attribute is named"])
+def test_ctrl_c_while_a_command_is_imported(place: str, names: bool) -> None:
     code = f"""
 import sys
+
+class Named:
+    def __set_name__(self, *_):
+        raise KeyboardInterrupt
 
 class Interrupting:
     def find_spec(self, name, *_):
         if name == {place!r}:
+            if {names}:
+                type("Made", (), {{"named": Named()}})
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Interrupting())

@@ -22,7 +22,7 @@ import pytest
 import torch
 from training_runs import GIB, TINY, have_a_card, settings
 from typer.testing import CliRunner
-from umem_bench.allocators import worker_limit_bytes
+from umem_bench.allocators import AllocatorJob, run_alloc, worker_limit_bytes
 from umem_bench.bounds import BUDGETS_PERCENT
 from umem_bench.cli import app
 from umem_bench.generate.measure import GenerateJob
@@ -65,7 +65,7 @@ def bench(*words: str, status: int = 0) -> str:
 
 @pytest.mark.slow
 def test_core_measures_and_writes_provenance_first(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "core.jsonl"
+    path = tmp_path / "core.jsonl"
 
     printed = bench("core", "--quick", "--rounds", "2", "--output", str(path))
 
@@ -81,16 +81,29 @@ def test_core_measures_and_writes_provenance_first(tmp_path: Path) -> None:
 
 
 @needs_no_gpu
+@pytest.mark.parametrize("name", ["alloc", "step", "all"])
+def test_allocators_are_not_timed_without_a_gpu(name: str) -> None:
+    done = CliRunner().invoke(app, [name, "--quick"])
+    assert isinstance(done.exception, UnsupportedError)
+    assert "umem doctor" in str(done.exception)
+
+
+def test_an_output_without_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["predicted", "--output", str(tmp_path / "new" / "x.jsonl")])
+    assert isinstance(done.exception, UmemError)
+    assert str(done.exception).startswith("--output: there is no folder")
+
+
+@needs_no_gpu
 @pytest.mark.slow
 @pytest.mark.usefixtures("fork_server")
-def test_an_allocator_that_fails_says_why_and_the_run_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "alloc.jsonl"
+def test_an_allocator_that_fails_says_why_and_the_run_goes_on() -> None:
+    said: list[str] = []
+    job = AllocatorJob(allocator="torch", policy="sft", limit_bytes=1 << 30, rounds=1, quick=True)
 
-    words = ["alloc", "--quick", "--allocators", "torch", "--output", str(path)]
-    said = bench(*words, status=1)
+    found = run_alloc([job], said.append)
 
-    assert "torch failed: UnsupportedError" in said
-    found = read_results(path).measurements("alloc")
+    assert any("torch failed: UnsupportedError" in it for it in said)
     assert len(found) == 6
     assert all("umem doctor" in str(it.error) and not it.rounds_s for it in found)
 

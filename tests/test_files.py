@@ -469,7 +469,7 @@ def test_a_model_names_the_place(tmp_path: Path, text: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (None, "format: missing, so this is not a trace: give a file of umem-trace/1 and"),
+        (None, "format: missing, so this is not a trace: give a file of umem-trace/1 or"),
         ("umem-trace/9", r"umem-trace/9 is of a newer umem; umem \S+ reads umem-trace/1 and"),
         ("umem-trace/2", r"umem-trace/2 is of an older umem; .* make the file again"),
         ("umem-plan/1", "'umem-plan/1' is not a trace: give a file of"),

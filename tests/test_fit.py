@@ -291,27 +291,45 @@ def test_a_small_step_waits_for_the_processor(accumulate: int) -> None:
     hardware, policy = machine("sft")
     found = fit_training(workload, hardware, policy)
     assert found.waits_for_processor
-    assert found.ways[1].time_s == pytest.approx(found.launch_s)
-    slow = replace(hardware, launch_s=3 * hardware.launch_s)
-    assert fit_training(workload, slow, policy).ways[1].time_s == pytest.approx(3 * found.launch_s)
-    # Waits are where launches take longer than computation, which nothing cuts short.
-    steps = (
-        training_step(workload, it, 256 << 20) for it in (hardware, replace(hardware, launch_s=0))
+    at_once, step, slow = (
+        training_step(workload, replace(hardware, launch_s=factor * hardware.launch_s), 256 << 20)
+        for factor in (0, 1, 3)
     )
-    for unit, ahead in zip(*(it.units for it in steps), strict=True):
+    assert step.launch_s == found.launch_s
+    assert found.launch_s <= step.passes_s < found.launch_s + at_once.passes_s
+    # Waits grow with the launches, and computation is not counted on top of them.
+    assert slow.passes_s > 2.8 * step.passes_s
+    for unit, ahead in zip(step.units, at_once.units, strict=True):
         assert unit.forward_s >= ahead.forward_s
         assert unit.backward_s >= ahead.backward_s
         assert unit.update_s >= ahead.update_s
 
 
+def test_a_forward_pass_waits_for_its_launches_before_a_long_backward_pass() -> None:
+    """Though the step's launches together take less than its computation."""
+    workload = replace(SMALL, batch=2, seq=1024, checkpoint=False)
+    hardware, _ = machine("sft")
+    step = training_step(workload, hardware, 256 << 20)
+    at_once = training_step(workload, replace(hardware, launch_s=0.0), 256 << 20)
+    assert step.launch_s < at_once.passes_s
+    layers, their = (
+        [unit for unit in it.units if ".layers." in unit.name] for it in (step, at_once)
+    )
+    assert sum(it.forward_s for it in layers) > 1.5 * sum(it.forward_s for it in their)
+    assert sum(it.backward_s for it in layers) == pytest.approx(
+        sum(it.backward_s for it in their), rel=0.03
+    )
+
+
 def test_launches_run_ahead_of_a_large_step() -> None:
     """A long head makes up for layers whose launches take longer than their computation."""
     hardware, policy = machine("sft")
-    found = fit_training(replace(SMALL, batch=8, seq=1024), hardware, policy)
+    large = replace(SMALL, batch=32, seq=1024)
+    found = fit_training(large, hardware, policy)
     assert not found.waits_for_processor
-    step = training_step(replace(SMALL, batch=8, seq=1024), hardware, 256 << 20)
+    step = training_step(large, hardware, 256 << 20)
     ahead = replace(hardware, launch_s=hardware.launch_s / 2)
-    other = training_step(replace(SMALL, batch=8, seq=1024), ahead, 256 << 20)
+    other = training_step(large, ahead, 256 << 20)
     # But for kernels that are shorter than a launch.
     assert step.passes_s == pytest.approx(other.passes_s, rel=0.02)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -119,6 +121,29 @@ def test_tables_have_headings() -> None:
     assert [it.name for it in pages if empty.search(it.read_text(encoding="utf-8"))] == []
 
 
+def test_the_versions_are_those_of_the_project_and_its_results() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(
+        r"Python ([\d.]+) to ([\d.]+), torch ([\d.]+) to ([\d.]+), CUDA 12 and 13; "
+        r"measured with torch ([\d.]+) and CUDA ([\d.]+) ",
+        text,
+    )
+    assert found
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    said = [*project["dependencies"], f"python{project['requires-python']}"]
+    for name, least, most in (("python", *found.groups()[:2]), ("torch", *found.groups()[2:4])):
+        major, minor = most.split(".")
+        assert f"{name}>={least},<{major}.{int(minor) + 1}" in said
+    machines = [
+        json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+        for path in RESULTS.glob("*.jsonl")
+    ]
+    measured = [it for it in machines if it["machine"]["gpu"]]
+    assert measured
+    assert {it["packages"]["torch"].partition("+")[0] for it in measured} == {f"{found[5]}.0"}
+    assert {it["machine"]["cuda"] for it in measured} == {found[6]}
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
@@ -210,6 +235,8 @@ def test_a_figure_has_a_source_that_says_it() -> None:
     umem = "<!-- from h100-scale-lora.jsonl: llama-2-7b-lora: umem -->"
     stock = umem.replace("umem", "stock")
     page = f"""98 %, `20 ms`, 2 x 4,096 tokens in 8 GiB and 0.75 GiB {umem} and 16.8 GiB {stock}
+of a 7B, in 524
+ms and 6.8B {stock}
 
 | a | 531 ms, 97 % and 523 ms {umem} 85 % <!-- from umem/hardware/host_memory.py: PINNED_SHARE -->
 | b | 3 GB, 2x as fast
@@ -217,11 +244,12 @@ def test_a_figure_has_a_source_that_says_it() -> None:
 92.8 % and 100 % <!-- from h200-systems-sft-xlarge.jsonl: Systems: hf_trainer_sft, umem-budget -->
 """
     assert list(fill_pages.problems(page)) == [
-        (3, "97 % is not in h100-scale-lora.jsonl: llama-2-7b-lora: umem"),
-        (3, "523 ms is not in h100-scale-lora.jsonl: llama-2-7b-lora: umem"),
-        (4, "3 GB has no source: add <!-- from FILE: TABLE: ROW -->"),
-        (4, "2 x has no source: add <!-- from FILE: TABLE: ROW -->"),
-        (6, "100 % is not in h200-systems-sft-xlarge.jsonl: Systems: hf_trainer_sft, umem-budget"),
+        (2, "524 ms is not in h100-scale-lora.jsonl: llama-2-7b-lora: stock"),
+        (5, "97 % is not in h100-scale-lora.jsonl: llama-2-7b-lora: umem"),
+        (5, "523 ms is not in h100-scale-lora.jsonl: llama-2-7b-lora: umem"),
+        (6, "3 GB has no source: add <!-- from FILE: TABLE: ROW -->"),
+        (6, "2 x has no source: add <!-- from FILE: TABLE: ROW -->"),
+        (8, "100 % is not in h200-systems-sft-xlarge.jsonl: Systems: hf_trainer_sft, umem-budget"),
     ]
     with pytest.raises(SystemExit, match="has no row llama-2-7b-lora: lost"):
         list(fill_pages.problems(umem.replace("umem", "lost")))

@@ -169,6 +169,9 @@ def test_a_trial_ends_where_no_step_is_short_enough(machine: Hardware, may_overf
     assert plan_training(blocks(), None, longest_s=longest_s, **options) == plan
     with pytest.raises(NoShorterStepError):
         plan_training(blocks(), None, longest_s=plan.stream.predicted.compute_s / 2, **options)
+    # No bound says it, and all choices are simulated.
+    with pytest.raises(NoShorterStepError):
+        plan_training(blocks(), None, longest_s=plan.step_s * (1 - 1e-9), **options)
 
 
 def in_checkpoints() -> list[StreamUnit]:

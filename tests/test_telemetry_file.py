@@ -38,6 +38,10 @@ def test_a_run_comes_back_exactly(tmp_path: Path, run: MeasuredRun) -> None:
         assert path.read_bytes() == before
 
 
+_SQLITE = b"SQLite format 3\0"
+"""How an export of Nsight Systems begins."""
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     with pytest.raises(UmemError, match=r"cannot be read .no such file"):
@@ -45,6 +49,10 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\x80\x04K\x01.")  # a pickle
     with pytest.raises(UmemError, match="not valid JSON"):
         load_run(path)
+    for name, content in [("run.sqlite", b""), ("run.nsys-rep", b"\0NSYS"), ("run", _SQLITE)]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UmemError, match=rf"{name}: .*Nsight Systems.*umem\.profile"):
+            load_run(tmp_path / name)
     with path.open("wb") as file:  # as profiles of before were
         np.savez(file, header=np.zeros(1, np.uint8))
     with pytest.raises(UmemError, match=r"trace or a profile of an older umem; .* umem-profile/5"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -14,8 +15,17 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        print("umem: interrupted", file=sys.stderr)
-        sys.exit(130)  # as a shell reports it: 128 + SIGINT
+        _end_interrupted()
+    except RuntimeError as error:
+        # What Python 3.11 raises where the signal comes while an attribute of a class is named.
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        _end_interrupted()
+
+
+def _end_interrupted() -> NoReturn:
+    print("umem: interrupted", file=sys.stderr)
+    sys.exit(130)  # as a shell reports it: 128 + SIGINT
 
 
 if __name__ == "__main__":

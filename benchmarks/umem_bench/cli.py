@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from umem.cli.output import check_can_write
 from umem.core.units import parse_limit
 from umem_bench import allocators, bounds, planning, predicted, published
 from umem_bench.commands import COMMANDS
@@ -34,6 +35,7 @@ from umem_bench.results import (
     read_results,
     write_results,
 )
+from umem_bench.rows import require_gpu
 from umem_bench.scale import run as scales
 from umem_bench.scale import small_cards as small_cards_suite
 from umem_bench.scale import small_predictions
@@ -63,11 +65,20 @@ _RunsOfOptions = Callable[..., Callable[..., Run]]
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
+
+def _can_write(path: Path | None) -> Path | None:
+    """Refuse an output before the work."""
+    if path is not None:
+        check_can_write("--output", path)
+    return path
+
+
 _Policy = Annotated[str, typer.Option(help="umem's: a preset or a YAML file.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="Figures are medians of so many rounds.")]
 _Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter rounds.")]
 _Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the results to this file.")
+    Path | None,
+    typer.Option("--output", "-o", callback=_can_write, help="Write the results to this file."),
 ]
 _Minutes = Annotated[
     float, typer.Option(min=0.1, help="Leave out rows that do not fit into this time.")
@@ -104,6 +115,8 @@ def _add_allocator_command(name: str, benchmarks: Sequence[str], default_rounds:
         names = _named(only, allocators.ALLOCATORS)
         chosen = _named(sizes, tuple(allocators.SHAPES))
         rounds = min(rounds, _QUICK_ROUNDS) if quick else rounds
+        if benchmarks != ["core"]:
+            require_gpu("an allocator")
         limit_bytes = allocators.worker_limit_bytes(names)
         settings = {"policy": policy, "rounds": rounds, "worker_managed_limit_bytes": limit_bytes}
         jobs = [

@@ -432,7 +432,8 @@ def _print_one(
     if answer.rates != "unknown" and answer.waits_for_processor:
         console.print(
             "the processor is the limit: launching all kernels takes "
-            f"{output.format_seconds(answer.launch_s)}"
+            f"{output.format_seconds(answer.launch_s)}, for which the GPU waits "
+            f"{output.format_seconds(answer.waits_s)}"
         )
     console.print()
     if answer.rates != "unknown" and any(it.choice != "kept" for it in answer.choices):

@@ -64,11 +64,11 @@ def show(
     as_json: options.Json = False,
 ) -> None:
     """Show every figure of a profile and its source."""
-    loaded = load_hardware(hardware)
+    loaded = options.load_named("NAME", load_hardware, hardware)
     if as_json:
         output.print_json(_as_json(loaded))
         return
-    table = output.make_table("figure", numbers=("value",))
+    table = output.make_table("figure", numbers=("value",), narrow=True)
     table.columns[0].no_wrap = True
     table.add_column("is")
     table.add_column("source", overflow="fold")

@@ -79,12 +79,12 @@ def show(
     ] = "detect",
     as_json: options.Json = False,
 ) -> None:
-    """Show a policy on a machine: its limits, each class's rule, and why the machine chose it.
+    """Show a policy on a machine, and why the machine chose it.
 
     UMEM_MANAGED_LIMIT, UMEM_DEVICE_BUDGET and UMEM_PLANNER are applied. On a machine without a GPU,
     and without --hardware, the policy is shown as it is written.
     """
-    loaded = load_policy(policy)
+    loaded = options.load_named("NAME", load_policy, policy)
     machine, free_bytes = _machine(hardware)
     resolved = None if machine is None else resolve(loaded, machine, free_bytes=free_bytes)
     if as_json:
@@ -120,7 +120,10 @@ def validate(
     ],
     as_json: options.Json = False,
 ) -> None:
-    """Check policy files, and print their problems; exit status 2 if any."""
+    """Check policy files, and print their problems.
+
+    Exits with 2 if there are any.
+    """
     found = {file: find_problems(file) for file in files}
     if as_json:
         rows = [
@@ -148,7 +151,7 @@ def schema() -> None:
 def _machine(name: str) -> tuple[Hardware | None, int | None]:
     """The machine of this name, and its free device memory, both None where unknown."""
     if name != "detect":
-        return load_hardware(name), None
+        return options.load_named("--hardware", load_hardware, name), None
     try:
         return detect_hardware(), detect().free_bytes
     except UmemError:

@@ -74,8 +74,8 @@ where such a launch takes 4.9. 32 ms a token of Llama-2-7B, 33 of 13B, 46 of Cod
 of Qwen3-30B-A3B, in ``benchmarks/results`` (``h100-generate.jsonl``,
 ``h100-generate-experts.jsonl``)."""
 
-_BOUND_SHARE = 0.95
-"""Of a step, from which on launches bound it: updates of streamed state may run beside them."""
+_LEAST_WAITS = 0.1
+"""Of a step or a token: waits for launches that are shorter are not named."""
 
 _MOST_BATCH = 4096
 
@@ -134,6 +134,8 @@ class Fit:
     largest_stock_batch: int
     launch_s: float
     """The processor's time to launch the kernels of a step or a token, the least that any takes."""
+    waits_s: float
+    """Of a step or a token, in which the device waits for launches."""
     host_updates: int = 0
     """Units that the host updates."""
     slices_loss: bool = False
@@ -148,9 +150,9 @@ class Fit:
 
     @property
     def waits_for_processor(self) -> bool:
-        """Whether the device waits for launches, where nothing has to move."""
+        """Whether the device waits for launches for a tenth of the time or more."""
         times_s = [it.time_s for it in self.ways[:2] if it.time_s is not None]
-        return bool(times_s) and self.launch_s > _BOUND_SHARE * min(times_s)
+        return bool(times_s) and self.waits_s > _LEAST_WAITS * min(times_s)
 
 
 def _in_one_pool(found: Fit) -> Fit:
@@ -353,6 +355,7 @@ def fit_training(
         ),
         largest_stock_batch=_largest_batch(is_stock),
         launch_s=step.launch_s,
+        waits_s=step.waits_s,
         host_updates=0 if isinstance(planned, str) else len(planned.stream.hosts),
         slices_loss=slices_loss and umem.time_s is not None,
     )
@@ -654,7 +657,8 @@ def fit_inference(
         resident / hardware.memory_bytes_per_s,
         _crossing(units, placed, chosen) / hardware.copy_to_device_bytes_per_s,
     )
-    stock_s = max(kernels_s, (share * all_bytes + cache) / hardware.memory_bytes_per_s)
+    reading_s = (share * all_bytes + cache) / hardware.memory_bytes_per_s
+    stock_s = max(kernels_s, reading_s)
     umem_bytes, everything_bytes = beside + placed.device_bytes, beside + movable_bytes
     found = Fit(
         hardware=hardware.name,
@@ -675,6 +679,7 @@ def fit_inference(
         largest_batch=_largest_batch(has_room),
         largest_stock_batch=_largest_batch(is_stock),
         launch_s=kernels_s,
+        waits_s=max(0.0, kernels_s - reading_s) if time_s == kernels_s else 0.0,
     )
     return _in_one_pool(found) if hardware.one_pool else found
 

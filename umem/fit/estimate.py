@@ -2,7 +2,7 @@
 
 The operators are those that torch and transformers run for a Llama in eager mode. Their bytes per
 element were read from traces of ``umem simulate``. Each operator takes the time of the roofline,
-and a step at least the processor's time to launch them all.
+and waits for the processor to launch it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MOST_BYTES = 1 << 60
 LEAST_MOVED_BYTES = 1 << 20
 """Smaller tensors stay on the device, by ``min_bytes`` of the policies sft and lora."""
 
-_FORWARD_LAUNCHES, _CHECKPOINTED_LAUNCHES, _BACKWARD_LAUNCHES = 9, 14, 2
+_FORWARD_LAUNCHES, _CHECKPOINTED_LAUNCHES, _BACKWARD_LAUNCHES = 6, 14, 3
 """The processor's time for a kernel of a training, in bare launches: in a forward pass Python calls
 modules and the graph is made, for which a checkpoint takes each tensor in hand, also where it runs
 the pass again; the backward pass is C++. With these the trainings of ``benchmarks/results`` that
@@ -240,7 +240,8 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> P
             "and no autocast: give bf16-master or bf16"
         )
     seconds = _roofline(hardware)
-    parts, launch_s = _with_waits(_parts(workload, seconds), workload, hardware)
+    alone = _parts(workload, seconds)
+    parts, launch_s = _with_waits(alone, hardware)
     peaks_forward, peaks_backward, step_peak_bytes = _peaks(workload, parts, deferred=True)
     if (most_bytes := max(*peaks_forward, *peaks_backward)) > _MOST_BYTES:
         raise UmemError(
@@ -294,40 +295,39 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> P
         model_flops=workload.accumulate * sum(part.flops for part in parts),
         freed_bytes={} if workload.checkpoint else freed_bytes,
         checkpointed_bytes=freed_bytes if workload.checkpoint else {},
-        launch_s=launch_s,
+        launch_s=workload.accumulate * launch_s,
+        waits_s=workload.accumulate * (_passes_s(parts) - _passes_s(alone)),
     )
 
 
-def _with_waits(
-    parts: Sequence[_Part], workload: Workload, hardware: Hardware
-) -> tuple[list[_Part], float]:
-    """Units whose passes wait for the processor, and its time to launch a step's kernels.
+def _passes_s(parts: Sequence[_Part]) -> float:
+    return sum(it.forward_s + it.backward_s for it in parts)
 
-    Launches run ahead of the device, over the whole step: only where all of them take longer than
-    all computation does the device wait, in the passes in which it is the faster.
+
+def _with_waits(parts: Sequence[_Part], hardware: Hardware) -> tuple[list[_Part], float]:
+    """Units whose passes wait for the processor, and its time to launch a batch's kernels.
+
+    Launches run ahead of the device within a batch, and not from one batch to the next: reading a
+    loss, or looking whether it is finite as the Trainer does, waits for the device. So a forward
+    pass whose kernels are short takes as long as their launches, also where the backward pass that
+    comes after it takes the device longer.
     """
-    launches = [(it.forward_launches, it.backward_launches) for it in parts]
-    launch_s = hardware.launch_s * sum(map(sum, launches))
-    passes_s = sum(it.forward_s + it.backward_s for it in parts)
-    waits_s = launch_s - passes_s - sum(it.update_s for it in parts) / workload.accumulate
-    if waits_s > 0:
-        behind_s = [
-            (
-                max(0.0, hardware.launch_s * forward - it.forward_s),
-                max(0.0, hardware.launch_s * backward - it.backward_s),
-            )
-            for it, (forward, backward) in zip(parts, launches, strict=True)
-        ]
-        share = waits_s / sum(map(sum, behind_s))
-        parts = [
-            replace(
-                it,
-                forward_s=it.forward_s + share * forward_s,
-                backward_s=it.backward_s + share * backward_s,
-            )
-            for it, (forward_s, backward_s) in zip(parts, behind_s, strict=True)
-        ]
-    return list(parts), workload.accumulate * launch_s
+    passes = [(it.forward_launches, it.forward_s) for it in parts]
+    passes += [(it.backward_launches, it.backward_s) for it in reversed(parts)]
+    times_s = []
+    launched_s = ended_s = 0.0
+    for launches, compute_s in passes:
+        first_s = max(0.0, launched_s - ended_s)
+        launched_s += hardware.launch_s * launches
+        times_s.append(max(first_s + compute_s, launched_s - ended_s))
+        ended_s += times_s[-1]
+    waiting = [
+        replace(it, forward_s=forward_s, backward_s=backward_s)
+        for it, forward_s, backward_s in zip(
+            parts, times_s[: len(parts)], reversed(times_s[len(parts) :]), strict=True
+        )
+    ]
+    return waiting, launched_s
 
 
 def stock_bytes(workload: Workload, hardware: Hardware) -> int:

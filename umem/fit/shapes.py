@@ -150,6 +150,8 @@ def load_shape(model: str) -> ModelShape:
         For an unknown name, for a configuration that cannot be read or lacks a key, and for a
         family whose layers the estimate does not know. The message names the file and the key.
     """
+    if not model:
+        raise UmemError("MODEL: the name is empty: give one, such as llama-2-7b")
     path = Path(os.path.expanduser(model))
     is_path = path.suffix == ".json" or model.startswith((".", "/", "~"))
     name = None if is_path else find_model(model)
@@ -349,6 +351,11 @@ def _layer(keys: _Keys, hidden: int, has_experts: bool, window: int) -> Layer:
         attention, small = _latent_attention(keys, hidden, heads, latent, rope)
     else:
         key_value_heads = keys.number("num_key_value_heads", default=heads)
+        if heads % key_value_heads:
+            raise UmemError(
+                f"{keys.place}: num_key_value_heads is {key_value_heads}: give a divisor of "
+                f"num_attention_heads, {heads}"
+            )
         width = value_width = keys.number("head_dim", default=max(1, hidden // heads))
         queries, shared = heads * width, key_value_heads * width
         widths = {"q_proj": queries, "k_proj": shared, "v_proj": shared}

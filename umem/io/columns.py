@@ -153,7 +153,7 @@ def _check_format(said: object, noun: str, readable: Sequence[str], check: Check
     version = re.fullmatch(rf"{family}/([0-9]{{1,9}})", said) if isinstance(said, str) else None
     if version is None:
         what = "missing, so this" if said is None else shown(said)
-        check.refuse("format", f"{what} is not {noun}: give a file of {known}")
+        check.refuse("format", f"{what} is not {noun}: give a file of {' or '.join(readable)}")
     is_newer = int(version[1]) > int(newest)
     age, remedy = ("a newer", "upgrade umem") if is_newer else ("an older", "make the file again")
     check.refuse("format", f"{said} is of {age} umem; umem {__version__} reads {known}: {remedy}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -233,16 +236,22 @@ EXTENDS_FOLLOWED = "extends followed"
 """Validation context of a mapping that already holds the keys of the policy that it extends."""
 
 
-def _on_one_line(schema: dict[str, Any]) -> None:
-    # Descriptions come from the docstrings below the fields, line breaks included.
-    for field in schema["properties"].values():
-        field["description"] = " ".join(field["description"].split())
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Describe keys by the docstrings below them, each on one line.
+
+    pydantic's `use_attribute_docstrings` would read the source for every command, which takes
+    it a tenth of the time of `umem fit`.
+    """
+    (definition,) = ast.parse(inspect.getsource(model)).body
+    assert isinstance(definition, ast.ClassDef)
+    for key, below in pairwise(definition.body):
+        match key, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                schema["properties"][name]["description"] = " ".join(text.split())
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_on_one_line
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_describe)
 
 
 class ClassRule(_Record):

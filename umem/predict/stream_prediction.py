@@ -96,7 +96,9 @@ class PredictedStep:
     checkpointed_bytes: Mapping[str, int] = field(default_factory=dict)
     """What each unit keeps more where the program's checkpoint of it is left out, by name."""
     launch_s: float = 0.0
-    """The processor's time to launch a step's kernels, for which passes wait; 0 in traces."""
+    """The processor's time to launch a step's kernels; 0 in traces."""
+    waits_s: float = 0.0
+    """Of the passes, in which the device waits for launches."""
 
     @property
     def passes_s(self) -> float:

@@ -16,13 +16,16 @@ from umem.core.classes import TensorClass
 from umem.core.errors import UmemError
 from umem.core.report import MeasuredReport
 from umem.io.columns import Checker, Items, Model, is_archive, read_json
-from umem.io.files import write_file
+from umem.io.files import begins_with, write_file
 from umem.telemetry.records import Residency
 from umem.telemetry.reports import MeasuredRun, TensorTraffic
 
 __all__ = ["PROFILE_FORMAT", "load_run", "save_run"]
 
 PROFILE_FORMAT = "umem-profile/5"
+
+_NSYS_SUFFIXES = (".nsys-rep", ".qdrep", ".qdstrm", ".sqlite")
+"""Of recordings of Nsight Systems, and of its exports."""
 
 _LARGEST = 2**53
 """Of bytes, seconds and others: exact as a number of any program, and no sum of them overflows."""
@@ -75,6 +78,12 @@ def load_run(path: str | os.PathLike[str]) -> MeasuredRun:
             "",
             f"an .npz file, so a trace or a profile of an older umem; this one reads "
             f"{PROFILE_FORMAT}: record the run again, or see `umem trace --show`",
+        )
+    if begins_with(path, b"SQLite format 3\0") or os.fspath(path).endswith(_NSYS_SUFFIXES):
+        check.refuse(
+            "",
+            "a recording of Nsight Systems, which knows no tensors: record the run by "
+            "`umem.profile()` and its `save`, or look at this one with `nsys stats`",
         )
     noun, known = "a profile of umem", (PROFILE_FORMAT,)
     return _run(read_json(path, _Profile, noun=noun, error=UmemError, readable=known), check)

@@ -308,7 +308,9 @@ class NoShorterStepError(PlanError):
     """No plan has a step below the limit that was given."""
 
 
-def plan_stream(problem: StreamProblem, longest_s: float = math.inf) -> StreamPlan:
+def plan_stream(
+    problem: StreamProblem, longest_s: float = math.inf, *, may_shorten: bool = False
+) -> StreamPlan:
     """Choose resident units, slots and copied activations with the shortest predicted step.
 
     Resident are early units of the forward pass, whose updates are due first, and units that are
@@ -327,6 +329,8 @@ def plan_stream(problem: StreamProblem, longest_s: float = math.inf) -> StreamPl
         What to plan for.
     longest_s
         A step that takes as long is of no use.
+    may_shorten
+        Whether the caller may shorten the step yet: only its bounds are held against `longest_s`.
 
     Raises
     ------
@@ -334,18 +338,21 @@ def plan_stream(problem: StreamProblem, longest_s: float = math.inf) -> StreamPl
         If the budget, or `most_state_bytes`, is too small for two slots with all activations and
         gradients copied out. The message says how many bytes are needed.
     NoShorterStepError
-        If no step can be below `longest_s`. It is a PlanError.
+        If no step is below `longest_s`. It is a PlanError.
     """
     ways = [_Way(each) for each in _problems(problem)]
     if all(way.least_s >= longest_s for way in ways):
         raise NoShorterStepError(f"no step is shorter than {longest_s} s")
     best, *further = ways
-    plan = _fastest(best)
+    most_s = math.inf if may_shorten else longest_s
+    plan = _fastest(best, most_s)
     for way in further:
         limit_s = (1.0 - _LEAST_GAIN) * plan.predicted.step_s
         if way.least_s < limit_s:
-            other = _fastest(way)
+            other = _fastest(way, min(limit_s, most_s))
             plan = other if other.predicted.step_s < limit_s else plan
+    if plan.predicted.step_s >= most_s:
+        raise NoShorterStepError(f"no step is shorter than {longest_s} s")
     return plan
 
 
@@ -463,8 +470,8 @@ class _Way:
         return min(max(bound_s, choice.copies_s()) for bound_s, choice in self.bounded)
 
 
-def _fastest(way: _Way) -> StreamPlan:
-    """The plan with the shortest predicted step."""
+def _fastest(way: _Way, limit_s: float) -> StreamPlan:
+    """The plan with the shortest predicted step, unfinished if that is not below the limit."""
     problem, bounded = way.problem, way.bounded
     _, fastest = bounded[0]
     best = fastest.plan()
@@ -475,13 +482,15 @@ def _fastest(way: _Way) -> StreamPlan:
     per_plan *= 1 + (1 + len(_halvings(problem))) * problem.makes_temporary
     for bound_s, choice in bounded[1 : max(2, _MOST_TASKS // max(per_plan, 1))]:
         longest_s = best.predicted.step_s * (1.0 - _EQUAL)
-        if bound_s >= longest_s:
+        if bound_s >= min(longest_s, limit_s):
             break
         if choice.copies_s() >= longest_s:
             continue
         plan = choice.plan()
         if plan.predicted.step_s < longest_s:
             best, fastest = plan, choice
+    if best.predicted.step_s >= limit_s:
+        return best
     if fastest.slots:
         best, fastest = _with_fewest(best, fastest, "count", fastest.least)
     room_bytes = problem.budget_bytes - fastest.state_bytes

@@ -274,10 +274,12 @@ def _plan_beside(
     Where state may not have all of it, nothing is kept in further buffers either: they would be
     there while others need the memory.
     """
-    units, stream = tuple(problem.units), plan_stream(problem, longest_s)
+    has_extra = placed is not None and problem.most_state_bytes is None
+    units = tuple(problem.units)
+    stream = plan_stream(problem, longest_s, may_shorten=has_extra)
     extra: dict[str, tuple[int, int]] = {}
     device_bytes = stream.peak_bytes
-    if placed is not None and problem.most_state_bytes is None:
+    if placed is not None and has_extra:
         extra, peak_bytes = _extra_slots(problem, stream, placed)
         device_bytes = max(device_bytes, peak_bytes)
     plan = TrainingPlan(units, stream, placed, extra, placed_bytes + device_bytes)
