@@ -58,7 +58,7 @@ EMULATOR_SKIPS_7 := aliases device_budget driver_failures expandable_segments hi
 # a mapping of class_context.
 EMULATOR_SKIPS_64K := class_context
 
-.PHONY: help demo test check fast-tests lint native native-test test-aarch64 planner pytest fuzz chaos sound bench systems goals docs pictures lock wheel wheels clean
+.PHONY: help demo test check fast-tests lint native native-test test-aarch64 compiled pytest fuzz chaos sound bench systems goals docs pictures lock wheel wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -92,7 +92,7 @@ demo: native
 # at the end one of them would leave the others idle. ASan's build runs all that the plain one does.
 test:
 	$(MAKE) --jobs=2 --output-sync=line native native-test-thread
-	$(MAKE) --jobs=2 --output-sync=line planner lint native-test-address
+	$(MAKE) --jobs=2 --output-sync=line compiled lint native-test-address
 	$(MAKE) pytest
 
 # What to run before each commit: `make test` also runs what trains, builds or starts processes.
@@ -109,9 +109,11 @@ lint: native
 	$(BIN)/mypy
 	$(BIN)/python benchmarks/fill_pages.py --check README.md docs/out-of-memory.md
 
-# Compiled and kept once: the workers of the tests would each do it, at the same time.
-planner: native
+# The planner, and bytecode of tests and of what they import. Compiled and kept once: the workers of
+# the tests would each do it, at the same time.
+compiled: native
 	PYTHONPATH=benchmarks $(BIN)/python -m umem_bench.compile_planner
+	-$(BIN)/python -m pytest --collect-only -qq >/dev/null  # `make pytest` says what is wrong
 
 # Side by side, but for the tests on a GPU, which share its memory. Without one they are skipped.
 pytest: native

@@ -36,7 +36,6 @@ def no_manager_outlives_its_test() -> Iterator[None]:
         it.abandon()
     if hasattr(sys.modules["torch"].autograd.backward, "__wrapped__"):  # somebody follows it
         gc.collect()
-        leave_modules_out()
 
 
 @pytest.fixture(autouse=True)
@@ -61,21 +60,25 @@ _MANY_MODULES = 100
 _known_modules = 0
 
 
-def leave_modules_out() -> None:
-    """Leave what modules have made out of later collections, of which there are thousands.
-
-    Behind a collection, where many modules have been imported since the last time.
-    """
+def leave_out_what_stays() -> None:
+    """Leave it out of later collections, and of looks for tensors: there are thousands of both."""
     global _known_modules
-    if len(sys.modules) >= _known_modules + _MANY_MODULES:
-        _known_modules = len(sys.modules)
-        gc.freeze()
+    _known_modules = len(sys.modules)
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_finish() -> None:
     """All test modules have been imported."""
-    gc.collect()
-    leave_modules_out()
+    leave_out_what_stays()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A file's tests are over, of which pytest keeps some, or a test has imported much."""
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last or len(sys.modules) >= _known_modules + _MANY_MODULES:
+        leave_out_what_stays()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,7 +58,8 @@ def clean_environment(**settings: str) -> dict[str, str]:
     leads = ("CUDA", "CMAKE_", "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "PYTHONPATH", "UMEM_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(leads)}
     kept.pop("LD_LIBRARY_PATH", None)
-    return kept | settings
+    # An isolated build's packages are used once: no bytecode is made of them.
+    return kept | {"PIP_NO_COMPILE": "no"} | settings
 
 
 def system_toolkits() -> list[Path]:

@@ -154,10 +154,16 @@ class Run:
 
     def made(self, make: Callable[[], _T]) -> _T:
         """A module with the run's own random numbers, on its device."""
-        torch.manual_seed(1)
+        self._seed_device(1)
         module: Any = make()
         moved: _T = module.to(self.device)
         return moved
+
+    def _seed_device(self, number: int) -> None:
+        # Of this device alone: `torch.manual_seed` puts the stack into words, for CUDA's start.
+        torch.default_generator.manual_seed(number)
+        if self.is_cuda:
+            torch.cuda.manual_seed_all(number)
 
     def trains(self, model: Any, *optimizers: Any) -> None:
         """Note a model and its optimizers: streamed from now on in a run that does so itself."""
@@ -192,7 +198,7 @@ class Run:
             self.step = step
             if step == 1:
                 self.begin()
-            torch.manual_seed(100 + step)
+            self._seed_device(100 + step)
             yield torch.randn(rows or self.size.rows, self.size.width, device=self.device)
             self.step_ended()
 

@@ -13,21 +13,25 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from lost_memory import lose_memory
 from torch import nn
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from umem.core.classes import TensorClass
 from umem.runtime.guard import can_guard
 from umem.runtime.unguarded import PastGuards, Unguarded
 from umem.streaming.stage import Copy, Lane, Lanes, StateMemory, is_whole, untraced
+
+_Gradients = tuple[Sequence[nn.Parameter], Sequence[torch.Tensor | None]]
+"""All parameters, and the gradient of each."""
 
 
 @dataclass(eq=False)
@@ -36,8 +40,8 @@ class _Task:
     """None for the program's own stream."""
     work: Callable[[], None]
     after: Sequence[_Task]
-    gradients: list[tuple[nn.Parameter, torch.Tensor | None]]
-    """Of all parameters, when the work was queued: on a GPU it is launched then."""
+    gradients: _Gradients
+    """When the work was queued: on a GPU it is launched then."""
     uses: Sequence[torch.Tensor] = ()
     """What the lanes hold until the work has run."""
     is_done: bool = False
@@ -48,8 +52,10 @@ def _nothing() -> None:
 
 
 _WORK, _GRADIENTS = attrgetter("work"), attrgetter("gradients")
+_grad: Any = nn.Parameter.grad
+_gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = _grad.__get__
 
-_OVER = _Task(Lane.UPDATE, _nothing, (), [], is_done=True)
+_OVER = _Task(Lane.UPDATE, _nothing, (), ([], []), is_done=True)
 """A moment of the program's own work."""
 
 
@@ -170,19 +176,16 @@ class LazyLanes(Lanes):
             self._progress()
             return task
 
-    def _gradients(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
-        """Those of all parameters: the list of the last open task, if they are the same."""
-        gradient: Any = nn.Parameter.grad
-        get = gradient.__get__
+    def _gradients(self) -> _Gradients:
+        """Those of all parameters: as the last open task has them, if they are the same."""
         parameters = self._parameters()
+        gradients = [*map(_gradient_of, parameters)]
         last = self._last()
-        if last is not None and len(last.gradients) == len(parameters):
-            for (known, of), it in zip(last.gradients, parameters, strict=True):
-                if known is not it or of is not get(it):
-                    break
-            else:
+        if last is not None:
+            known, of = last.gradients
+            if _are_the_same(known, parameters) and _are_the_same(of, gradients):
                 return last.gradients
-        return [(it, it.grad) for it in parameters]
+        return parameters, gradients
 
     def _lose_memory(self) -> None:
         """Before work runs late: on a GPU, nothing is kept for it once it is launched."""
@@ -233,36 +236,48 @@ class LazyLanes(Lanes):
 
     def _run(self, task: _Task) -> None:
         # A GPU knows of no modes.
-        with _disable_current_modes(), self._as_queued(task), untraced():
+        modes = _disable_current_modes() if _count_modes() else nullcontext()
+        with modes, self._as_queued(task), untraced():
             task.work()
         task.is_done = True
         # As an event of a GPU, it keeps nothing alive.
-        task.work, task.after, task.gradients, task.uses = _nothing, (), [], ()
+        task.work, task.after, task.gradients, task.uses = _nothing, (), ([], []), ()
 
     @contextmanager
     def _as_queued(self, task: _Task) -> Iterator[None]:
         """Parameters with the gradient that they had when the work was queued."""
-        gradient: Any = nn.Parameter.grad
-        queued = []
+        parameters, queued = task.gradients
         # What has waited may be within a transform of torch.func.
         with PastGuards(), torch._C._DisableFuncTorch():
-            for parameter, of in task.gradients:
-                seen = gradient.__get__(parameter)
-                if seen is not of:  # most are as they were
-                    # The program may have converted some meanwhile, whose work is over then.
-                    if not _can_have(parameter, of, seen):
-                        continue
-                    parameter.grad = of
-                queued.append((parameter, seen))
+            seen: Sequence[torch.Tensor | None] = [*map(_gradient_of, parameters)]
+            if not _are_the_same(seen, queued):  # most are
+                every = zip(parameters, seen, queued, strict=True)
+                # The program may have converted some meanwhile, whose work is over then.
+                able = [each for each in every if each[1] is each[2] or _can_have(*each)]
+                for parameter, now, of in able:
+                    if now is not of:
+                        parameter.grad = of
+                parameters, seen = [it for it, _, _ in able], [it for _, it, _ in able]
             was_compiling = torch.compiler._is_compiling_flag
             torch.compiler._is_compiling_flag = False  # a compiler may be what has waited
             try:
                 yield
             finally:
                 torch.compiler._is_compiling_flag = was_compiling
-                for parameter, seen in queued:
-                    if gradient.__get__(parameter) is not seen:
-                        parameter.grad = seen
+                if not _are_the_same([*map(_gradient_of, parameters)], seen):
+                    for parameter, of in zip(parameters, seen, strict=True):
+                        if _gradient_of(parameter) is not of:
+                            parameter.grad = of
+
+
+def _count_modes() -> int:
+    """To ask takes a tenth of the time in which they are switched off."""
+    return torch._C._len_torch_dispatch_stack() + _len_torch_dispatch_stack_pre_dispatch()
+
+
+def _are_the_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists have the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _can_have(parameter: nn.Parameter, *gradients: torch.Tensor | None) -> bool:
@@ -333,9 +348,10 @@ class HostStateMemory(StateMemory):
         """What was not placed on the device, but for gradients until they are sent home."""
         if self.was_sent_home(tensor):
             return True
-        is_gradient = any(it.grad is tensor for it in self._parameters)
-        is_weight = self._has_weights and any(it is tensor for it in self._parameters)
-        return not (is_gradient or is_weight) and tensor.data_ptr() not in self._on_device
+        weights = self._parameters if self._has_weights else ()
+        placed = chain(map(_gradient_of, self._parameters), weights)
+        is_placed = any(map(is_, placed, repeat(tensor)))
+        return not is_placed and tensor.data_ptr() not in self._on_device
 
     def place(self, tensor: torch.Tensor, *, on_device: bool) -> None:
         """Move to other memory."""

@@ -14,7 +14,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain
 from operator import methodcaller
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -56,15 +55,13 @@ def _without_collections() -> Iterator[None]:
 
 def _found(works: Iterable[object]) -> dict[int, Any]:
     """What only these objects lead to, by ``id``."""
-    found, parts = _reach(works)
-    known = Counter(chain.from_iterable(parts.values()))
+    found, known = _reach(works)
     # As Python's collector of cycles: whatever has a reference from outside stays, and its parts.
     counts = zip(found, map(sys.getrefcount, found.values()), strict=True)
     staying = [key for key, count in counts if count > known[key] + _OWN]
     while staying:
-        key = staying.pop()
-        if found.pop(key, None) is not None:
-            staying += parts[key]
+        parts = _parts([it for key in staying if (it := found.pop(key, None)) is not None])
+        staying = [*map(id, parts)]
     return found
 
 
@@ -86,31 +83,30 @@ def _is_memory(it: object) -> bool:
     return isinstance(it, torch.Tensor) and it.is_cpu and it.layout is torch.strided
 
 
-def _reach(works: Iterable[object]) -> tuple[dict[int, Any], dict[int | None, list[int]]]:
-    """What objects lead to, by ``id``, and the ``id`` of each one's parts; None has the works."""
+def _reach(works: Iterable[object]) -> tuple[dict[int, Any], Counter[int]]:
+    """What objects lead to, by ``id``, and how many references to each are theirs."""
     found: dict[int, Any] = {}
-    left: list[Any] = [*works]
-    parts: dict[int | None, list[int]] = {None: [*map(id, left)]}
-    while left:
-        it = left.pop()
-        key = id(it)
-        if key in found:
-            continue
-        found[key] = it
+    known: Counter[int] = Counter()
+    parts = [*works]
+    while parts:  # many at a time: to ask for those of each takes twice as long
+        known.update(map(id, parts))
+        new = {id(it): it for it in parts if id(it) not in found}
+        found |= new
+        parts = _parts(new.values())
+    return found, known
+
+
+def _parts(objects: Iterable[Any]) -> list[Any]:
+    """What objects refer to themselves, once for each reference."""
+    closures, holders = [], []
+    for it in objects:
         kind: Any = type(it)
         if kind is FunctionType:
-            more = [] if it.__closure__ is None else [it.__closure__]
+            if it.__closure__ is not None:
+                closures.append(it.__closure__)
         elif _LEADS[kind]:
-            more = [part for part in gc.get_referents(it) if _IS_KNOWN[type(part)]]
-        else:  # most: tensors
-            parts[key] = _NONE
-            continue
-        parts[key] = [*map(id, more)]
-        left += more
-    return found, parts
-
-
-_NONE: list[int] = []
+            holders.append(it)
+    return closures + [it for it in gc.get_referents(*holders) if _IS_KNOWN[type(it)]]
 
 
 class _OfKinds(dict[Any, bool]):

@@ -9,6 +9,7 @@ as Python does.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -58,6 +59,7 @@ def why_not() -> str:
 if __name__ == "__main__":
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    gc.freeze()  # no process need go through all of it at its end, and copy its pages
     print(why_not() or "ready", flush=True)
     for line in sys.stdin:
         child = os.fork()
