@@ -515,11 +515,11 @@ def goals(matrix: Matrix) -> Iterator[Table]:
     """One row for each system: speed within shares of stock's memory, and beside checkpoints."""
     columns = (
         *("program", "stock's step and memory", "umem", f"within {BUDGET_PERCENT} %"),
-        *("within 40 %", "own checkpoints (memory)", "umem in as much memory", "goal"),
+        *("within 40 %", "own checkpoints, in a share of the memory", "umem in as much memory", "goal"),
     )
     names = dict.fromkeys(it.system for it in matrix.results)
     rows = [_goal_cells(matrix, name) for name in names if matrix.row(name, "umem-budget")]
-    yield Table(f"Speed, as a share of stock's; the goal is {GOAL_PERCENT} %", columns, rows)
+    yield Table(f"Speed, as a share of stock's (fastest step); the goal is {GOAL_PERCENT} %", columns, rows)
 
 
 def _goal_cells(matrix: Matrix, name: str) -> tuple[str, ...]:
@@ -533,7 +533,7 @@ def _goal_cells(matrix: Matrix, name: str) -> tuple[str, ...]:
         checkpoints_text = _goal_cell(matrix, checkpoints)
         if stock.state == checkpoints.state == "measured" and _working_set_bytes(stock):
             percent = 100 * _working_set_bytes(checkpoints) / _working_set_bytes(stock)
-            checkpoints_text += f" ({percent:.3g} %)"
+            checkpoints_text += f", in {percent:.3g} %"
     variants: tuple[Variant, ...] = ("umem", "umem-budget", "umem-budget-40")
     return (
         name,
@@ -546,13 +546,13 @@ def _goal_cells(matrix: Matrix, name: str) -> tuple[str, ...]:
 
 
 def _goal_cell(matrix: Matrix, result: SystemResult | None) -> str:
-    """A share of stock's speed, and what is wrong with it."""
+    """Shares of stock's speed, by the median and the fastest step, and what is wrong with it."""
     if result is None or result.state == "not comparable":
         return NOTHING
     share = _share(matrix, result)
     if result.state != "measured" or share is None:
         return result.state
-    words = [f"{100 * share:.3g} %"]
+    words = [_speed(matrix, result)]
     stock = matrix.row(result.system, "stock")
     words += ["no plan"] if result.plan_running is False else []
     words += ["over its budget"] if exceeds_budget(result, stock) else []
