@@ -471,7 +471,7 @@ class _Way:
 
 
 def _fastest(way: _Way, limit_s: float) -> StreamPlan:
-    """The plan with the shortest predicted step, unfinished if that is not below the limit."""
+    """The plan with the shortest predicted step; another one where no bound is below the limit."""
     problem, bounded = way.problem, way.bounded
     _, fastest = bounded[0]
     best = fastest.plan()
@@ -489,8 +489,6 @@ def _fastest(way: _Way, limit_s: float) -> StreamPlan:
         plan = choice.plan()
         if plan.predicted.step_s < longest_s:
             best, fastest = plan, choice
-    if best.predicted.step_s >= limit_s:
-        return best
     if fastest.slots:
         best, fastest = _with_fewest(best, fastest, "count", fastest.least)
     room_bytes = problem.budget_bytes - fastest.state_bytes
