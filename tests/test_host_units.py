@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from denied_pointers import can_deny_pointers
 from faults import interrupt_forward_passes
 from host_updates import numbered
 from lazy_lanes import LazyLanes
@@ -189,8 +190,10 @@ def test_an_event_behind_a_step_carries_the_hosts_updates() -> None:
 def test_code_that_takes_memory_and_asks_nobody_gets_an_error() -> None:
     run, _ = both()
     run.step()
-    with PastGuards(), torch.no_grad(), pytest.raises(RuntimeError, match="past torch's operators"):
-        run.model.head.weight.sum()
+    if can_deny_pointers():
+        refused = pytest.raises(RuntimeError, match="past torch's operators")
+        with PastGuards(), torch.no_grad(), refused:
+            run.model.head.weight.sum()
     assert run.model.head.weight.sum().isfinite()  # a guard waits
 
 
