@@ -128,8 +128,8 @@ def test_predictions_are_written_beside_earlier_ones(tmp_path: Path) -> None:
             if isinstance(other, Measurement)
             and (other.benchmark, other.case, other.subject) == (it.benchmark, it.case, it.subject)
         )
-        # To the digits that the page shows; otherwise the command writes them again.
-        assert it.figures == pytest.approx(kept.figures, rel=5e-4, abs=1e-6)
+        # Otherwise the command writes them again.
+        assert it.figures == pytest.approx(kept.figures, rel=1e-6, abs=1e-6)
 
 
 def test_the_page_shows_the_committed_predictions() -> None:

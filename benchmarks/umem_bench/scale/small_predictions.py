@@ -74,7 +74,7 @@ def predict_small_cards(
     *,
     earlier: Run | None = None,
 ) -> Run:
-    """Predict the cases of rows on each machine, beside earlier predictions.
+    """Predict the cases of rows on each machine, beside earlier predictions of others.
 
     Machines are names or files of hardware profiles.
 
@@ -89,9 +89,15 @@ def predict_small_cards(
         for name, case in _cases(hardware, {case for case, _ in rows}).items():
             on_progress(f"{hardware.name}, {name}")
             found = (predict_case(name, case, hardware, way) for way in WAYS)
-            run = replace(run, results=(*run.results, *found))
+            others = (it for it in run.results if not _is_of(it, hardware.name, name))
+            run = replace(run, results=(*others, *found))
             on_results(run)
     return run
+
+
+def _is_of(result: object, machine: str, case: str) -> bool:
+    """Whether a result predicts a case on a machine."""
+    return isinstance(result, Measurement) and (result.benchmark, result.case) == (machine, case)
 
 
 def _cases(hardware: Hardware, names: Collection[ScaleCase]) -> dict[ScaleCase, Case]:
