@@ -113,9 +113,10 @@ def test_a_step_owes_its_time_to_what_bounds_it() -> None:
 @pytest.mark.slow
 def test_predictions_are_written_beside_earlier_ones(tmp_path: Path) -> None:
     path = tmp_path / "predicted.jsonl"
-    for words in (["--rows", "llama-3-8b-24gib-8k", "-o"], ["--rows", "llama-3-8b-16gib-8k",
-                                                            "--continue"]):  # fmt: skip
-        done = CliRunner().invoke(app, ["small-cards", "--predict", "h200", *words, str(path)])
+    first, second = "llama-3-8b-24gib-8k", "llama-3-8b-16gib-8k"
+    for rows, option in ((first, "-o"), (f"{first},{second}", "--continue")):
+        words = ["--predict", "h200", "--rows", rows, option, str(path)]
+        done = CliRunner().invoke(app, ["small-cards", *words])
         assert done.exit_code == 0, done.output
     found = read_results(path).results
     assert len(found) == 2 * len(WAYS)
