@@ -93,13 +93,7 @@ def test_a_gradient_scaler_that_skips_steps(
     is_unscaled: bool, make_optimizer: Any, eagerness: float
 ) -> None:
     def scale(program: Program) -> None:
-        if program.kept is None:
-            program.kept = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        program.optimizer.zero_grad()
-        loss = program.model(program.batch()).square().mean()
-        if program.steps % 3 == 0:
-            loss = loss * float("inf")
-        program.kept.scale(loss).backward()
+        program.backward_with_scaler()
         if is_unscaled:
             program.kept.unscale_(program.optimizer)
             torch.nn.utils.clip_grad_norm_(program.model.parameters(), 0.1)

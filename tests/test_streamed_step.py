@@ -226,13 +226,7 @@ def test_a_model_may_be_pickled_and_goes_when_it_is_dropped() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradient_scaler_and_skipped_steps(make: Any, fused: bool) -> None:
     def run(program: Program) -> None:
-        if program.kept is None:
-            program.kept = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        program.optimizer.zero_grad()
-        loss = program.model(program.batch()).square().mean()
-        if program.steps % 3 == 0:
-            loss = loss * float("inf")
-        program.kept.scale(loss).backward()
+        program.backward_with_scaler()
         program.kept.step(program.optimizer)
         program.kept.update()
         program.seen.append(program.kept.get_scale())

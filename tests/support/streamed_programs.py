@@ -353,6 +353,16 @@ class Program:
         self.seen.append(loss.detach().clone())
         loss.backward()
 
+    def backward_with_scaler(self) -> None:
+        """The same with a gradient scaler, which is to skip each third step."""
+        if self.kept is None:
+            self.kept = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        self.optimizer.zero_grad()
+        loss = self.model(self.batch()).square().mean()
+        if self.steps % 3 == 0:
+            loss = loss * float("inf")
+        self.kept.scale(loss).backward()
+
     def step(self) -> None:
         """A whole training step."""
         self.optimizer.zero_grad()

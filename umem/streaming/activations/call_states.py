@@ -123,26 +123,22 @@ def _versions(
 class Settings:
     """torch's own settings now, by which it chooses types and kernels."""
 
-    __slots__ = ("_cudnn", "_others")
+    __slots__ = ("_values",)
 
     def __init__(self) -> None:
         cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-        self._cudnn = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
-        self._others = (
+        self._values = (
             torch.get_default_dtype(),
             torch.get_deterministic_debug_mode(),
             cuda.flash_sdp_enabled(),
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),
             cuda.cudnn_sdp_enabled(),
+            (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
         )
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Settings)
-            and self._cudnn == other._cudnn
-            and self._others == other._others
-        )
+        return isinstance(other, Settings) and self._values == other._values
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -161,14 +157,14 @@ class Settings:
 
     def set(self) -> None:
         """Have these from now on."""
-        dtype, determinism, flash, efficient, math, cudnn = self._others
+        dtype, determinism, flash, efficient, math, cudnn, flags = self._values
         torch.set_default_dtype(dtype)
         torch.set_deterministic_debug_mode(determinism)
         torch.backends.cuda.enable_flash_sdp(flash)
         torch.backends.cuda.enable_mem_efficient_sdp(efficient)
         torch.backends.cuda.enable_math_sdp(math)
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        enabled, benchmark, deterministic = self._cudnn
+        enabled, benchmark, deterministic = flags
         torch.backends.cudnn.set_flags(
             _enabled=enabled, _benchmark=benchmark, _deterministic=deterministic
         )

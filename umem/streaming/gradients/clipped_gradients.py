@@ -140,6 +140,11 @@ class ClippedGradients(Guard):
         self._held[gradient] = _Held(moment, version, norm, arrival, stream)
         self.watch([gradient])
 
+    def keep_here(self, gradient: torch.Tensor) -> None:
+        """Guard a gradient that is in host memory already, behind what this stream has done."""
+        now = self._lanes.mark()
+        self.keep(gradient, None, now, now, self._lanes.stream_key())
+
     def is_held(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient is guarded here."""
         return guard_of(gradient) is self

@@ -308,8 +308,7 @@ class CopiedGradients:
             if not self._memory.is_home(it):
                 leaving.append(it)
             elif begun >= self._batches:  # autograd has added to it there
-                now = self._lanes.mark()
-                self._clipped.keep(it, None, now, now, self._lanes.stream_key())
+                self._clipped.keep_here(it)
         homes = []
         for it in leaving:
             home = self._memory.new_home(it, TensorClass.GRADIENTS)

@@ -282,11 +282,9 @@ class HostUnits:
 
     def hold_again(self, gradients: Sequence[torch.Tensor]) -> None:
         """Hold gradients at home that the program has used there, as a gradient scaler does."""
-        used = [it for it in gradients if are_plain((it,)) and self._memory.is_home(it)]
-        if used:
-            now, stream = self._lanes.mark(), self._lanes.stream_key()
-            for it in used:
-                self._clipped.keep(it, None, now, now, stream)
+        for it in gradients:
+            if are_plain((it,)) and self._memory.is_home(it):
+                self._clipped.keep_here(it)
 
     def fetch(self) -> None:
         """Queue the copies back of units that the host is done with."""
