@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import LazyMover
-from measured_memory import MeasuredRoom, MemoryMeter, train_within
+from measured_memory import MemoryMeter, train_within
 from torch import nn
 
 from umem.capture.live import find_blocks
@@ -21,6 +21,7 @@ from umem.streaming.tune import TuningState, planning
 from umem.streaming.tune.measuring import Measuring
 from umem.streaming.tune.remaking import Remaking
 from umem.streaming.tune.states import TuningEvent
+from umem.streaming.tune.watching import Watching
 
 CHANNELS, PIXELS, BLOCKS = 8, 16, 4
 TENSOR_BYTES = 2 * CHANNELS * PIXELS * PIXELS * 4
@@ -251,92 +252,70 @@ def test_nothing_lives_longer_than_the_graph() -> None:
 
 
 @pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("share", [0.45, 0.75])
 def test_a_training_makes_results_again_where_its_budget_is_small(
-    share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
-    stock_bytes, expected, _ = train_within(Net(), None, images, 24)
-    most_bytes, weights, status = train_within(
-        Net(), int(share * stock_bytes), images, 24, min_bytes=1024, may_recompute=True
-    )
-    assert weights == expected
-    assert status is not None
-    assert status.remakes_results
-    assert status.state == TuningState.PLANNED
-    assert most_bytes <= share * stock_bytes
-
-
-@pytest.mark.usefixtures("unseen")
-def test_results_that_are_kept_again_need_no_other_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another training waits for the plan of this one meanwhile."""
     monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
     stock_bytes, expected, _ = train_within(Net(), None, images, 24)
-    rounds, changes = [], Remaking.changes_steps
-
-    def changes_steps(self: Any, *arguments: Any) -> bool:
-        if self.is_on:  # by prediction, no step is as short as that without
-            self._without = (0, 0.0)
-        rounds.append((self.is_on, changes(self, *arguments), self.is_on))
-        return rounds[-1][1]
-
-    monkeypatch.setattr(Remaking, "changes_steps", changes_steps)
-    begun: list[TuningEvent] = []
-    begin_round = Measuring.begin
-
-    def begin(self: Any, its: Any) -> None:
-        begun.append(its.occasion)
-        begin_round(self, its)
-
-    monkeypatch.setattr(Measuring, "begin", begin)
     most_bytes, weights, status = train_within(
-        Net(), int(0.75 * stock_bytes), images, 24, min_bytes=1024, may_recompute=True
+        Net(), int(0.45 * stock_bytes), images, 24, min_bytes=1024, may_recompute=True
     )
     assert weights == expected
     assert status is not None
+    assert status.remakes_results
     assert status.state == TuningState.PLANNED
-    assert not status.remakes_results
-    assert most_bytes <= 0.75 * stock_bytes
-    assert rounds[:2] == [(False, True, True), (True, True, False)]
-    assert begun.count(TuningEvent.CHANGED) == 1
+    assert most_bytes <= 0.45 * stock_bytes
 
 
 @pytest.mark.usefixtures("unseen")
-def test_results_are_made_again_for_good_where_steps_without_take_longer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("remade_s", [1.0, 1.9, 3.0])
+def test_results_are_made_again_where_steps_are_measured_to_be_shorter(
+    remade_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A step that keeps them takes 2 s, whatever its plan is; one of the others is no shorter."""
     monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
     stock_bytes, expected, _ = train_within(Net(), None, images, 40)
-    changes, mark, found = Remaking.changes_steps, MeasuredRoom.mark, list[Remaking]()
+    found: list[Remaking] = []
+    begins, take, begin = Remaking.begins, Watching.take_measured_s, Measuring.begin
 
-    def changes_steps(self: Any, units: Any, computed_s: float, whole: Any, known_s: Any) -> bool:
+    def seen(self: Any, *arguments: Any) -> bool:
         found[:] = [self]
-        if self.is_on and known_s is not None and self._without is not None:
-            self._without = (0, 0.0)  # by prediction, no step is as short as that without
-        return changes(self, units, computed_s, whole, known_s)
+        return begins(self, *arguments)
 
-    def slower_mark(self: Any) -> int:
-        if found and not found[0].is_on:
-            self._now += 4000
-        return mark(self)
+    def measured_s(self: Any) -> float | None:
+        if take(self) is None:
+            return None
+        return remade_s if found and found[0].is_on else 2.0
 
-    monkeypatch.setattr(Remaking, "changes_steps", changes_steps)
-    monkeypatch.setattr(MeasuredRoom, "mark", slower_mark)
+    rounds: list[TuningEvent] = []
+
+    def begin_round(self: Any, its: Any) -> None:
+        rounds.append(its.occasion)
+        begin(self, its)
+
+    monkeypatch.setattr(Remaking, "begins", seen)
+    monkeypatch.setattr(Watching, "take_measured_s", measured_s)
+    monkeypatch.setattr(Measuring, "begin", begin_round)
     with caplog.at_level("INFO", "umem"):
         most_bytes, weights, status = train_within(
-            Net(), int(0.45 * stock_bytes), images, 40, min_bytes=1024, may_recompute=True
+            Net(), int(0.75 * stock_bytes), images, 40, min_bytes=1024, may_recompute=True
         )
     said = [it.getMessage() for it in caplog.records]
-    kept = next(n for n, it in enumerate(said) if it.startswith("umem: results are kept again"))
-    # No plan for steps with less to keep is in force then.
-    assert said[kept + 1].startswith("umem: plan 2: state of")
-    assert said[-1].startswith("umem: plan 1 stays")
     assert weights == expected
     assert status is not None
-    assert status.remakes_results
-    assert most_bytes <= 0.45 * stock_bytes
+    assert status.state == TuningState.PLANNED
+    assert status.remakes_results == (remade_s < 2.0)
+    assert most_bytes <= 0.75 * stock_bytes
+    assert rounds.count(TuningEvent.CHANGED) == 1
+    if remade_s > 2.0:  # by the very plan that was measured, and without another measurement
+        plans = [it.split(": ", 2)[2] for it in said if ": state of" in it]
+        assert [it.split(":")[1].strip() for it in said[-4:]] == [
+            "results are kept again",
+            "a step took 2.000 s under an earlier plan, which follows",
+            "plan 2",
+            "plan 2",
+        ]
+        assert plans[-1] == plans[-3]
 
 
 class Set(nn.Module):

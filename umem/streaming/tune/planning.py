@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from umem.core.errors import PlanError
 from umem.core.units import format_bytes
@@ -55,6 +55,16 @@ _WITHOUT_STEP_IN_BACKWARD = (
 )
 
 
+class _KeptResults(NamedTuple):
+    """What is known of steps in which all results were kept."""
+
+    steps: MeasuredSteps
+    fastest: TrainingPlan | None
+    fastest_s: float
+    circumstances: tuple[object, ...]
+    """Those of the fastest plan."""
+
+
 class Planning:
     """Makes plans for what there is of a model, from `steps`, and puts them in force."""
 
@@ -85,6 +95,8 @@ class Planning:
         """The same."""
         self.units: Sequence[StreamUnit] = []
         """Those of the plan."""
+        self._made_for: Sequence[StreamUnit] = []
+        """The same, before some were to run twice."""
         self.plans = 0
         self.in_force = 0
         """How often a plan was put in force, those before plans were counted anew included."""
@@ -106,9 +118,9 @@ class Planning:
         """Of the budget's members, when measurements began."""
         self._state_share = state_share
         self._proofs, self._remaking, self._losses = proofs, remaking, losses
-        self._kept_steps: MeasuredSteps | None = None
-        """Those that were measured before the present ones, in which results are made again."""
-        self._next_kept: MeasuredSteps | None = None
+        self._kept: _KeptResults | None = None
+        """What is known of the steps before the present ones, in which results are made again."""
+        self._next_kept: _KeptResults | None = None
         """The same of the steps that are to be measured next."""
         self._sizes: dict[str, tuple[int, ...]] = {}
         """Of the state that the plan is made for."""
@@ -144,7 +156,7 @@ class Planning:
         """Count plans anew; of steps that have changed, with as little slack as at first."""
         self.plans = 0
         self.forget_fastest()
-        self._kept_steps, self._next_kept = self._next_kept, None
+        self._kept, self._next_kept = self._next_kept, None
         if of_other_steps:
             self._slack, self._changes = 1, self._shared.changes
 
@@ -153,6 +165,11 @@ class Planning:
         """Whether trainings have no plan yet that are to have one beside this one's."""
         shared, own = self._shared, self._tuned
         return own in shared.surrounding and bool(set(shared.unplanned) - {own})
+
+    @property
+    def _circumstances(self) -> tuple[object, ...]:
+        """What a plan is made for, beside measured steps."""
+        return self._sizes, self._are_used_early, self.part
 
     @property
     def may_plan(self) -> bool:
@@ -187,11 +204,21 @@ class Planning:
         limit_s = self._fastest_s / (1.0 - _LEAST_GAIN_S)
         return not self.is_fastest and self._whole_s is not None and self._whole_s > limit_s
 
-    def resumes_remaking(self) -> bool:
-        """Make results again where steps took longer since they were kept again."""
-        if self._fastest is None or self._are_slowed:
-            return False
-        return self._remaking.resumes(self._fastest.overflow_bytes, self._fastest_s)
+    def remakes_otherwise(self) -> bool:
+        """Begin or end to make results again, by the time that steps take under the plan.
+
+        Whether steps are other ones now: then :meth:`follow_remaking` says what follows.
+        """
+        return self._whole_s is not None and self._changes_remaking(self._whole, self._fastest_s)
+
+    def follow_remaking(self, ending: TunedOptimizer | None) -> TuningEvent:
+        """Put a plan for other results in force, or have other steps measured.
+
+        The parameters and the result are those of :meth:`make`.
+        """
+        if self._remaking.is_on or not self._take_kept():
+            return TuningEvent.CHANGED
+        return self.make(ending) if self._fastest is None else self.put_back(ending)
 
     def put_back(self, ending: TunedOptimizer | None) -> TuningEvent:
         """Put the plan with the shortest measured step in force again.
@@ -221,13 +248,13 @@ class Planning:
         """
         figures = self._steps.figures
         assert figures is not None
-        before = self._sizes, self._are_used_early, self.part
+        before = self._circumstances
         self._sizes = self._tuned.state_sizes()
         self._are_used_early = self._tuned.are_used_early
         self.part, self._are_slowed = self._find_part(), are_slowed
-        if before != (self._sizes, self._are_used_early, self.part):
+        if before != self._circumstances:
             self.forget_fastest()
-        units = self._steps.units(
+        units = self._made_for = self._steps.units(
             self._sizes,
             # A step in the backward pass frees them.
             {} if self._tuned.in_backward else self._tuned.gradient_sizes(),
@@ -239,14 +266,8 @@ class Planning:
             whole, error = self._plan(units, figures, None)
         if error and (self._slice_losses(units) or self._move_parameters_to_host()):
             return TuningEvent.CHANGED
-        if self._remakes_otherwise(units, figures, whole):
-            if self._remaking.is_on:
-                self._next_kept = self._steps.copy()
-                return TuningEvent.CHANGED
-            if not self._take_kept_steps():
-                return TuningEvent.CHANGED
-            self.forget_fastest()  # of steps in which results were made again
-            return self.make(ending)
+        if self._changes_remaking(whole, None, units):
+            return self.follow_remaking(ending)
         fastest, stays = self._fastest, self.is_fastest
         if fastest is None or not self._is_for(fastest, units):
             self.forget_fastest()
@@ -326,26 +347,41 @@ class Planning:
         saved_bytes = {name: proof.checkpointed_bytes for name, proof in self._proofs.items()}
         return freed_bytes, saved_bytes, more_bytes
 
-    def _remakes_otherwise(
-        self, units: Sequence[StreamUnit], figures: MeasuredStep, whole: TrainingPlan
+    def _changes_remaking(
+        self,
+        whole: TrainingPlan | None,
+        measured_s: float | None,
+        units: Sequence[StreamUnit] | None = None,
     ) -> bool:
-        """Whether results are made again from now on, or no longer, by what a plan says."""
+        """Begin or end to make results again, by a plan for some units, or those so far."""
         # The times of steps before updates moved into the backward pass are of kept results, and
         # of times that are too long nothing follows.
-        if self._tuned.in_backward or self._are_slowed:
+        figures = self._steps.figures
+        if whole is None or figures is None or self._tuned.in_backward or self._are_slowed:
             return False
+        if self._remaking.is_on:
+            return self._remaking.ends(whole.overflow_bytes, measured_s)
+        units = self._made_for if units is None else units
         stock_s = figures.computed_s + sum(unit.update_s for unit in units)
-        measured_s = self._fastest_s if self._fastest is not None else None
-        return self._remaking.changes_steps(units, stock_s, whole, measured_s)
+        if not self._remaking.begins(units, stock_s, whole, measured_s):
+            return False
+        self._next_kept = _KeptResults(
+            self._steps.copy(), self._fastest, self._fastest_s, self._circumstances
+        )
+        return True
 
-    def _take_kept_steps(self) -> bool:
+    def _take_kept(self) -> bool:
         """Have the figures of steps before results were made again, if they tell all."""
-        known, now = self._kept_steps, self._steps.figures
-        if known is None or known.figures is None or now is None:
+        kept, now = self._kept, self._steps.figures
+        if kept is None or kept.steps.figures is None or now is None:
             return False
-        if known.figures.is_disturbed or known.figures.blocks.keys() != now.blocks.keys():
+        known = kept.steps.figures
+        if known.is_disturbed or known.blocks.keys() != now.blocks.keys():
             return False
-        self._steps.take(known)
+        self._steps.take(kept.steps)
+        self._fastest, self._fastest_s = kept.fastest, kept.fastest_s
+        if kept.circumstances != self._circumstances:
+            self.forget_fastest()
         return True
 
     def _plan(

@@ -1,7 +1,8 @@
 """Whether results of cheap modules are made again: tried where a plan without that loses time.
 
-It ends where a plan without promises shorter steps than were measured. If those turn out longer, it
-begins again, for good.
+It ends where steps without it were shorter. Both are measured, but where a plan without has no
+room: predictions are of steps that are measured block by block, which takes the processor longer,
+and where that is the bound they tell little of steps under a plan.
 """
 
 from __future__ import annotations
@@ -35,9 +36,7 @@ class Remaking:
     def __init__(self, remade: RemadeResults | None) -> None:
         self._remade = remade
         self._without: tuple[int, float] | None = None
-        """What a plan without has in host memory, and its step; None where it is not to come."""
-        self._with: tuple[int, float] | None = None
-        """The same with it, as measured, once it has ended because of a prediction."""
+        """What steps without had in host memory, and their time, once it has begun."""
         self._kept: Mapping[str, StreamUnit] = {}
         """Units of steps in which all results were kept, by name."""
 
@@ -46,14 +45,14 @@ class Remaking:
         """Whether results are made again."""
         return self._remade is not None and self._remade.is_on
 
-    def changes_steps(
+    def begins(
         self,
         units: Sequence[StreamUnit],
         computed_s: float,
         whole: TrainingPlan,
         measured_s: float | None,
     ) -> bool:
-        """Begin or end it, by a plan for the steps as they are; whether they are other ones now.
+        """Begin where steps under a plan lose time, or have no room.
 
         Parameters
         ----------
@@ -64,47 +63,45 @@ class Remaking:
         whole
             The plan.
         measured_s
-            The shortest step under a plan for such steps; None before one is known.
+            A step under it; None before it is known.
         """
-        if self._remade is None:
+        if self._remade is None or self.is_on or self._without is not None:
             return False
-        found = whole.overflow_bytes, whole.step_s if measured_s is None else measured_s
-        if self.is_on:
-            if self._without is None or not _is_shorter(self._without, found):
+        if not whole.overflow_bytes:
+            moves = whole.recomputed or whole.stream.copied
+            if not moves or measured_s is None or measured_s < (1.0 + _LEAST_LOSS) * computed_s:
                 return False
-            _LOG.info("umem: results are kept again: %.3f s a step predicted", self._without[1])
-            self._remade.end()
-            self._with = found
-            if measured_s is None:
-                self._remade = None
-            return True
-        if self._with is not None:
+        if not self._remade.begin():
+            self._remade = None
             return False
-        moves = whole.recomputed or whole.stream.copied or whole.overflow_bytes
-        if not moves or whole.step_s < (1.0 + _LEAST_LOSS) * computed_s:
-            return False
-        if self._remade.begin():
-            _LOG.info("umem: results of cheap modules are made again in the backward pass")
-            self._without, self._kept = found, {unit.name: unit for unit in units}
-        return self.is_on
+        _LOG.info("umem: results of cheap modules are made again in the backward pass")
+        self._without = whole.overflow_bytes, whole.step_s if measured_s is None else measured_s
+        self._kept = {unit.name: unit for unit in units}
+        return True
 
-    def resumes(self, overflow_bytes: int, measured_s: float) -> bool:
-        """Begin again, for good, where the steps without it take longer than those with it did.
+    def ends(self, overflow_bytes: int, measured_s: float | None) -> bool:
+        """End it, for good, where steps without were shorter, or had less in host memory.
 
         Parameters
         ----------
         overflow_bytes
-            What a plan for steps without has in host memory.
+            What a plan has in host memory.
         measured_s
-            The shortest step under such a plan.
+            A step under it; None before it is known.
         """
-        if self._remade is None or self._with is None:
+        if self._remade is None or not self.is_on or self._without is None:
             return False
-        if not _is_shorter(self._with, (overflow_bytes, measured_s)):
+        without_bytes, without_s = self._without
+        if without_bytes > overflow_bytes:
             return False
-        self._with = self._without = None
-        _LOG.info("umem: results of cheap modules are made again: steps were shorter")
-        return self._remade.begin()
+        if without_bytes == overflow_bytes and (
+            measured_s is None or without_s >= (1.0 - _LEAST_LOSS) * measured_s
+        ):
+            return False
+        _LOG.info("umem: results are kept again: a step took %.3f s", without_s)
+        self._remade.end()
+        self._remade = None
+        return True
 
     def second_passes(
         self, units: Sequence[StreamUnit], freed_bytes: Mapping[str, int]
@@ -126,10 +123,3 @@ class Remaking:
             for (unit, kept), before in zip(pairs, gone, strict=False)
         }
         return free, more
-
-
-def _is_shorter(some: tuple[int, float], others: tuple[int, float]) -> bool:
-    """Whether steps have less in host memory, or as much and are shorter by enough to tell."""
-    if some[0] != others[0]:
-        return some[0] < others[0]
-    return some[1] < (1.0 - _LEAST_LOSS) * others[1]

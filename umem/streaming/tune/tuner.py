@@ -363,10 +363,10 @@ class StreamTuner:
             self._measure(TuningEvent.TIMES_DISTURBED, steps)
         elif planning.is_outdated():
             self._plan()
-        elif planning.resumes_remaking():
-            self._follow(TuningEvent.CHANGED)
         elif planning.is_outdone:
             self._follow(planning.put_back(self._ending))
+        elif planning.remakes_otherwise():
+            self._follow(planning.follow_remaking(self._ending))
         elif watching.runs_short and not planning.may_plan:
             watching.give_up(planning.plans)
         elif watching.runs_short:
