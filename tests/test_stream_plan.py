@@ -228,6 +228,39 @@ def test_a_step_takes_as_long_as_by_hand(
         assert found == pytest.approx(np.array(times), rel=1e-12, abs=1e-12), name
 
 
+def test_updates_that_the_device_waits_for_are_launched_one_by_one(two_way: Hardware) -> None:
+    """The program goes on after them; state on the device is updated by the optimizer at once."""
+    fast = replace(two_way, copy_link_bytes_per_s=1e6 * RATE)
+    fast = replace(fast, copy_to_device_bytes_per_s=1e6 * RATE, copy_to_host_bytes_per_s=1e6 * RATE)
+    units = [replace(BACK, piece_bytes=(10 * MIB, BACK.state_bytes - 10 * MIB))] * 3
+    for resident, pieces in (((0, 1, 2), 0), ((1,), 4), ((), 6)):
+        usual = simulate_stream(units, resident, 2, hardware=fast)
+        timing = simulate_stream(units, resident, 2, hardware=fast, launch_s=2 * MS)
+        # Updates run meanwhile.
+        assert timing.step_s >= usual.step_s + pieces * 2 * MS - 1.5 * MS
+        assert timing.step_s <= usual.step_s + pieces * 2 * MS + 1e-9
+        assert timing.compute_s == usual.compute_s
+        parts_s = timing.compute_s + timing.slowed_s + timing.exposed_s
+        assert timing.step_s == pytest.approx(parts_s)
+        in_backward = simulate_stream(
+            units, resident, 2, hardware=fast, launch_s=2 * MS, in_backward=True
+        )
+        assert in_backward == simulate_stream(units, resident, 2, hardware=fast, in_backward=True)
+
+
+def test_activations_leave_for_state_whose_launches_are_waited_for(two_way: Hardware) -> None:
+    """Both hide their copies; the fewest activations leave where that is all."""
+    units = [
+        saving(40, 40 * number, state_bytes=40 * MIB, update_s=0.5 * MS, forward_s=4 * MS)
+        for number in range(6)
+    ]
+    budget_bytes = 8 * 40 * MIB
+    usual = fastest(units, budget_bytes=budget_bytes, hardware=two_way)
+    waiting = fastest(units, budget_bytes=budget_bytes, hardware=two_way, launch_s=2 * MS)
+    assert len(usual.resident) < len(waiting.resident)
+    assert len(usual.copied) < len(waiting.copied)
+
+
 def test_bytes_are_counted_by_class(two_way: Hardware) -> None:
     for resident, slots, size_bytes in (((0, 1, 2), 0, {}), ((), 2, {STATE: 120 * MIB})):
         timing = simulate_stream(THREE, resident, slots, hardware=two_way)

@@ -36,6 +36,7 @@ from measured_models import (
 from torch import nn
 
 from umem.capture.live import NO_BLOCK, Block, PhaseTracker, find_blocks
+from umem.capture.live.timing import Clock
 from umem.core.classes import TensorClass
 from umem.hardware import Hardware, load_hardware
 from umem.offloading import ActivationStore
@@ -60,6 +61,7 @@ from umem.streaming.tune import (
     planning,
     tuner,
 )
+from umem.streaming.tune.launches import Launches
 from umem.streaming.weights import ModelWeights
 
 Log = pytest.LogCaptureFixture
@@ -911,6 +913,20 @@ def test_steps_that_use_cached_host_memory_are_slow_too(monkeypatch: Patch) -> N
     status = run.status
     assert (status.state, status.plans) == (TuningState.PLANNED, 2)
     assert status.plan.predicted.compute_s == pytest.approx(COMPUTED_S, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_launches_that_a_device_waits_for_are_planned(is_dry: bool, monkeypatch: Patch) -> None:
+    """Each as if it took 36 s; none takes any time where the processor is ahead."""
+    monkeypatch.setattr(Clock, "has_run_dry", lambda *_: is_dry)
+    known: Any = Launches.waited_s
+    slow = property(lambda it: 36.0 * (known.fget(it) > 0.0))
+    monkeypatch.setattr(Launches, "waited_s", slow)
+    run = Training(Machine(TIGHT), share=0.5)  # of all state, at most
+    run.run(8)
+    assert (run.status.plan.predicted.exposed_s >= 36.0) == is_dry
+    assert run.losses == Training().run(8)[0]
 
 
 @pytest.mark.slow

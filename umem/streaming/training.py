@@ -461,9 +461,14 @@ class StreamedTraining(Listener):
         defers_outside = not self._is_distributed or self._model_holds(optimizer)
         # Updates would take a part of the time of the forward pass that is measured.
         is_measuring = self.tuner is not None and self.tuner.is_measuring
+        launches = None if self.tuner is None else self.tuner.launches
+        if launches is not None:
+            launches.begin()
         empty = self.step.step(
             optimizer, is_deferred=not is_measuring, defers_outside=defers_outside
         )
+        if launches is not None:
+            launches.end(sum(len(unit.pieces) for unit in self.step.units.queued))
         if self.step.obstacle:
             self._whole_steps.note(self.step.obstacle)
         return empty

@@ -33,6 +33,10 @@ class Clock:
         """Whether a mark can be read without waiting."""
         return True
 
+    def has_run_dry(self, mark: Any) -> bool:
+        """Whether the device was done with all work before a mark ahead of the calls behind it."""
+        return False
+
     def seconds(self, first: Any, second: Any) -> float:
         """Time from one mark to another, after waiting for both."""
         return float(second - first) * 1e-9
@@ -63,6 +67,10 @@ class CudaClock(Clock):
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
         """Whether the device has reached the event."""
+        return mark.query()
+
+    def has_run_dry(self, mark: torch.cuda.Event) -> bool:
+        """Whether the device has reached the event while the processor made further calls."""
         return mark.query()
 
     def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:

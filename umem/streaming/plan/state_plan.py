@@ -193,6 +193,8 @@ class StreamProblem:
     hosts: frozenset[int] = frozenset()
     """Numbers of the units that the host updates, at home. Chosen by
     :mod:`umem.streaming.plan.host_updates`."""
+    launch_s: float = 0.0
+    """What the processor takes for each piece of streamed state, where the device waits for it."""
     fewest_slots: int = _SLOTS[0]
     """Slots to be content with: less where :mod:`umem.streaming.plan.overflow` makes room."""
     least_ahead: int = _FETCH_AHEAD[0]
@@ -619,6 +621,7 @@ class _Choice:
             stages_operands=problem.stages_operands,
             temporary=temporary,
             hosts=problem.hosts,
+            launch_s=problem.launch_s,
         )
         planned_bytes = problem.memory.planned(*self.passes).bytes_with(temporary, slot_bytes)
         return StreamPlan(
@@ -648,8 +651,9 @@ class _Choice:
         saved_bytes = problem.batches * float(problem.memory.left_bytes[self.copied])
         all_bytes = size.sum() + saved_bytes
         passes_s = problem.passes_s
+        launches_s = 0.0 if problem.in_backward else problem.launch_s * len(size)
         bounds = [
-            problem.compute_s + 2.0 * all_bytes * slowdown,
+            problem.compute_s + launches_s + 2.0 * all_bytes * slowdown,
             all_bytes / min(in_rate, out_rate, both_rate / 2.0),
         ]
         temporary, _ = self.temporary()

@@ -220,10 +220,13 @@ def simulate_stream(
     stages_operands: bool = True,
     temporary: Sequence[TemporarySlot] = (),
     hosts: Collection[int] = (),
+    launch_s: float = 0.0,
 ) -> StreamTiming:
     """Predict a step's time for given resident units, slots and copied activations.
 
     * The program's passes run in order: forward and backward for each batch, then `other_s`.
+    * The processor launches streamed updates piece by piece. Where the device waits for it, the
+      program goes on only after that.
     * Updates begin when the last gradient is clipped. Resident units are updated by the program
       itself, before it goes on; streamed units beside it, in forward order. With `in_backward`,
       all units are updated beside it in reverse order, each from the end of its backward pass in
@@ -306,6 +309,9 @@ def simulate_stream(
     hosts
         Numbers of the units that the host updates, whose gradients are copied out. Not with
         `in_backward`.
+    launch_s
+        What the processor takes for each piece of streamed state, where the device waits for it;
+        0 where the processor is ahead. Of no account with `in_backward`.
 
     Raises
     ------
@@ -335,6 +341,9 @@ def simulate_stream(
     for _ in range(batches):
         step.add_batch(leaving, fetch_ahead)
     step.add_clipping(other_s)
+    launches_s = 0.0 if in_backward else launch_s * sum(len(units[i].pieces) for i in streamed)
+    if launches_s:
+        step.tasks.add(_Lane.PASSES, launches_s)
     step.add_gradient_copies()
     step.add_updates()
     step.add_state_copies(slots, temporary)
@@ -350,7 +359,7 @@ def simulate_stream(
         + batches * sum(unit.forward_s + unit.backward_s for unit in units)
         + other_s,
         slowed_s=report.slowed_s,
-        exposed_s=report.idle_s,
+        exposed_s=report.idle_s + launches_s,
         to_device_bytes=to_device_bytes,
         to_host_bytes=to_host_bytes,
         update_end_s=step.update_end_s(report),

@@ -292,6 +292,7 @@ def _plan_beside(
         is_deferred=problem.is_deferred,
         in_backward=problem.in_backward,
         batches=problem.batches,
+        launch_s=problem.launch_s,
     )
     return replace(plan, stream=replace(stream, predicted=timing))
 

@@ -24,6 +24,7 @@ from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.training_plan import TrainingPlan, plan_training, with_weights
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import BudgetPart, SharedBudget
+from umem.streaming.tune.launches import Launches
 from umem.streaming.tune.measured_steps import BETWEEN, MeasuredStep, MeasuredSteps
 from umem.streaming.tune.named_plan import NamedPlan
 from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
@@ -79,6 +80,7 @@ class Planning:
         proofs: Mapping[str, CallProof],
         remaking: Remaking,
         losses: SlicedLosses | None,
+        launches: Launches,
     ) -> None:
         self.stream: StreamPlan | None = None
         """The present plan; None before the first one."""
@@ -118,6 +120,7 @@ class Planning:
         """Of the budget's members, when measurements began."""
         self._state_share = state_share
         self._proofs, self._remaking, self._losses = proofs, remaking, losses
+        self._launches = launches
         self._kept: _KeptResults | None = None
         """What is known of the steps before the present ones, in which results are made again."""
         self._next_kept: _KeptResults | None = None
@@ -332,6 +335,7 @@ class Planning:
             is_deferred=not self._tuned.waits,
             in_backward=self._tuned.in_backward,
             batches=figures.batches,
+            launch_s=self._launches.waited_s,
         )
         return replace(whole, units=changed, stream=replace(whole.stream, predicted=timing))
 
@@ -478,6 +482,7 @@ class Planning:
             in_backward=self._tuned.in_backward,
             batches=figures.batches,
             may_have_temporary=self._tuned.may_have_temporary,
+            launch_s=self._launches.waited_s,
         )
 
     def _slice_losses(self, units: Sequence[StreamUnit]) -> bool:

@@ -17,6 +17,7 @@ from umem.streaming.activations.copied_activations import CopiedActivations
 from umem.streaming.plan.state_plan import StreamPlan
 from umem.streaming.stage.device_room import DeviceRoom
 from umem.streaming.stage.shared_budget import SharedBudget
+from umem.streaming.tune.launches import Launches
 from umem.streaming.tune.measured_steps import BETWEEN, MeasuredSteps
 from umem.streaming.tune.measuring import Measuring, Round
 from umem.streaming.tune.optimizers import TunedOptimizer, TunedOptimizers
@@ -113,10 +114,13 @@ class StreamTuner:
             model, blocks, steps, clock, room, activations, shared, self._fail
         )
         proofs = {} if activations is None else activations.proofs
+        self.launches = Launches(clock)
+        """Of updates, in each step."""
         self._remaking = Remaking(None if activations is None else activations.remade)
         self._planning = Planning(
             self._optimizers,
             *(steps, hardware, room, shared, state_share, proofs, self._remaking, losses),
+            self.launches,
         )
         self._watching = Watching(room, clock, 0 if weights is None else weights.spilled_bytes)
         self._corrections = 0
