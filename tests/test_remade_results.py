@@ -4,6 +4,8 @@ stock's."""
 from __future__ import annotations
 
 import gc
+import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +18,7 @@ from torch import nn
 
 from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore
-from umem.streaming.activations import CopiedActivations
+from umem.streaming.activations import CopiedActivations, remade_results
 from umem.streaming.tune import TuningState, planning
 from umem.streaming.tune.measuring import Measuring
 from umem.streaming.tune.remaking import Remaking
@@ -102,14 +104,19 @@ def measure(activations: CopiedActivations, model: nn.Module, **options: bool) -
 class Remade:
     """A model whose results are made again; blocks are proved, and so are modules."""
 
-    def __init__(self, make: Callable[[], nn.Module] = Block, **options: bool) -> None:
+    def __init__(
+        self,
+        make: Callable[[], nn.Module] = Block,
+        large_bytes: int = sys.maxsize,
+        **options: bool,
+    ) -> None:
         self.model, self.options = Net(make), options
         self.activations = managed(self.model)
         measure(self.activations, self.model, **options)
         self.kept_bytes = measure(self.activations, self.model, **options)
         remade = self.activations.remade
         assert remade is not None
-        assert remade.begin()
+        assert remade.begin(large_bytes)
         self.tried = [self.trial() for _ in range(2)]
         self.saved_bytes = measure(self.activations, self.model, **options)
         self.activations.set_plan({}, 1, is_measuring=False)
@@ -126,12 +133,47 @@ class Remade:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_all_bits_are_stocks_and_less_is_saved(autocast: bool) -> None:
-    made = Remade(autocast=autocast)
+@pytest.mark.parametrize("large_bytes", [sys.maxsize, 1])
+def test_all_bits_are_stocks_and_less_is_saved(large_bytes: int, autocast: bool) -> None:
+    made = Remade(large_bytes=large_bytes, autocast=autocast)
     assert made.tried == [True, False]
     # Of each block two results of four, which are made of the two others.
     assert made.saved_bytes <= 0.62 * made.kept_bytes
     made.check(Net())
+
+
+class OneChain(nn.Module):
+    """A norm, and a function of it, before a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU(), conv())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.chain(x)
+        return y
+
+
+@pytest.mark.parametrize("large_bytes", [sys.maxsize, 1])
+def test_a_large_result_of_which_others_are_made_is_not_there_beside_what_uses_them(
+    large_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm's, while the backward pass computes with the activation function's."""
+    made = Remade(OneChain, large_bytes)
+    made.check(Net(OneChain))
+    alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+    beside, make = [], remade_results._Call.make
+
+    def counted(self: Any) -> torch.UntypedStorage:
+        found = make(self)
+        beside.append(len(alive))
+        alive.add(found)
+        return found
+
+    monkeypatch.setattr(remade_results._Call, "make", counted)
+    step(made.model, 0)
+    # Of each block first the norm's, for the function's; large ones once more, for its gradient.
+    assert beside == ([0, 1] if large_bytes > 1 else [0, 0, 0]) * BLOCKS
 
 
 @pytest.mark.parametrize("recomputed", [[], ["blocks.1", "blocks.2"]], ids=["copied", "twice"])

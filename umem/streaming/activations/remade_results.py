@@ -10,6 +10,7 @@ the same pass whatever autograd saves of the result is compared, too.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -71,16 +72,21 @@ class _Call:
         self._function = known_function(module) or _SecondCall(module, x)
         self._made: torch.UntypedStorage | None = None
 
-    def ends(self, output: torch.Tensor, store: ActivationStore) -> bool:
+    def ends(self, output: torch.Tensor, store: ActivationStore, large_bytes: int) -> bool:
         """Note the result; whether it is one that can be made again.
 
-        What the call itself has saved of its argument, autograd checks before the result is used.
+        What the call itself has saved of its argument, autograd checks before the result is used. A
+        large argument that is made again, too, is so for each use: it would be on the device beside
+        the result and what is computed from that.
         """
         is_in_place = storage_address(output) == self.key
         saved = (it for it in self.saved if it.is_of(self.key, self.version))
         argument = None if is_in_place else next(saved, None)
         if self.source is not None:
-            self.find_argument = self.source.make if argument is None else self.source.find
+            self.find_argument = self.source.make
+            if argument is not None:
+                is_large = output.untyped_storage().nbytes() >= large_bytes
+                self.find_argument = self.source.lend if is_large else self.source.find
         elif argument is not None:
             self.find_argument = partial(store.storage_of, argument)
         else:
@@ -103,6 +109,10 @@ class _Call:
         storage = self.find_argument()
         x = torch.empty(0, dtype=self._dtype, device=storage.device)
         return self.again(x.set_(storage, *self._layout)).untyped_storage()
+
+    def lend(self) -> torch.UntypedStorage:
+        """The result for one use, which does not change it."""
+        return self.make() if self._made is None else self._made
 
     def find(self) -> torch.UntypedStorage:
         """The result in memory that all users share, for as long as one is to come."""
@@ -141,6 +151,7 @@ class RemadeResults(Listener):
         self._to_come: weakref.WeakSet[_Call] = weakref.WeakSet()
         """Calls whose results autograd may ask for."""
         self._may_begin = True
+        self._large_bytes = sys.maxsize
         self._running = _Running()
         self._modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         self._hearing: Hearing | None = None
@@ -150,8 +161,15 @@ class RemadeResults(Listener):
         """Whether results are made again."""
         return self._hearing is not None
 
-    def begin(self) -> bool:
-        """Begin, with the next pass; returns whether anything may come of it."""
+    def begin(self, large_bytes: int = sys.maxsize) -> bool:
+        """Begin, with the next pass; returns whether anything may come of it.
+
+        Parameters
+        ----------
+        large_bytes
+            A result of which other results are made is kept for all uses only if it takes less.
+        """
+        self._large_bytes = large_bytes
         model = self._model()
         if self.is_on or not self._may_begin or model is None or is_distributed():
             return False
@@ -225,7 +243,7 @@ class RemadeResults(Listener):
                 return
             self._signatures[name] = call_signature(module)
         saved = call.saved
-        if call.ends(output, self._store):
+        if call.ends(output, self._store, self._large_bytes):
             self._results[key := storage_address(output)] = call
             for handle in saved:
                 if handle.is_of(key, call.result_version):

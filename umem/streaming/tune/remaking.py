@@ -24,6 +24,11 @@ _LEAST_LOSS = 0.03
 other kind have to be shorter."""
 
 
+_LARGE_SHARE = 1 / 16
+"""Part of the budget from which on to make a result twice costs less than to keep it for a while: a
+norm's takes about as long as three copies in the device's memory."""
+
+
 class Remaking:
     """Begins and ends to make results again, which other steps are measured for.
 
@@ -31,10 +36,13 @@ class Remaking:
     ----------
     remade
         What does so; None if nothing may.
+    budget_bytes
+        The device's.
     """
 
-    def __init__(self, remade: RemadeResults | None) -> None:
+    def __init__(self, remade: RemadeResults | None, budget_bytes: int) -> None:
         self._remade = remade
+        self._large_bytes = int(_LARGE_SHARE * budget_bytes)
         self._without: tuple[int, float] | None = None
         """What steps without had in host memory, and their time, once it has begun."""
         self._kept: Mapping[str, StreamUnit] = {}
@@ -71,7 +79,7 @@ class Remaking:
             moves = whole.recomputed or whole.stream.copied
             if not moves or measured_s is None or measured_s < (1.0 + _LEAST_LOSS) * computed_s:
                 return False
-        if not self._remade.begin():
+        if not self._remade.begin(self._large_bytes):
             self._remade = None
             return False
         _LOG.info("umem: results of cheap modules are made again in the backward pass")

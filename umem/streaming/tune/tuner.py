@@ -116,7 +116,8 @@ class StreamTuner:
         proofs = {} if activations is None else activations.proofs
         self.launches = Launches(clock)
         """Of updates, in each step."""
-        self._remaking = Remaking(None if activations is None else activations.remade)
+        remade = None if activations is None else activations.remade
+        self._remaking = Remaking(remade, room.budget_bytes)
         self._planning = Planning(
             self._optimizers,
             *(steps, hardware, room, shared, state_share, proofs, self._remaking, losses),
