@@ -48,6 +48,7 @@ __all__ = [
     "ActivationStore",
     "BeforeSave",
     "SavedHandle",
+    "Stored",
     "warn_once",
 ]
 
@@ -84,7 +85,7 @@ class ActivationStatistics:
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class _Stored:
+class Stored:
     """A storage that autograd saved: on the device, in a host buffer, or in both.
 
     It lives as long as the handles that autograd holds, and then gives everything back. That may
@@ -187,7 +188,7 @@ class _Group:
         self._admit = admit
         self._count = 0
         # Weak: each storage goes with its last handle, while the block's backward pass goes on.
-        self._stored: dict[int, weakref.ref[_Stored]] = {}
+        self._stored: dict[int, weakref.ref[Stored]] = {}
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle | Kept:
         """Replace a tensor that autograd saves."""
@@ -231,7 +232,7 @@ class _Group:
                 found[ordinal] = stored.size_bytes, not stored.is_kept()
         return found
 
-    def stored(self, ordinals: Iterable[int] | None) -> list[_Stored]:
+    def stored(self, ordinals: Iterable[int] | None) -> list[Stored]:
         """The storages that autograd still holds, each once, in the order of saving."""
         if ordinals is None:
             references = list(self._stored.values())
@@ -259,7 +260,7 @@ class SavedHandle:
     )
 
     def __init__(
-        self, tensor: torch.Tensor, stored: _Stored | None, group: _Group, key: int
+        self, tensor: torch.Tensor, stored: Stored | None, group: _Group, key: int
     ) -> None:
         self.stored = stored
         self.group, self.key = group, key
@@ -434,8 +435,8 @@ class ActivationStore:
         self._stays: frozenset[int] = frozenset()
         self._always_stays: frozenset[int] = frozenset()
         self._groups: weakref.WeakValueDictionary[Hashable, _Group] = weakref.WeakValueDictionary()
-        # By the address of a storage that is on the device.
-        self._on_device: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
+        # By the address of a storage that is on the device, or was and may be still.
+        self._on_device: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
         self._hooks = _HookStack()
         self._totals = ActivationStatistics()
         self.updates = 0
@@ -590,7 +591,7 @@ class ActivationStore:
 
     def _stored_of(
         self, group: _Group, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int
-    ) -> _Stored:
+    ) -> Stored:
         version = version_counter(tensor)
         with self._lock:
             stored = self._on_device.get(address)
@@ -599,8 +600,10 @@ class ActivationStore:
                 stored is None
                 or stored.stream != group.stream
                 or (stored.buffer is not None and stored.version != version)
+                or (stored.storage is None and not stored.find_on_device())
+                or stored.storage is not storage
             ):
-                stored = _Stored(
+                stored = Stored(
                     storage, storage.nbytes(), version, group.stream, self._pool, self._unfinished
                 )
                 self._on_device[address] = stored
@@ -672,6 +675,12 @@ class ActivationStore:
                 if all(it is group.reference or it() is None for it in stored.wanted_by)
             )
 
+    def stored(self, key: Hashable, ordinals: Iterable[int] | None = None) -> list[Stored]:
+        """The storages of a group that autograd holds, in the order of saving."""
+        with self._lock:
+            group = self._find(key)
+            return [] if group is None else group.stored(ordinals)
+
     def send(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
         """Start copying a group to the host, after the work that its stream holds now.
 
@@ -687,7 +696,7 @@ class ActivationStore:
         int
             Bytes of the copies that were started.
         """
-        sent: list[tuple[_Stored, torch.UntypedStorage, HostBuffer]] = []
+        sent: list[tuple[Stored, torch.UntypedStorage, HostBuffer]] = []
         with self._lock:
             group = self._find(key)
             if group is None:
@@ -749,7 +758,6 @@ class ActivationStore:
                     self._settle(stored)
                     waited = stored.sent_with
                 stored.is_settled = True  # copies of one `send` are over in their order
-                self._on_device.pop(storage_key(stored.storage), None)
                 stored.released = weakref.ref(stored.storage)
                 stored.storage = None
                 released += stored.size_bytes
@@ -781,7 +789,7 @@ class ActivationStore:
         self._free_unfinished()
         return self._groups.get(key)
 
-    def _copy_in(self, coming: list[_Stored], stream: Any) -> None:
+    def _copy_in(self, coming: list[Stored], stream: Any) -> None:
         buffers = []
         for stored in coming:
             assert stored.buffer is not None
@@ -794,7 +802,7 @@ class ActivationStore:
             self._totals.bytes_in += stored.size_bytes
         self._totals.tensors_in += len(coming)
 
-    def _settle(self, stored: _Stored) -> None:
+    def _settle(self, stored: Stored) -> None:
         """Let the storage's stream wait for the last copy from or to its memory."""
         if not stored.is_settled:
             self._mover.wait(stored.stream, stored.event)

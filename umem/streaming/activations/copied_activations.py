@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,7 @@ from torch import nn
 
 from umem.capture.live import NO_BLOCK, Block
 from umem.offloading import ActivationStatistics, ActivationStore
+from umem.offloading.store import Stored
 from umem.runtime.model_parts import buffers_of, tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
@@ -37,6 +38,7 @@ from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.activations import program_checkpoints
 from umem.streaming.activations.call_states import versions_of
+from umem.streaming.activations.held_by_program import HeldByProgram, HeldBytes
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint
 from umem.streaming.activations.reachable import ReachableBeside
 from umem.streaming.activations.recomputed import RecomputedCall, SecondRun
@@ -77,7 +79,7 @@ class _Stretch:
     """What was saved in the call, and by the model itself since the call before: such as the inputs
     that a checkpoint saves."""
     saved_bytes: int = 0
-    """Bytes of it that no stretch before has saved too."""
+    """Bytes of it that no later call has saved too."""
 
 
 @dataclass(eq=False)
@@ -236,6 +238,12 @@ class CopiedActivations(Listener):
         """None until a pass was measured; empty where blocks do as units."""
         self.saved_bytes: dict[str, int] = {}
         """Bytes that could leave, by block: the most before a backward pass while measuring."""
+        self._shared: Mapping[str, set[str]] = {}
+        """By unit, later ones that save what it saves; those bytes count for the last of them."""
+        self.held_bytes: HeldBytes = {}
+        """Of these, what the program holds, in the last pass that was measured."""
+        self._held: HeldByProgram | None = None
+        """Of the present or the latest pass; None where nothing is measured."""
         self._unread: Counter[str] = Counter()
         """Those of all forward passes since the last backward pass."""
         self._model = weakref.ref(model)
@@ -306,6 +314,9 @@ class CopiedActivations(Listener):
         """
         self.recomputed, self._left_out = frozenset(recomputed), frozenset(left_out)
         leaving = {**recomputed, **copied}
+        for name, others in self._shared.items():  # they hold what the other unit has saved, too
+            if name not in leaving and (later := others & leaving.keys()):
+                leaving[name] = leaving[min(later)]
         units = {it for cuts in (self._cuts or {}).values() for it in cuts.values()}
         units |= self.names | ({NO_BLOCK} if units else set())
         self._copied = {name: before for name, before in leaving.items() if name in units}
@@ -337,7 +348,8 @@ class CopiedActivations(Listener):
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
         back_bytes = self._store.statistics.bytes_in - self._returned_bytes
-        return max(0, self._released_bytes - back_bytes)
+        held_bytes = 0 if self._held is None else self._held.released_bytes()
+        return max(0, self._released_bytes - held_bytes - back_bytes)
 
     def let_go(self) -> None:
         """Give host memory back until the next copy."""
@@ -404,6 +416,7 @@ class CopiedActivations(Listener):
         buffers = (buffer for it in self._with_buffers for buffer in buffers_of(it, recurse=False))
         self._store.keep([*buffers, *tensors_in((args, kwargs))])
         running.forward = forward = _Pass(self._store, self._fetch_ahead)
+        self._held = HeldByProgram(self._store) if self._is_measuring else None
         key = forward.model_key
         self._open_group(forward, NO_BLOCK, key, moves=self._may_move(NO_BLOCK, NO_BLOCK))
         if self._cuts:
@@ -453,6 +466,8 @@ class CopiedActivations(Listener):
     def _begin_stretch(self, forward: _Pass, name: str, is_copied: bool) -> None:
         self._end_stretch(forward)
         self._release(forward, name)
+        if self._held is not None:
+            self._held.unit_begins(name)
         stretch = _Stretch(name, is_copied, self._copied.get(name))
         before_use = partial(self._reach, forward, len(forward.calls), name)
         forward.begin_stretch(stretch, before_use)
@@ -464,6 +479,8 @@ class CopiedActivations(Listener):
         if stretch is None:
             return
         stretch.parts += forward.take_between()
+        if self._held is not None:
+            self._held.unit_ends(stretch.name, stretch.parts)
         if stretch.is_copied:
             forward.send(stretch)
         forward.calls.append(stretch)
@@ -498,12 +515,13 @@ class CopiedActivations(Listener):
         running.call = call = _Call(name, is_copied, self._copied.get(name))
         if not self._cuts:
             self._release(forward, name)
+            if self._held is not None:
+                self._held.unit_begins(name)
             call.parts = forward.take_between()
         elif name not in forward.entered:
             forward.entered.add(name)
             self._begin_stretch(forward, name, is_copied)
         call.leaves_out = name in self._left_out and self._may_run_again(name, args, kwargs)
-        self._measure(call)
         module = self._blocks[name].module
         if self._is_measuring and name in self._unproved:
             call.watched = self._watch(name, module, args, kwargs)
@@ -560,8 +578,8 @@ class CopiedActivations(Listener):
             self._confirm(call.name, nodes_of(tensors_in(output)))
         if self._cuts:
             return
-        if call.has_group:
-            self._measure(call)
+        if self._held is not None:
+            self._held.unit_ends(call.name, call.parts)
         if call.is_copied:
             forward.send(call)
         forward.calls.append(call)
@@ -584,7 +602,8 @@ class CopiedActivations(Listener):
         if self.remade is not None and self.remade.has_tried:  # and kept what it makes again later
             self.is_unusual, self.remade.has_tried = True, False
         elif self._is_measuring:
-            self._measure_stretches(forward)
+            self.held_bytes = {} if self._held is None else self._held.pass_ends()
+            self._measure(forward)
             if not self._finds_cuts(forward):
                 self._end_measuring(forward, output)
 
@@ -650,19 +669,22 @@ class CopiedActivations(Listener):
                 forward.leaving.remove(call)
                 self._released_bytes += forward.release(call)
 
-    def _measure(self, call: _Call) -> None:
-        """Count the latest part: right behind it, as later ones may save the same."""
-        if self._is_measuring:
-            for part in call.parts[-1:]:
-                call.saved_bytes += self._store.saved_bytes(*part)
+    def _measure(self, forward: _Pass) -> None:
+        """Count what each call has saved that no later one has saved, too.
 
-    def _measure_stretches(self, forward: _Pass) -> None:
-        """Count what leaves in a pass that is cut, but for what the program keeps in its hands."""
-        seen = set[object]()
-        for stretch in forward.calls if self._cuts else ():
-            for key, ordinals in stretch.parts:
-                sizes = self._store.saved_sizes(key, ordinals, seen)
-                stretch.saved_bytes += sum(size for size, is_free in sizes.values() if is_free)
+        In a pass that is cut, but for what the program keeps in its hands.
+        """
+        last: dict[Stored, str] = {}
+        shared: defaultdict[str, set[str]] = defaultdict(set)
+        for call in reversed(forward.calls):
+            for stored in (it for part in call.parts for it in self._store.stored(*part)):
+                if (owner := last.get(stored)) is not None:
+                    shared[call.name].add(owner)
+                    continue
+                last[stored] = call.name
+                if not (self._cuts and stored.is_kept()):
+                    call.saved_bytes += stored.size_bytes
+        self._shared = shared
 
     def _finds_cuts(self, forward: _Pass) -> bool:
         """Look for the stretches of later passes, by what this one has saved.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -120,6 +121,7 @@ class MemoryByMoment:
             [0, *(units[number].saved_bytes for number in self.can_leave)], dtype=np.int64
         )
         """Activations of the first units that can leave, int64[units that can leave + 1]."""
+        self._held_bytes = _held_bytes(units, self.can_leave)
 
     def by_moment(self, copied: int, fetch_ahead: int) -> ByteCounts:
         """Bytes at each moment, int64[2 N], if the first few leave as early as they can.
@@ -134,7 +136,14 @@ class MemoryByMoment:
             moment - min(1, fetch_ahead), 2 * self.count - 1 - moment - fetch_ahead
         )
         out = np.minimum(np.searchsorted(self.can_leave, out_below), copied)
-        return self.peak_bytes - self.left_bytes[out]
+        return self.peak_bytes - self._free_bytes(out)
+
+    def _free_bytes(self, out: npt.NDArray[Any]) -> ByteCounts:
+        """What is free at each moment where so many units have left, int64[2 N]."""
+        free = self.left_bytes[out]
+        if self._held_bytes is not None:
+            free[: self.count] -= self._held_bytes[out[: self.count], np.arange(self.count)]
+        return free
 
     def most_bytes(self, copied: int, fetch_ahead: int) -> int:
         """The most at any moment, also between the passes."""
@@ -160,7 +169,11 @@ class MemoryByMoment:
 
     def left_before(self, copied: int, room_bytes: int) -> dict[int, int]:
         """For each unit that leaves, the unit before whose forward pass its memory is needed."""
-        needed = np.searchsorted(self.left_bytes, self.peak_bytes[: self.count] - room_bytes)
+        lacking = self.peak_bytes[: self.count] - room_bytes
+        needed = np.searchsorted(self.left_bytes, lacking)
+        if self._held_bytes is not None:
+            free = self.left_bytes[:, None] - self._held_bytes
+            needed = (np.maximum.accumulate(free) < lacking).sum(axis=0)
         # So many units have left before each forward pass.
         needed = np.maximum.accumulate(needed) if self.count else needed
         before = np.searchsorted(needed, np.arange(copied), side="right")
@@ -171,7 +184,7 @@ class MemoryByMoment:
         left = np.searchsorted(np.sort(list(left_before.values())), np.arange(self.count), "right")
         unit = np.arange(self.count)[::-1]
         away = np.searchsorted(self.can_leave[: len(left_before)], unit - fetch_ahead)
-        return self.peak_bytes - self.left_bytes[np.concatenate((left, away))]
+        return self.peak_bytes - self._free_bytes(np.concatenate((left, away)))
 
     def returning(
         self, left_before: Mapping[int, int], fetch_ahead: int, room_bytes: int
@@ -223,6 +236,23 @@ class MemoryByMoment:
             first,
             used[count:][::-1] - self._last_bytes,
         )
+
+
+def _held_bytes(units: Sequence[StreamUnit], can_leave: Sequence[int]) -> ByteCounts | None:
+    """What the program holds of the first units that can leave in each unit's forward pass.
+
+    int64[units that can leave + 1, N]; None where it holds nothing.
+    """
+    if not any(units[number].held for number in can_leave):
+        return None
+    found = np.zeros((len(can_leave) + 1, len(units)), np.int64)
+    for place, number in enumerate(can_leave, 1):
+        left_bytes = units[number].saved_bytes
+        for size_bytes, further in units[number].held:
+            its_bytes = min(size_bytes, left_bytes)
+            found[place, number + 1 : number + 1 + further] += its_bytes
+            left_bytes -= its_bytes
+    return found.cumsum(axis=0)
 
 
 def _sums_behind(size_bytes: ByteCounts) -> ByteCounts:

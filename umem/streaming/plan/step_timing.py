@@ -95,6 +95,9 @@ class StreamUnit:
     """Weights at home in host memory, which are staged for its forward and its backward pass."""
     trained_weight_bytes: int = 0
     """Weights at home, whether passes stage them or not, that its update reads and writes."""
+    held: tuple[tuple[int, int], ...] = ()
+    """Parts of `saved_bytes` that the program itself holds, so that copies free no memory, and the
+    number of further units in whose forward passes it does."""
 
     @property
     def pieces(self) -> tuple[int, ...]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from umem.capture.live import NO_BLOCK
+from umem.streaming.activations.held_by_program import HeldBytes
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.step.unit_names import is_outside
 
@@ -94,6 +96,8 @@ class MeasuredSteps:
         shorter ones; None before that."""
         self._saved_bytes: dict[str, int] = {}
         """The most that each block has saved for its backward pass."""
+        self._held_bytes: HeldBytes = {}
+        """Of these, what the program holds itself, in the latest step."""
         self._later_bytes = 0
         """The most memory that later calls of ``step()`` in a step have needed."""
 
@@ -107,6 +111,7 @@ class MeasuredSteps:
         """Have the figures of other steps."""
         self.figures, self._timed = copy.deepcopy((others.figures, others._timed))
         self._saved_bytes, self._later_bytes = dict(others._saved_bytes), others._later_bytes
+        self._held_bytes = others._held_bytes
 
     def move_into_backward(self) -> None:
         """From now on, steps need less memory, and updates share the time of the backward pass.
@@ -147,8 +152,14 @@ class MeasuredSteps:
         """Count the memory that a later call of ``step()`` in a step has needed."""
         self._later_bytes = max(self._later_bytes, needed_bytes)
 
-    def add(self, figures: MeasuredStep, saved_bytes: Mapping[str, int]) -> None:
-        """Count a step, with what its blocks have saved."""
+    def add(
+        self,
+        figures: MeasuredStep,
+        saved_bytes: Mapping[str, int],
+        held_bytes: HeldBytes = MappingProxyType({}),
+    ) -> None:
+        """Count a step, with what its blocks have saved, and the program holds of that."""
+        self._held_bytes = held_bytes
         figures.step_peak_bytes = max(figures.step_peak_bytes, self._later_bytes)
         figures.update_peak_bytes = max(figures.update_peak_bytes, self._later_bytes)
         self.figures = figures if self.figures is None else _merged(self.figures, figures)
@@ -203,6 +214,7 @@ class MeasuredSteps:
                 )
         if BETWEEN in blocks:
             blocks[BETWEEN] = blocks.pop(BETWEEN)
+        order = {name: number for number, name in enumerate(blocks)}
         return [
             StreamUnit(
                 name=name,
@@ -212,6 +224,10 @@ class MeasuredSteps:
                 forward_s=block.forward_s,
                 backward_s=block.backward_s,
                 saved_bytes=self._saved_bytes.get(name, 0),
+                held=tuple(
+                    (size_bytes, order.get(last or "", len(order)) - order[name])
+                    for size_bytes, last in self._held_bytes.get(name, ())
+                ),
                 forward_peak_bytes=block.forward_peak_bytes,
                 backward_peak_bytes=block.backward_peak_bytes,
                 gradient_bytes=gradient_bytes.get(name, 0),

@@ -135,9 +135,11 @@ class Measuring:
         if figures is None or is_unusual:
             return False
         known = self._steps.figures
-        saved_bytes = {} if self._activations is None else self._activations.saved_bytes
+        activations = self._activations
+        saved_bytes = {} if activations is None else activations.saved_bytes
+        held_bytes = {} if activations is None else activations.held_bytes
         self.round.add(figures, known)
-        self._steps.add(figures, saved_bytes)
+        self._steps.add(figures, saved_bytes, held_bytes)
         return self.round.is_complete
 
     def later_call_begins(self, *, counts: bool) -> None:
