@@ -28,6 +28,8 @@ _PAGES = {
 
 _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)]*)?(\))")
 _ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc):(?=<code>)")
+_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+_HYPHENATED = re.compile(r"(?<!\S)(?=\S{1,28}(?!\S))\S*-\S*")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -60,8 +62,14 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Drop the roles of reStructuredText, which docstrings have before names."""
-    return _ROLE.sub("", html)
+    """Drop the roles of reStructuredText before names in docstrings; mark what no line may break.
+
+    A browser breaks a line after any hyphen, also after those of `--option`.
+    """
+    return _CODE.sub(
+        lambda code: _HYPHENATED.sub(r'<span class="whole">\g<0></span>', code[0]),
+        _ROLE.sub("", html),
+    )
 
 
 def _as_in_docs(name: str) -> str:
