@@ -29,7 +29,8 @@ _PAGES = {
 _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)]*)?(\))")
 _ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc):(?=<code>)")
 _CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
-_HYPHENATED = re.compile(r"(?<!\S)(?=\S{1,28}(?!\S))\S*-\S*")
+_LONGEST_WHOLE = 28
+"""Letters of a word of code that a telephone shows in one line, also in a table."""
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -62,14 +63,17 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Drop the roles of reStructuredText before names in docstrings; mark what no line may break.
+    """Drop the roles of reStructuredText before names in docstrings; say where code may be broken.
 
-    A browser breaks a line after any hyphen, also after those of `--option`.
+    A browser breaks a line after any hyphen, also after those of `--option`, and none at a dot.
     """
-    return _CODE.sub(
-        lambda code: _HYPHENATED.sub(r'<span class="whole">\g<0></span>', code[0]),
-        _ROLE.sub("", html),
-    )
+    return _CODE.sub(lambda it: re.sub(r"\S+", _breaks, it[0]), _ROLE.sub("", html))
+
+
+def _breaks(word: re.Match[str]) -> str:
+    if len(word[0]) > _LONGEST_WHOLE:
+        return re.sub(r"(?<=[/(=,])|(?<=\.)(?=\w{4})", "<wbr>", word[0])
+    return f'<span class="whole">{word[0]}</span>' if "-" in word[0] else word[0]
 
 
 def _as_in_docs(name: str) -> str:
