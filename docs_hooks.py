@@ -28,6 +28,9 @@ _PAGES = {
 
 _LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)]*)?(\))")
 _ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc):(?=<code>)")
+_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+_LONGEST_WHOLE = 28
+"""Letters of a word of code that a telephone shows in one line, also in a table."""
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -60,8 +63,17 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Drop the roles of reStructuredText, which docstrings have before names."""
-    return _ROLE.sub("", html)
+    """Drop the roles of reStructuredText before names in docstrings; say where code may be broken.
+
+    A browser breaks a line after any hyphen, also after those of `--option`, and none at a dot.
+    """
+    return _CODE.sub(lambda it: re.sub(r"\S+", _breaks, it[0]), _ROLE.sub("", html))
+
+
+def _breaks(word: re.Match[str]) -> str:
+    if len(word[0]) > _LONGEST_WHOLE:
+        return re.sub(r"(?<=[/(=,])|(?<=\.)(?=\w{4})", "<wbr>", word[0])
+    return f'<span class="whole">{word[0]}</span>' if "-" in word[0] else word[0]
 
 
 def _as_in_docs(name: str) -> str:

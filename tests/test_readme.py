@@ -121,6 +121,13 @@ def test_tables_have_headings() -> None:
     assert [it.name for it in pages if empty.search(it.read_text(encoding="utf-8"))] == []
 
 
+def test_no_line_of_prose_begins_with_a_comment() -> None:
+    """It would be HTML, which ends a list, and show its marks as they are."""
+    pages = [*ROOT.glob("*.md"), *DOCS]
+    html = re.compile(r"^\s*<!--.*?-->[ \t]*\S", re.MULTILINE)
+    assert [it.name for it in pages if html.search(it.read_text(encoding="utf-8"))] == []
+
+
 def test_the_versions_are_those_of_the_project_and_its_results() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     found = re.search(
@@ -228,6 +235,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     index = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert 'href="out-of-memory.html"' in index
     assert "umem.swap.enable" in (tmp_path / "api.html").read_text(encoding="utf-8")
+    first_hour = (tmp_path / "newcomer.html").read_text(encoding="utf-8")
+    assert '<code>umem run <span class="whole">--fallback</span></code>' in first_hour
 
 
 def test_a_figure_has_a_source_that_says_it() -> None:

@@ -74,7 +74,7 @@ _STYLE: dict[str, Any] = {
     "xtick.labelcolor": _C["ink"],
     "ytick.labelcolor": _C["ink"],
 }
-_WIDTH_INCHES = 8.0  # at 100 pixels an inch
+_WIDTH_INCHES = 5.6  # words that a telephone's page can still show
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def timeline_figure(step: _Step) -> Figure:
     axes.set_ylim(len(rows) - 0.5, -1.05)
     axes.set_xlim(0, 1e3 * step.step_s)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("ms since optimizer.step() was called; gaps in the first row are waits")
-    _title(figure, f"One step by plan, {1e3 * step.step_s:,.0f} ms: predicted for an H100")
+    axes.set_xlabel("ms since optimizer.step(); gaps in the first row are waits")
+    _title(figure, f"One step of {1e3 * step.step_s:,.0f} ms, predicted for an H100")
     return figure
 
 
@@ -189,7 +189,7 @@ def residency_figure(step: _Step) -> Figure:
         ("gradients", "gradients", gradients),
         ("saved activations", "activations", activations),
     ]
-    figure = Figure(figsize=(_WIDTH_INCHES, 3.9), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_INCHES, 4.2), layout="constrained")
     device, host = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.25))
     stack = [np.broadcast_to(sizes, times.shape) / _GIB for *_, sizes in layers]
     colours = [_C[colour] for _, colour, _ in layers]
@@ -200,15 +200,15 @@ def residency_figure(step: _Step) -> Figure:
     )
     device.set_ylabel("device, GiB")
     device.set_ylim(0, 96)
-    _title(figure, "Where each class is over a step of Llama-2-7B: predicted for an H100")
+    _title(figure, "A step of Llama-2-7B, predicted for an H100")
     homes = prediction.host_bytes / _GIB
     host.fill_between(1e3 * times[[0, -1]], [homes, homes], color=_C["state"], linewidth=0)
     host.set_ylabel("host, GiB")
     host.set_ylim(0, 40)
     host.set_xlim(0, 1e3 * step.step_s)
-    host.set_xlabel("ms since optimizer.step() was called")
+    host.set_xlabel("ms since optimizer.step()")
     handles = [Patch(color=_C[colour], label=name) for name, colour, _ in layers]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(layers), fontsize=9.5)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9.5)
     return figure
 
 

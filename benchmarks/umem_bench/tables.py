@@ -127,8 +127,8 @@ def print_tables(heading: str, tables: Iterable[Table], *, as_markdown: bool) ->
     console.print(heading, markup=False, highlight=False)
     for table in tables:
         shown = RichTable(title=table.title, title_justify="left")
-        for number, column in enumerate(table.columns):
-            shown.add_column(column, justify="right" if number else "left")
+        for column, is_text in zip(table.columns, _text_columns(table), strict=True):
+            shown.add_column(column, justify="left" if is_text else "right")
         for row in table.rows:
             shown.add_row(*row)
         console.print()
@@ -137,12 +137,25 @@ def print_tables(heading: str, tables: Iterable[Table], *, as_markdown: bool) ->
 
 def markdown(table: Table) -> str:
     """A table for a document."""
-    rule = ["---", *("---" if it == "why" else "---:" for it in table.columns[1:])]
+    rule = ["---" if is_text else "---:" for is_text in _text_columns(table)]
     rows = [
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
         for row in (table.columns, rule, *table.rows)
     ]
     return "\n".join([f"**{table.title}**", "", *rows])
+
+
+def _text_columns(table: Table) -> list[bool]:
+    """Whether each column is read as words: the first one, and where most cells are not figures."""
+    columns = list(zip(*table.rows, strict=True)) or [() for _ in table.columns]
+    return [number == 0 or _is_text(cells) for number, cells in enumerate(columns)]
+
+
+def _is_text(cells: Iterable[str]) -> bool:
+    """Whether most cells have more than the letters of units: three to a digit, as in 8 GiB."""
+    said = [cell for cell in cells if cell.strip(NOTHING)]
+    texts = [it for it in said if sum(map(str.isalpha, it)) > 3 * sum(map(str.isdigit, it))]
+    return 2 * len(texts) > len(said)
 
 
 def size_text(size_bytes: int | None) -> str:
