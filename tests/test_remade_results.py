@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -307,6 +308,37 @@ def test_a_training_makes_results_again_where_its_budget_is_small(
     assert status.remakes_results
     assert status.state == TuningState.PLANNED
     assert most_bytes <= 0.45 * stock_bytes
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "predicted_s", "begins"),
+    [
+        *[(None, 1.0, False), (0.99, 1.0, False), (1.02, 1.0, False), (1.04, 1.0, True)],
+        # Shorter than predicted: so is the time of a step with all on the device.
+        *[(0.96, 1.0, True), (0.7, 0.7, False), (0.7, 0.75, True)],
+    ],
+)
+def test_a_trial_where_steps_lose_time_or_nobody_knows(
+    measured_s: float | None, predicted_s: float, begins: bool
+) -> None:
+    class Begun:
+        is_on = False
+
+        def begin(self, _bytes: int) -> bool:
+            return True
+
+    predicted: Any = SimpleNamespace(
+        overflow_bytes=0,
+        recomputed=frozenset(),
+        stream=SimpleNamespace(copied=frozenset({1})),
+        step_s=predicted_s,
+    )
+    remade: Any = Begun()
+    assert Remaking(remade, 1).begins([], 1.0, predicted, measured_s) == begins
+    predicted.stream.copied = frozenset()  # nothing moves
+    assert not Remaking(remade, 1).begins([], 1.0, predicted, measured_s)
+    predicted.overflow_bytes = 1  # there is no room
+    assert Remaking(remade, 1).begins([], 1.0, predicted, measured_s)
 
 
 @pytest.mark.usefixtures("unseen")

@@ -62,6 +62,9 @@ class Remaking:
     ) -> bool:
         """Begin where steps under a plan lose time, or have no room.
 
+        Steps that are shorter than predicted are also shorter than `computed_s` says, by nobody
+        knows how much: they may lose time all the same.
+
         Parameters
         ----------
         units
@@ -77,7 +80,10 @@ class Remaking:
             return False
         if not whole.overflow_bytes:
             moves = whole.recomputed or whole.stream.copied
-            if not moves or measured_s is None or measured_s < (1.0 + _LEAST_LOSS) * computed_s:
+            if not moves or measured_s is None:
+                return False
+            is_foretold = measured_s >= (1.0 - _LEAST_LOSS) * whole.step_s
+            if is_foretold and measured_s < (1.0 + _LEAST_LOSS) * computed_s:
                 return False
         if not self._remade.begin(self._large_bytes):
             self._remade = None
