@@ -141,7 +141,7 @@ systems: native
 
 goals: native
 	PYTHONPATH=benchmarks $(BIN)/python tests/systems/matrix.py --goals --size large \
-	  --steps 40 --deterministic --minutes 120 --output benchmarks/results/goals.jsonl
+	  --steps 64 --deterministic --minutes 120 --output benchmarks/results/goals.jsonl
 
 docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
