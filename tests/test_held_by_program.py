@@ -72,9 +72,7 @@ def test_a_unet_takes_as_much_memory_as_planned(
     caplog.set_level(logging.INFO, "umem")
     stock_bytes, expected, _ = train_within(UNet(), None, images, 24)
     limit_bytes = percent * stock_bytes // 100
-    most_bytes, weights, status = train_within(
-        UNet(), limit_bytes, images, 24, min_bytes=1024, may_recompute=True
-    )
+    most_bytes, weights, status = train_within(UNet(), limit_bytes, images, 24, min_bytes=1024)
     assert weights == expected
     assert status is not None
     assert status.plan is not None
