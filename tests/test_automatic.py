@@ -102,6 +102,7 @@ def test_no_error_of_umem_reaches_the_training(
     assert trace.exc_info is not None
 
 
+@pytest.mark.slow
 def test_a_compiler_does_not_see_the_search(
     roots: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

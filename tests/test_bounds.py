@@ -85,6 +85,7 @@ def every_schedule(trace: Trace) -> Iterator[Schedule]:
             )
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_best_of_all_schedules(plain: Hardware, updated_weights: Trace) -> None:
     policy = policy_of(plain, BUDGET)
 

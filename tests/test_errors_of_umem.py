@@ -91,7 +91,7 @@ def stock() -> Any:
     return run(None, lambda: None)[1]
 
 
-@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("at", [0, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("owner", "name"), PARTS, ids=lambda it: getattr(it, "__name__", it))
 def test_the_training_goes_on_as_without_umem(
     owner: Any,

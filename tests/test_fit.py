@@ -94,6 +94,7 @@ def written(folder: Path, config: Mapping[str, Any]) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=[config["name"] for config in CONFIGS])
 def test_counts_are_those_of_the_modules_or_the_family_is_refused(
     tmp_path: Path, config: dict[str, Any]

@@ -64,6 +64,7 @@ def images(number: int) -> torch.Tensor:
     return torch.randn(2, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", [45, 50, 55, 60, 70])
 def test_a_unet_takes_as_much_memory_as_planned(
     percent: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

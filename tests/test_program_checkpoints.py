@@ -128,6 +128,7 @@ def left_out(activations: CopiedActivations) -> set[str]:
     return {name for name, it in activations.proofs.items() if it.checkpointed_bytes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "call", "autocast"),
     pairs(

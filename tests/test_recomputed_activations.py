@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*REPEATABLE, *OTHERS])
 def test_all_bits_are_stocks(kind: type[Layer], autocast: bool) -> None:
     stock = run(Net(kind), lambda _: None, autocast=autocast)

@@ -294,6 +294,7 @@ def test_nothing_lives_longer_than_the_graph() -> None:
         assert meter.live_bytes == before_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unseen")
 def test_a_training_makes_results_again_where_its_budget_is_small(
     monkeypatch: pytest.MonkeyPatch,
@@ -341,6 +342,7 @@ def test_a_trial_where_steps_lose_time_or_nobody_knows(
     assert Remaking(remade, 1).begins([], 1.0, predicted, measured_s)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("remade_s", [1.0, 1.9, 3.0])
 def test_results_are_made_again_where_steps_are_measured_to_be_shorter(

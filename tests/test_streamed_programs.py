@@ -208,7 +208,7 @@ ENGINES = {
 
 
 OFTEN = ("state", "weights", "in-backward")
-"""Engines of the fast tests. The others use the same parts."""
+"""Engines of the fast tests, each with one eagerness. The others use the same parts."""
 
 BY_TURNS = (
     ("weights-and-state",),
@@ -240,7 +240,8 @@ def cases() -> Iterator[Any]:
             chosen = engine.eagerness[turn % len(engine.eagerness)]
             for eagerness in engine.eagerness if name in OFTEN[:2] else (chosen,):
                 case_id = f"{use.__name__}-{name}-{eagerness}"
-                marks = () if name in OFTEN else (pytest.mark.slow,)
+                is_often = name in OFTEN and eagerness == chosen
+                marks = () if is_often else (pytest.mark.slow,)
                 yield pytest.param(use, engine, eagerness, id=case_id, marks=marks)
 
 
@@ -450,6 +451,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), SHAPES)
 def test_models_of_other_shapes(name: str, options: dict[str, Any]) -> None:
     batches = options.get("batches", 1)

@@ -351,6 +351,7 @@ def collect_trainings_of_other_tests() -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_torch_is_as_it_was_when_nothing_listens_any_more() -> None:
     collect_trainings_of_other_tests()
     before = {key: original(key) for key in STARTS}
@@ -391,6 +392,7 @@ def test_what_has_replaced_a_start_since_stays(monkeypatch: pytest.MonkeyPatch) 
     assert heard[2:] == ["again", "other", "again", "work"]
 
 
+@pytest.mark.slow
 def test_a_training_that_is_gone_leaves_torch_as_it_was() -> None:
     collect_trainings_of_other_tests()
     before = original("run_backward")
