@@ -136,7 +136,6 @@ class Profile:
         try:
             hook = register_optimizer_step_pre_hook(self._before_optimizer)
             self._installed.callback(hook.remove)
-            self._installed.enter_context(watched_phases(self._sample_residency))
             self._installed.enter_context(copy_counts.timed())
             self._wait()
             # Now, because a device that fails in the block does not give its name.
@@ -146,6 +145,8 @@ class Profile:
             self._log.mark()
             self._step_begin_ns = self._now()
             self._running = self._has_begun = True
+            # From now on it is guarded: nothing that it raises reaches the step that it watches.
+            self._installed.enter_context(watched_phases(self._sample_residency))
         except BaseException:
             # __exit__ is not called, and CUPTI would stay in use.
             self._installed.close()
