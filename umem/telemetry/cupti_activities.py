@@ -11,6 +11,7 @@ import ctypes
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -152,8 +153,8 @@ def _read_buffer(buffer: ActivityBuffer, form: ActivityFormat) -> MigrationRecor
     is_known = np.zeros(count, np.bool_)
     for kind, read in (
         (form.unified_memory, _read_counters),
-        (form.memcpy, _read_copies),
-        (form.memset, _read_memory_sets),
+        (form.memcpy, partial(_read_operations, RecordKind.MEMCPY)),
+        (form.memset, partial(_read_operations, RecordKind.MEMSET)),
     ):
         rows = np.flatnonzero(kinds == kind)
         if not len(rows):
@@ -192,19 +193,10 @@ def _read_counters(rows: npt.NDArray[Any], form: ActivityFormat) -> _Fields:
     return columns, kind >= 0
 
 
-def _read_copies(rows: npt.NDArray[Any], _: ActivityFormat) -> _Fields:
-    columns, known = _read_memory_sets(rows, _)
-    return {**columns, "kind": RecordKind.MEMCPY}, known
-
-
-def _read_memory_sets(rows: npt.NDArray[Any], _: ActivityFormat) -> _Fields:
-    columns = {
-        "kind": RecordKind.MEMSET,
-        "start_ns": rows["start"],
-        "end_ns": rows["end"],
-        "bytes": rows["bytes"],
-    }
-    return columns, np.ones(len(rows), np.bool_)
+def _read_operations(kind: RecordKind, rows: npt.NDArray[Any], _: ActivityFormat) -> _Fields:
+    fields = {"start_ns": "start", "end_ns": "end", "bytes": "bytes"}
+    columns: dict[str, Any] = {name: rows[field] for name, field in fields.items()}
+    return columns | {"kind": kind}, np.ones(len(rows), np.bool_)
 
 
 def _possible_times(start_ns: Integers, end_ns: Integers) -> tuple[Integers, Integers]:

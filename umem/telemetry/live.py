@@ -391,20 +391,17 @@ def _named_tensors(
 
 def current_statistics() -> HintStatistics | None:
     """Statistics of the executor's hint engine, or None where there is no executor."""
-    found: HintStatistics | None = _ask_executor("current_statistics")
-    return found
+    return _ask_executor("current_statistics")
 
 
 def current_residency() -> Mapping[TensorClass, int] | None:
     """Bytes on the device by class, as the executor counts them, or None where it does not."""
-    found: Mapping[TensorClass, int] | None = _ask_executor("residency")
-    return found
+    return _ask_executor("residency")
 
 
 def ideal_step_s() -> float | None:
     """Time of the executor's recorded step with everything resident, or None."""
-    found: float | None = _ask_executor("ideal_step_s")
-    return found
+    return _ask_executor("ideal_step_s")
 
 
 def _ask_executor(name: str) -> Any:
