@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
-from umem.offloading import ActivationStore, HostMover
+from umem.offloading import ActivationStore, Mover
 from umem.runtime.torch_hooks.saved_tensors import innermost
 from umem.streaming.activations import CopiedActivations
 
@@ -157,7 +157,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mover", [HostMover, LazyMover])
+@pytest.mark.parametrize("mover", [Mover, LazyMover])
 @pytest.mark.parametrize("fetch_ahead", [1, 3])
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_no_bit_changes(options: dict[str, Any], fetch_ahead: int, mover: Any) -> None:

@@ -12,7 +12,7 @@ from managed_training import BEFORE_PLANNED, MIB, TIGHT, Training, host_machine
 
 from umem.core.classes import TensorClass
 from umem.managing import manage_on
-from umem.offloading import HostMover
+from umem.offloading import Mover
 from umem.pages import ManagerState
 from umem.pages.run.machine import Machine, held_host_bytes, within_host
 from umem.runtime.native_library import native
@@ -27,7 +27,7 @@ STATE_BYTES = 5 * 2 * 2 * MIB
 PINNED_STATE = {"classes": {"optimizer_state": {"kind": "pinned"}}}
 
 
-class Host(HostMover):
+class Host(Mover):
     """A host of 16 GiB, and a mover that takes its memory."""
 
     available_bytes = 4 * GIB

@@ -20,7 +20,7 @@ from other_process import run_forked
 from umem.core.classes import TensorClass
 from umem.core.schedule import HintOp
 from umem.managing import manage_on
-from umem.offloading import HostMover
+from umem.offloading import Mover
 from umem.pages import Manager, ManagerState
 from umem.pages.run.machine import within_host
 from umem.policy import PolicyPlanner
@@ -140,7 +140,7 @@ def test_the_profile_counts_where_host_memory_is_unknown() -> None:
 
 @pytest.mark.slow
 def test_activations_stay_where_the_host_is_nearly_full(stock: Training) -> None:
-    class NearlyFullHost(HostMover):
+    class NearlyFullHost(Mover):
         available_bytes = (2 << 30) + 5 * MIB
 
         def host_memory_bytes(self) -> tuple[int, int]:

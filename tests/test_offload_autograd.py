@@ -22,13 +22,13 @@ from activation_chain import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from umem.offloading import ActivationStore, HostMover
+from umem.offloading import ActivationStore, Mover
 from umem.runtime.torch_hooks import saved_tensors
 
 MIB = 1 << 20
 
 
-@pytest.fixture(params=[HostMover, LazyMover])
+@pytest.fixture(params=[Mover, LazyMover])
 def store(request: pytest.FixtureRequest) -> ActivationStore:
     return ActivationStore("cpu", request.param(), min_bytes=KIB)
 

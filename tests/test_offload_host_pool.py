@@ -9,7 +9,7 @@ import torch
 from activation_chain import KIB, TENSOR_BYTES, chain, gradient, make_input, saved
 from other_process import run_forked
 
-from umem.offloading import ActivationStore, CudaMover, HostMover
+from umem.offloading import ActivationStore, CudaMover, Mover
 from umem.offloading.movers import HostPool
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ def test_host_limit() -> None:
 
 
 def test_reserve_of_the_host() -> None:
-    class Host(HostMover):
+    class Host(Mover):
         available_bytes = 10 << 30
 
         def host_memory_bytes(self) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def test_reserve_of_the_host() -> None:
 
 
 def test_unused_buffers_make_room() -> None:
-    pool = HostPool(HostMover(), 8 * MIB)
+    pool = HostPool(Mover(), 8 * MIB)
     small = [pool.take(MIB) for _ in range(4)]
     assert pool.held_bytes == 8 * MIB
     for buffer in small:
@@ -71,7 +71,7 @@ def test_unused_buffers_make_room() -> None:
 
 
 def test_a_somewhat_larger_buffer_serves() -> None:
-    pool = HostPool(HostMover())
+    pool = HostPool(Mover())
     first = pool.take(6 * MIB)
     assert first is not None
     pool.give_back(first)
@@ -80,7 +80,7 @@ def test_a_somewhat_larger_buffer_serves() -> None:
 
 
 def test_memory_that_cannot_be_allocated() -> None:
-    class UnknownHost(HostMover):
+    class UnknownHost(Mover):
         def host_memory_bytes(self) -> None:
             return None
 
@@ -89,7 +89,7 @@ def test_memory_that_cannot_be_allocated() -> None:
         assert pool.take(1 << 60) is None
 
 
-class Counting(HostMover):
+class Counting(Mover):
     """Counts allocated and freed buffers."""
 
     def __init__(self) -> None:

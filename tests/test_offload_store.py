@@ -25,11 +25,11 @@ from torch import nn
 
 import umem
 from umem.core.errors import OffloadError
-from umem.offloading import ActivationStore, HostMover
+from umem.offloading import ActivationStore, Mover
 from umem.runtime.torch_hooks import saved_tensors
 
 
-@pytest.fixture(params=[HostMover, LazyMover])
+@pytest.fixture(params=[Mover, LazyMover])
 def store(request: pytest.FixtureRequest) -> ActivationStore:
     return ActivationStore("cpu", request.param(), min_bytes=KIB)
 
@@ -254,7 +254,7 @@ class TestTensorsThatStay:
         assert self.sent(store, table, torch.ones(())) == TENSOR_BYTES
 
     def test_empty_tensors(self) -> None:
-        class Pinning(HostMover):
+        class Pinning(Mover):
             def allocate_host(self, size_bytes: int) -> torch.Tensor:
                 if not size_bytes:
                     raise MemoryError("0 bytes: Invalid argument")  # as the kernel says
@@ -337,7 +337,7 @@ class TestMemoryHeldElsewhere:
 
 class TestErrors:
     def test_a_copy_that_fails_keeps_no_buffers(self) -> None:
-        class Broken(HostMover):
+        class Broken(Mover):
             is_broken = True
 
             def copy_out(self, pairs: Any, stream: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from umem.offloading import ActivationStore, HostBuffer, HostMover
+from umem.offloading import ActivationStore, HostBuffer, Mover
 
 KIB = 1 << 10
 SIDE = 64
@@ -18,7 +18,7 @@ TENSOR_BYTES = SIDE * SIDE * 4
 Event = list[Any]
 
 
-class LazyMover(HostMover):
+class LazyMover(Mover):
     """Copies at the last moment allowed: when a stream, or the host, waits for the copy.
 
     Until then what is to arrive is NaN, and what is to leave must still be there.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from umem.offloading.layers import offload
-from umem.offloading.movers import CudaMover, HostBuffer, HostMover, Mover
+from umem.offloading.movers import CudaMover, HostBuffer, Mover
 from umem.offloading.store import ActivationStatistics, ActivationStore
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "ActivationStore",
     "CudaMover",
     "HostBuffer",
-    "HostMover",
     "Mover",
     "offload",
 ]

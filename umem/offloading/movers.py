@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,7 +30,6 @@ from umem.runtime.state import is_enabled, runtime
 __all__ = [
     "CudaMover",
     "HostBuffer",
-    "HostMover",
     "HostPool",
     "Mover",
     "allocate_host_pages",
@@ -69,6 +68,7 @@ class HostBuffer:
     def __init__(self, memory: torch.Tensor, mover: Mover) -> None:
         self.memory = memory
         self.event: Any = None
+        """The end of the last copy from or to the buffer."""
         self._mover = mover
 
     @property
@@ -84,7 +84,7 @@ class HostBuffer:
         self._mover.free_host(self.memory)
 
 
-class Mover(Protocol):
+class Mover:
     """Copies between one device and host memory. Only `finish` blocks the calling thread.
 
     A *stream* orders work on the device, and an *event* is the end of a copy; both are objects of
@@ -112,6 +112,9 @@ class Mover(Protocol):
         Returns the event of each copy, in order. A copy first waits for its buffer's event, and
         its own event becomes the buffer's.
         """
+        for storage, buffer in pairs:
+            buffer.memory[: storage.nbytes()].copy_(_as_bytes(storage))
+        return [None] * len(pairs)
 
     def copy_in(
         self, buffers: Sequence[tuple[HostBuffer, int]], stream: Any
@@ -121,6 +124,7 @@ class Mover(Protocol):
         Returns the storage and the event of each copy, in order; the event becomes the buffer's.
         If the device has no memory, the error comes before the first copy.
         """
+        return [(buffer.memory[:size].clone().untyped_storage(), None) for buffer, size in buffers]
 
     def wait(self, stream: Any, event: Any) -> None:
         """Let later work of the stream wait for an event."""
@@ -138,6 +142,10 @@ class Mover(Protocol):
         MemoryError
             If there is none.
         """
+        try:
+            return torch.empty(size_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
 
     def free_host(self, memory: torch.Tensor) -> None:
         """Free what `allocate_host` returned; all copies of it are over."""
@@ -271,38 +279,6 @@ def returning_bytes() -> int:
     They are those of all closed pools.
     """
     return sum(pool.held_bytes for pool in _closed_pools)
-
-
-class HostMover(Mover):
-    """Copies CPU tensors to ordinary host memory and back.
-
-    This saves no memory. It runs a model through the same store, with the same results, on a
-    machine without a GPU.
-    """
-
-    def copy_out(
-        self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: Any
-    ) -> Sequence[Any]:
-        """Copy storages into buffers."""
-        for storage, buffer in pairs:
-            buffer.memory[: storage.nbytes()].copy_(_as_bytes(storage))
-        return [None] * len(pairs)
-
-    def copy_in(
-        self, buffers: Sequence[tuple[HostBuffer, int]], stream: Any
-    ) -> list[tuple[torch.UntypedStorage, Any]]:
-        """Copy the first bytes of each buffer into a new storage."""
-        return [
-            (buffer.memory[:size_bytes].clone().untyped_storage(), None)
-            for buffer, size_bytes in buffers
-        ]
-
-    def allocate_host(self, size_bytes: int) -> torch.Tensor:
-        """Allocate ordinary memory."""
-        try:
-            return torch.empty(size_bytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise MemoryError(str(error)) from error
 
 
 class CudaMover(Mover):

@@ -16,7 +16,7 @@ import torch
 
 from umem.core.errors import OffloadError
 from umem.core.interrupts import call_all
-from umem.offloading.movers import CudaMover, HostBuffer, HostMover, HostPool, Mover
+from umem.offloading.movers import CudaMover, HostBuffer, HostPool, Mover
 from umem.runtime.held_memory import is_storage_held
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
 from umem.runtime.torch_hooks.passes import is_forward_pass
@@ -844,5 +844,5 @@ def _default_mover(device: torch.device) -> Mover:
     if device.type == "cuda":
         return CudaMover(device)
     if device.type == "cpu":
-        return HostMover()
+        return Mover()
     raise OffloadError(f"activations of a device of type {device.type!r}: umem knows cuda and cpu")
