@@ -75,10 +75,10 @@ def make_app(**settings: Any) -> typer.Typer:
 @contextmanager
 def progress() -> Iterator[Progress]:
     """Show messages on standard error, if it is a terminal, once the work takes long."""
-    console = _console(stderr=True)
+    console = make_console(stderr=True)
     if not console.is_terminal:
-        with notify_by(_ignore):
-            yield _ignore
+        with notify_by(lambda _: None):
+            yield lambda _: None
         return
     status = console.status("Starting ...", spinner="line")  # its signs are ASCII
     timer = threading.Timer(_PATIENCE_S, status.start)
@@ -95,10 +95,6 @@ def progress() -> Iterator[Progress]:
         timer.cancel()
         timer.join()
         status.stop()
-
-
-def _ignore(_: str) -> None:
-    pass
 
 
 @contextmanager
@@ -123,17 +119,13 @@ def interruptible() -> Iterator[None]:
 
 def end_at_once(*_: object) -> None:
     """End the process as interrupted, without Python's exception: a handler of signals."""
-    _console(stderr=True).show_cursor()
+    make_console(stderr=True).show_cursor()
     os.write(2, b"umem: interrupted\n")
     os._exit(INTERRUPTED_STATUS)
 
 
-def make_console() -> Console:
-    """Make the console of standard output."""
-    return _console()
-
-
-def _console(*, stderr: bool = False) -> Console:
+def make_console(*, stderr: bool = False) -> Console:
+    """Make the console of standard output, or of standard error."""
     # Here and below: `--help` prints without rich, which takes as long to import as all else.
     from rich.console import Console
 
