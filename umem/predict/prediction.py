@@ -62,7 +62,7 @@ def predict(
     from umem.pages.simulate import simulate
     from umem.trace import require_durations
 
-    say = progress or _nothing
+    say = progress or (lambda _: None)
     timed = with_durations(trace, hardware)
     if not require_durations(timed).sum() > 0:
         raise TraceError(
@@ -77,16 +77,15 @@ def predict(
             continue
         schedule = plan(timed, hardware, policy, planner)
         say(f"Simulating {trace.name} with {planner}")
-        reports.append(
-            simulate(
-                timed,
-                schedule,
-                hardware,
-                policy,
-                timeline=timeline,
-            )
-        )
+        reports.append(simulate(timed, schedule, hardware, policy, timeline=timeline))
     return tuple(reports)
+
+
+_PLAIN = (
+    *("workload", "planner", "hardware", "policy", "step_s", "ideal_s", "lower_bound_s", "regret"),
+    *("settled", "faster_s", "exposed_stall_s", "um_time_share", "um_ops_share", "um_bytes_share"),
+    "copied_bytes_share",
+)
 
 
 def report_row(report: MigrationReport) -> dict[str, Any]:
@@ -100,21 +99,7 @@ def report_row(report: MigrationReport) -> dict[str, Any]:
         moved only.
     """
     return {
-        "workload": report.workload,
-        "planner": report.planner,
-        "hardware": report.hardware,
-        "policy": report.policy,
-        "step_s": report.step_s,
-        "ideal_s": report.ideal_s,
-        "lower_bound_s": report.lower_bound_s,
-        "regret": report.regret,
-        "settled": report.settled,
-        "faster_s": report.faster_s,
-        "exposed_stall_s": report.exposed_stall_s,
-        "um_time_share": report.um_time_share,
-        "um_ops_share": report.um_ops_share,
-        "um_bytes_share": report.um_bytes_share,
-        "copied_bytes_share": report.copied_bytes_share,
+        **{name: getattr(report, name) for name in _PLAIN},
         "moved_bytes": {
             "to_device": report.moved_bytes("to_device"),
             "to_host": report.moved_bytes("to_host"),
@@ -125,8 +110,7 @@ def report_row(report: MigrationReport) -> dict[str, Any]:
             "bytes": report.memory_ops_bytes,
             "count": report.memory_ops_count,
         },
-        "fault_pages": report.fault_pages,
-        "fault_batches": report.fault_batches,
+        **{name: getattr(report, name) for name in ("fault_pages", "fault_batches")},
         "hints": {
             "issued": report.hint_count,
             "late": report.hints_late,
@@ -134,7 +118,3 @@ def report_row(report: MigrationReport) -> dict[str, Any]:
         },
         "stall_s": dict(report.stall_s),
     }
-
-
-def _nothing(_: str) -> None:
-    pass
