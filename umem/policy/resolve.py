@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
@@ -52,8 +52,6 @@ POOL_SHARE = 0.85
 starts: a pool without any free memory hangs the machine, where a budget that is spent raises."""
 
 _ONE_POOL = "CPU and GPU share one memory: a move would copy it onto itself."
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def resolve(
             f"limits.system_headroom_bytes: {format_bytes(headroom_bytes)} leaves nothing of a "
             f"device of {format_bytes(device_bytes)} for kind system: lower it"
         )
-    limits = (policy.limits.managed_bytes, _managed_limit(environ))
+    limits = (policy.limits.managed_bytes, _from_environment("UMEM_MANAGED_LIMIT", environ))
     budget_bytes, budget_reason = _device_budget(policy, device_bytes, environ)
     if budget_bytes is None and "device" in kinds:
         budget_bytes, budget_reason = _budget_of_free_memory(device_bytes, free_bytes)
@@ -168,7 +166,7 @@ def resolve(
         pool_bytes, pool_reason = _budget_of_pool(device_bytes, free_bytes)
         if budget_bytes is None or budget_bytes > pool_bytes:
             budget_bytes, budget_reason = pool_bytes, pool_reason
-    planner = _planner(environ) or policy.planner
+    planner = _from_environment("UMEM_PLANNER", environ) or policy.planner
     return ResolvedPolicy(
         name=policy.name,
         managed_limit_bytes=min((limit for limit in limits if limit is not None), default=None),
@@ -200,7 +198,8 @@ def _device_budget(
     policy: Policy, device_bytes: int, environ: Mapping[str, str]
 ) -> tuple[int | None, str]:
     """The budget that the environment or the policy states, and which of them; else None."""
-    source, budget = "UMEM_DEVICE_BUDGET", _budget(environ)
+    source = "UMEM_DEVICE_BUDGET"
+    budget = _from_environment(source, environ)
     if budget is None:
         source, budget = "device_budget", policy.device_budget
     if budget is None:
@@ -239,31 +238,6 @@ def _read_planner(text: str) -> PolicyPlanner:
     return cast(PolicyPlanner, text)
 
 
-def _from_environment(
-    name: str, environ: Mapping[str, str], read: Callable[[str], _T]
-) -> _T | None:
-    """Value of an environment variable; None where it is not set."""
-    text = environ.get(name)
-    if text is None:
-        return None
-    try:
-        return read(text)
-    except ValueError as error:
-        raise PolicyError(f"environment variable {name}: {error}; or unset it") from None
-
-
-def _managed_limit(environ: Mapping[str, str]) -> int | None:
-    return _from_environment("UMEM_MANAGED_LIMIT", environ, parse_managed_limit)
-
-
-def _budget(environ: Mapping[str, str]) -> int | str | None:
-    return _from_environment("UMEM_DEVICE_BUDGET", environ, parse_device_budget)
-
-
-def _planner(environ: Mapping[str, str]) -> PolicyPlanner | None:
-    return _from_environment("UMEM_PLANNER", environ, _read_planner)
-
-
 def _read_without(text: str) -> tuple[Refusable, ...]:
     words: tuple[Refusable, ...] = get_args(Refusable)
     found: list[Refusable] = []
@@ -277,15 +251,36 @@ def _read_without(text: str) -> tuple[Refusable, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def without(environ: Mapping[str, str] = os.environ) -> tuple[Refusable, ...]:
-    """What ``UMEM_WITHOUT`` tells umem to do without; ``PolicyError`` for an unknown word."""
-    return _from_environment("UMEM_WITHOUT", environ, _read_without) or ()
-
-
 def _read_switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"{text!r} is neither 0 nor 1: set it to 1")
     return text == "1"
+
+
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "UMEM_MANAGED_LIMIT": parse_managed_limit,
+    "UMEM_DEVICE_BUDGET": parse_device_budget,
+    "UMEM_PLANNER": _read_planner,
+    "UMEM_WITHOUT": _read_without,
+    "UMEM_POISON": _read_switch,
+}
+"""Variables that change a policy, and what reads each."""
+
+
+def _from_environment(name: str, environ: Mapping[str, str]) -> Any:
+    """Value of an environment variable; None where it is not set."""
+    text = environ.get(name)
+    if text is None:
+        return None
+    try:
+        return _READERS[name](text)
+    except ValueError as error:
+        raise PolicyError(f"environment variable {name}: {error}; or unset it") from None
+
+
+def without(environ: Mapping[str, str] = os.environ) -> tuple[Refusable, ...]:
+    """What ``UMEM_WITHOUT`` tells umem to do without; ``PolicyError`` for an unknown word."""
+    return _from_environment("UMEM_WITHOUT", environ) or ()
 
 
 def poisons(environ: Mapping[str, str] = os.environ) -> bool:
@@ -293,7 +288,7 @@ def poisons(environ: Mapping[str, str] = os.environ) -> bool:
 
     ``PolicyError`` for any value but 0 and 1.
     """
-    return _from_environment("UMEM_POISON", environ, _read_switch) or False
+    return _from_environment("UMEM_POISON", environ) or False
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
@@ -301,8 +296,8 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
 
     ``PolicyError`` names the first that holds no usable value.
     """
-    for read in (_managed_limit, _budget, _planner, without, poisons):
-        read(environ)
+    for name in _READERS:
+        _from_environment(name, environ)
 
 
 def check_resolved(policy: object) -> None:
