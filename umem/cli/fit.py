@@ -249,23 +249,11 @@ def _question(
     if mode == "inference":
         for name in given:
             raise UmemError(f"--{name}: inference trains nothing and keeps nothing: leave it out")
-        return Workload(
-            shape,
-            mode,
-            batch or 1,
-            seq or options.SEQ,
-            "bf16",
-            checkpoint=False,
-            quantised=quantised,
-        )
-    return Workload(
-        shape,
-        mode,
-        batch or options.BATCH,
-        seq or options.SEQ,
-        **_training(given, shape),
-        quantised=quantised,
-    )
+        settings: dict[str, Any] = {"precision": "bf16", "checkpoint": False}
+    else:
+        settings = _training(given, shape)
+    batch = batch or (1 if mode == "inference" else options.BATCH)
+    return Workload(shape, mode, batch, seq or options.SEQ, quantised=quantised, **settings)
 
 
 def _training(given: dict[str, Any], shape: ModelShape) -> dict[str, Any]:

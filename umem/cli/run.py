@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import Annotated, Any, Literal, NoReturn, TextIO
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -198,24 +198,16 @@ def _compiled(source: bytes, name: str) -> CodeType:
 @contextmanager
 def _own_warnings_in_one_line() -> Iterator[None]:
     """Show what `umem.enable` warns of without this file's name and line, which help nobody."""
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def show_own(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
-            if filename == __file__:
-                print(f"umem: {str(message).removeprefix('umem is ')}", file=sys.stderr)
+    caught: Sequence[warnings.WarningMessage] = ()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            yield
+    finally:
+        for it in caught:
+            if it.filename == __file__:
+                print(f"umem: {str(it.message).removeprefix('umem is ')}", file=sys.stderr)
             else:
-                show(message, category, filename, lineno, file, line)
-
-        warnings.showwarning = show_own
-        yield
+                warnings.showwarning(it.message, it.category, it.filename, it.lineno)
 
 
 def _script_folder(program: str) -> str:
