@@ -13,7 +13,7 @@ import pytest
 import torch
 from command_line import Run, umem_command
 
-from umem.capture.offline import LORA_TARGETS, model_config
+from umem.capture.offline import LORA_TARGETS, model_config, model_names
 from umem.core.errors import UmemError
 from umem.fit import (
     Fit,
@@ -23,7 +23,6 @@ from umem.fit import (
     fit_training,
     generic_shape,
     load_shape,
-    shape_names,
     training_step,
 )
 from umem.fit.answer import PROCESS_BYTES
@@ -142,7 +141,7 @@ KEYS_WITH_DEFAULTS = [
 ]
 
 
-@pytest.mark.parametrize("name", shape_names())
+@pytest.mark.parametrize("name", model_names())
 def test_known_models_have_as_many_parameters_as_their_modules(name: str) -> None:
     model = built(model_config(name))
     assert load_shape(name).parameters == sum(it.numel() for it in model.parameters())

@@ -9,7 +9,7 @@ from umem.fit.estimate import (
     Workload,
     training_step,
 )
-from umem.fit.shapes import ModelShape, config_shape, generic_shape, load_shape, shape_names
+from umem.fit.shapes import ModelShape, config_shape, generic_shape, load_shape
 
 __all__ = [
     "ALL_LINEAR",
@@ -25,6 +25,5 @@ __all__ = [
     "fit_training",
     "generic_shape",
     "load_shape",
-    "shape_names",
     "training_step",
 ]

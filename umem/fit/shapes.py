@@ -23,7 +23,6 @@ __all__ = [
     "config_shape",
     "generic_shape",
     "load_shape",
-    "shape_names",
 ]
 
 _MAX_CONFIG_BYTES = 2**20
@@ -129,11 +128,6 @@ class ModelShape:
         return any(layer.experts for layer in self.layers)
 
 
-def shape_names() -> tuple[str, ...]:
-    """Names of known models, which ``umem simulate`` knows too."""
-    return model_names()
-
-
 def load_shape(model: str) -> ModelShape:
     """Find a model's shape.
 
@@ -160,7 +154,7 @@ def load_shape(model: str) -> ModelShape:
     if is_path or path.exists():
         file = path / "config.json" if path.is_dir() else path
         return config_shape(file.resolve().parent.name, _read(file), str(file))
-    known = shape_names()
+    known = model_names()
     hint = did_you_mean(model.rpartition("/")[2].lower(), known) or "."
     raise UmemError(
         f"MODEL: {model!r} is not known{hint} Give the path of its config.json, --params such "
