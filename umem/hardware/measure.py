@@ -128,6 +128,7 @@ class _Bench:
         self._base = describe_machine(machine, None, measured=False)
         self._short = short
         self._for_s = 0.1 if short else 4.0
+        self._width = 2048 if short else 8192  # of matrices
         host = host_memory()
         self._host_bytes = 0 if host is None else host.available_bytes // _HOST_PART
         # Attention in bfloat16 needs tensor cores that have it.
@@ -151,7 +152,7 @@ class _Bench:
         yield "launches", self._launches
         yield "copies", self._copies
         yield "page-locking of host memory", self._page_locking
-        yield "AdamW on the host", self._host_update
+        yield "AdamW on the host", partial(host_update, self._host_bytes, self._for_s)
         managed_bytes = self._managed_bytes()
         if managed_bytes:
             yield "managed memory", partial(self._pages, managed_bytes)
@@ -171,7 +172,7 @@ class _Bench:
     def _product(self, name: str, dtype: torch.dtype, precision: str) -> Iterator[Measured]:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
-        width = self._width()
+        width = self._width
         try:
             left, right = (torch.randn(width, width, device="cuda").to(dtype) for _ in range(2))
             time_s = _seconds(lambda: left @ right, self._for_s)
@@ -180,11 +181,8 @@ class _Bench:
         how = f"product of {width} x {width} matrices of random numbers, for {self._for_s:g} s"
         yield Measured(f"flops_per_s.{name}", 2 * width**3 / time_s, how)
 
-    def _width(self) -> int:
-        return 2048 if self._short else 8192
-
     def _fp8_product(self) -> Iterator[Measured]:
-        width = self._width()
+        width = self._width
         left, right = (
             torch.randn(width, width, device="cuda").to(torch.float8_e4m3fn) for _ in range(2)
         )
@@ -316,9 +314,6 @@ class _Bench:
         if int(error) == 0:
             how = f"{size_bytes // _MIB} MiB in huge pages, touched by all cores"
             yield Measured("lock_bytes_per_s", size_bytes / took_s, how)
-
-    def _host_update(self) -> Iterator[Measured]:
-        yield from host_update(self._host_bytes, self._for_s)
 
     # Pages of managed memory.
 
