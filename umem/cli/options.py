@@ -32,15 +32,10 @@ __all__ = [
     "Checkpoint",
     "HardwareName",
     "Json",
-    "Mode",
-    "Model",
-    "Params",
     "Plot",
     "PolicyName",
     "Precision",
-    "Script",
     "Seq",
-    "TraceFile",
     "Workload",
     "WorkloadOptions",
     "budget_bytes",
@@ -53,7 +48,6 @@ __all__ = [
     "known_names",
     "load_named",
     "rates_line",
-    "recording_progress",
     "takes_workload",
 ]
 

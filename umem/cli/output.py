@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Progress",
     "check_can_write",
-    "end_at_once",
     "file_name",
     "format_milliseconds",
     "format_seconds",
