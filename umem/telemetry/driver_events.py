@@ -44,7 +44,6 @@ __all__ = [
     "PROBE_BYTES",
     "DriverEvents",
     "DriverQueue",
-    "Entries",
     "EventType",
     "Kernel",
     "knows_release",

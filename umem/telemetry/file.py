@@ -20,7 +20,7 @@ from umem.io.files import begins_with, write_file
 from umem.telemetry.records import Residency
 from umem.telemetry.reports import MeasuredRun, TensorTraffic
 
-__all__ = ["PROFILE_FORMAT", "load_run", "save_run"]
+__all__ = ["load_run", "save_run"]
 
 PROFILE_FORMAT = "umem-profile/5"
 

@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HINT_COUNTS",
-    "HINT_FIGURES",
-    "HINT_TOTALS",
     "MeasuredRun",
     "TensorTraffic",
-    "hint_row",
     "hint_traffic",
     "hints_between",
     "measured_row",
