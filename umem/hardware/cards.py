@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-__all__ = ["CARDS", "Card", "card_profile"]
+__all__ = ["CARDS", "card_profile"]
 
 _Figures = Mapping[str, tuple[Any, str]]
 
