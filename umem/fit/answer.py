@@ -50,7 +50,7 @@ from umem.streaming.plan.training_plan import (
 )
 from umem.streaming.plan.weight_plan import WeightPlan, WeightUnit, plan_weights
 
-__all__ = ["Fit", "Place", "Way", "fit_inference", "fit_training"]
+__all__ = ["Fit", "Way", "fit_inference", "fit_training"]
 
 CONTEXT_BYTES = 782 << 20
 """What a process takes of the device beside the budget: CUDA's context, 524 MiB, and the kernels of

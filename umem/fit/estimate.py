@@ -32,7 +32,6 @@ __all__ = [
     "TRAINING_PRECISIONS",
     "Workload",
     "class_bytes",
-    "loss_bytes",
     "stock_bytes",
     "training_step",
 ]
