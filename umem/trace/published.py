@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from umem.core.report import MigrationReport
 
-__all__ = ["PUBLISHED_UM_SHARES", "PublishedShare", "published_share"]
+__all__ = ["PUBLISHED_UM_SHARES", "published_share"]
 
 
 @dataclass(frozen=True)
