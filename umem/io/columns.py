@@ -30,7 +30,6 @@ from umem.io.problems import Problem, did_you_mean, dotted, message_of, shown
 __all__ = [
     "MAX_VALUES",
     "Checker",
-    "Columns",
     "Header",
     "Items",
     "Model",

@@ -29,7 +29,7 @@ from umem.io.problems import (
     shown,
 )
 
-__all__ = ["Document", "FileKind", "read", "shipped", "stated_keys", "validate"]
+__all__ = ["FileKind", "read", "shipped", "stated_keys", "validate"]
 
 _MAX_FILE_BYTES = 2**20
 _MAX_FILES = 16  # that extend one another
