@@ -33,7 +33,6 @@ from umem.io.yaml_files import stated_keys
 
 __all__ = [
     "EXTENDS_FOLLOWED",
-    "Bytes",
     "ClassRule",
     "ClassRules",
     "Eviction",

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from umem.hardware import Hardware
 
 __all__ = [
-    "POOL_SHARE",
     "RESERVE_BYTES",
     "Refusable",
     "ResolvedPolicy",
