@@ -23,7 +23,7 @@ from umem.predict.prediction import predict
 from umem.predict.stream_prediction import predict_stream
 from umem.trace import Trace, live_bytes
 
-__all__ = ["PLAIN", "Candidate", "Point", "Step", "TunedWorkload", "candidates", "front", "tune"]
+__all__ = ["PLAIN", "Candidate", "Point", "TunedWorkload", "candidates", "front", "tune"]
 
 Step = Literal["deferred", "backward", "plain", "pages"]
 """Where the optimizer's step is: ``deferred``, streamed into the next forward pass; ``backward``,
