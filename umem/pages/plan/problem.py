@@ -23,15 +23,12 @@ from umem.pages.plan.timing import earliest_issue, latest_starts, leave_times, p
 from umem.trace import NEVER_MADE, Gaps, Trace, find_gaps, first_and_last_use
 
 __all__ = [
-    "Decision",
     "Manner",
     "Plan",
     "PlanningProblem",
     "decide_alike",
-    "discard_hints",
     "explain",
     "make_schedule",
-    "named_tensors",
     "plan_step",
 ]
 

@@ -19,7 +19,7 @@ from umem.pages.run.step_plan import MODEL, GroupKey, PhasePlan
 from umem.runtime.hints import HintOutcome
 from umem.telemetry import phase_begins
 
-__all__ = ["MAX_WAIT_S", "Runner"]
+__all__ = ["Runner"]
 
 MAX_WAIT_S = 2.0
 """Longest wait of a phase for its pages, seconds. After it they come by fault, late but correct."""

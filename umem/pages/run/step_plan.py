@@ -16,7 +16,7 @@ from umem.pages.plan.plan_search import PlanCandidate
 from umem.pages.run.admission import Eviction, HintRow, HintRows, plan_admission, used_tensors
 from umem.trace import Trace, phase_of_access, require_durations
 
-__all__ = ["MODEL", "GroupKey", "GroupPart", "PhasePlan", "StepPlan", "plan_releases", "plan_step"]
+__all__ = ["MODEL", "GroupKey", "PhasePlan", "StepPlan", "plan_releases", "plan_step"]
 
 GroupKey = tuple[str, int]
 """Name of a block (empty for the model itself), and number of its forward call in the step."""

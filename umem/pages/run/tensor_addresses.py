@@ -21,14 +21,7 @@ from umem.runtime.model_parts import (
 )
 from umem.trace import Trace
 
-__all__ = [
-    "TensorAddresses",
-    "find_addresses",
-    "in_blocks",
-    "storage_address",
-    "training_signature",
-    "whole_blocks",
-]
+__all__ = ["TensorAddresses", "find_addresses", "in_blocks", "training_signature", "whole_blocks"]
 
 
 @dataclass(frozen=True, eq=False)

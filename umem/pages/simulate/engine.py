@@ -25,9 +25,7 @@ __all__ = [
     "HOST",
     "LEAVING",
     "STALLS",
-    "STALL_PAGES",
     "TO_DEVICE",
-    "TO_HOST",
     "place_initially",
     "run_step",
 ]

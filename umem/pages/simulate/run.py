@@ -21,7 +21,7 @@ from umem.pages.simulate.lower_bound import lower_bound_s
 from umem.policy import ResolvedPolicy, check_resolved
 from umem.trace import PhaseKind, Trace, find_gaps, first_and_last_use, ranges, require_durations
 
-__all__ = ["Addresses", "Run", "build", "report", "run", "simulate"]
+__all__ = ["Run", "build", "report", "run", "simulate"]
 
 Addresses = Literal["reused", "own"]
 """``reused``: memory of the dead serves the newborn at once, as with an allocator that reuses what
