@@ -38,6 +38,7 @@ __all__ = [
     "Seq",
     "Workload",
     "WorkloadOptions",
+    "absolute_policy",
     "budget_bytes",
     "check_plot",
     "check_source",
@@ -308,6 +309,12 @@ def find_policy(name: str, hardware: Hardware, budget: str | None) -> ResolvedPo
     return replace(
         policy, device_budget_bytes=budget_bytes(budget, hardware), budget_reason="--budget"
     )
+
+
+def absolute_policy(name: str) -> str:
+    """A policy's name, or its file's whole path, for files and processes in other folders."""
+    is_file = name.endswith((".yaml", ".yml")) or "/" in name
+    return str(Path(name).resolve()) if is_file else name
 
 
 def budget_bytes(budget: str, hardware: Hardware) -> int:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 import umem
-from umem.cli import INTERRUPTED_STATUS, output
+from umem.cli import INTERRUPTED_STATUS, options, output
 from umem.core.errors import UmemError
 from umem.core.log import LOG_VARIABLE, is_first_rank, parse_log_level, show_log
 
@@ -123,10 +123,11 @@ def launch(
     is_first = is_first_rank()
     if is_first:
         show_log("info")
-    has_end_lines = is_first and _log_level() <= logging.INFO
+    level = parse_log_level(os.environ.get(LOG_VARIABLE) or "info")
+    has_end_lines = is_first and level <= logging.INFO
     with _own_warnings_in_one_line():
         umem.enable(policy, fallback=fallback)
-    os.environ[POLICY_VARIABLE] = _absolute_policy(policy)
+    os.environ[POLICY_VARIABLE] = options.absolute_policy(policy)
     if not sys.flags.safe_path:
         # Until now, the folder of the `umem` command.
         sys.path[0] = folder
@@ -147,10 +148,6 @@ def launch(
             for line in end_lines():
                 print(f"umem: {line}", file=sys.stderr)
     raise SystemExit(0)
-
-
-def _log_level() -> int:
-    return parse_log_level(os.environ.get(LOG_VARIABLE) or "info")
 
 
 def _execute(program: str, kind: Kind) -> None:
@@ -245,12 +242,6 @@ def _module_folder(program: str) -> str:
             f"there is no module {program!r}: install it, or run from the folder that holds it"
         )
     return folder
-
-
-def _absolute_policy(policy: str) -> str:
-    """The policy's name, or its file's absolute path, for child processes in other folders."""
-    is_file = os.sep in policy or policy.endswith((".yaml", ".yml"))
-    return str(Path(policy).resolve()) if is_file else policy
 
 
 def _program_frames(traceback: TracebackType | None) -> TracebackType | None:

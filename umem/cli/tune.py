@@ -118,7 +118,7 @@ def tune_training(
     workloads = _workloads(given, *sizes, checkpoint)
     mode = given.mode or options.TRAINING_MODES[0]
     names = f"{PLAIN},{mode},managed" if policy is None else policy
-    bases = tuple(dict.fromkeys(map(_base, _names(names))))
+    bases = tuple(dict.fromkeys(map(options.absolute_policy, _names(names))))
     for name in bases:
         if name != PLAIN:
             options.load_named("--policy", load_policy, name)  # its file as it was given
@@ -187,12 +187,6 @@ def _numbers(option: str, text: str | None) -> tuple[int | None, ...]:
             raise UmemError(f"{option}: {word!r} is no whole number above 0: give such as 1,2,4")
         found.append(int(word))
     return tuple(dict.fromkeys(found))
-
-
-def _base(name: str) -> str:
-    """A policy to extend; a file by its whole path, as the policy may be written anywhere."""
-    is_file = name.endswith((".yaml", ".yml")) or "/" in name
-    return str(Path(name).resolve()) if is_file else name
 
 
 def _workloads(
