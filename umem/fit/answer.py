@@ -626,7 +626,8 @@ def fit_inference(
 
     def other(batch: int) -> tuple[int, int, int]:
         """Bytes of the cache, of the largest activations, and of the logits."""
-        cache = batch * sum(2 * _cached(layer, seq) for layer in shape.layers)
+        cached = (layer.seen(seq) * (layer.keys + layer.values) for layer in shape.layers)
+        cache = 2 * batch * sum(cached)
         widest = max((_widest(layer, shape.experts_per_token) for layer in shape.layers), default=0)
         return cache, batch * seq * (10 * shape.hidden + widest), 6 * batch * shape.vocabulary
 
@@ -739,12 +740,6 @@ def _crossing(units: Sequence[WeightUnit], placed: WeightPlan, chosen: float) ->
         for unit, parts in zip(units, placed.streamed, strict=True)
         for part in parts
     )
-
-
-def _cached(layer: Layer, seq: int) -> int:
-    """Numbers in the cache of a layer, for one sequence."""
-    tokens = min(seq, layer.window) if layer.window else seq
-    return tokens * (layer.keys + layer.values)
 
 
 def _widest(layer: Layer, experts_per_token: int) -> int:

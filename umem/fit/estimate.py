@@ -681,17 +681,13 @@ def _layer_operators(workload: Workload, layer: Layer) -> tuple[list[Work], list
 
 def _attention(workload: Workload, layer: Layer) -> tuple[Work, Work]:
     tokens = workload.tokens
-    flops = tokens * _seen(workload.seq, layer.window) * layer.heads_width
+    # Causal attention uses half of the tokens that it sees.
+    flops = tokens * layer.seen(workload.seq) * layer.heads_width
     size_bytes = 2 * tokens * (layer.queries + layer.keys + layer.values + layer.attended)
     return (
         Work(flops, size_bytes, "attention"),
         Work(2.5 * flops, 2 * size_bytes, "attention_backward"),
     )
-
-
-def _seen(seq: int, window: int) -> int:
-    """Tokens of a sequence in the block of a token, of which causal attention uses half."""
-    return min(seq, window) if window else seq
 
 
 def _expert_operators(workload: Workload, layer: Layer) -> tuple[list[Work], list[Work]]:

@@ -96,6 +96,10 @@ class Layer:
         """All parameters."""
         return sum(it.parameters for it in self.matrices) + self.small
 
+    def seen(self, seq: int) -> int:
+        """Tokens of a sequence that attention sees at most, and so the cache keeps."""
+        return min(seq, self.window) if self.window else seq
+
 
 @dataclass(frozen=True)
 class ModelShape:
