@@ -34,7 +34,12 @@ def choose_rule(tensor_class: TensorClass, rule: ClassRule, hardware: Hardware) 
     kind: MemoryKind = "device"
     mechanism: Mechanism
     device, mapped = _rate(hardware.memory_bytes_per_s), _rate(hardware.mapped_bytes_per_s)
-    streamed, migrated = _streamed(hardware), _per_gib(_migrated(hardware))
+    # Seconds that a byte adds to a step, copied in and out, or fetched and evicted as pages, beside
+    # the computation, which that slows.
+    streamed = 2 * hardware.copy_slowdown_s_per_byte
+    migrated = _per_gib(
+        2 * (hardware.page_slowdown_s_per_byte + hardware.call_s / hardware.call_bytes)
+    )
     match tensor_class:
         case TensorClass.WEIGHTS | TensorClass.FROZEN_WEIGHTS:
             mechanism = "stream"
@@ -80,19 +85,6 @@ def choose_rule(tensor_class: TensorClass, rule: ClassRule, hardware: Hardware) 
         kind=kind, mechanism=mechanism, min_bytes=rule.min_bytes, fraction=rule.fraction
     )
     return Choice(chosen, reason)
-
-
-# What a byte adds to a step, in seconds.
-
-
-def _streamed(hardware: Hardware) -> float:
-    """Copied in and out by copy engines, beside the computation, which they slow."""
-    return 2 * hardware.copy_slowdown_s_per_byte
-
-
-def _migrated(hardware: Hardware) -> float:
-    """Fetched and evicted as pages, beside the computation, which they slow."""
-    return 2 * (hardware.page_slowdown_s_per_byte + hardware.call_s / hardware.call_bytes)
 
 
 def _rate(bytes_per_s: float) -> str:
