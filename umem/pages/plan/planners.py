@@ -273,7 +273,10 @@ class _Search:
         if problem is None or self.is_over:
             return None
         self.left -= 1
-        clock = ideal_clock(problem.trace) if earlier is None else _clock_of(earlier.outcome)
+        clock = ideal_clock(problem.trace)
+        if earlier is not None:
+            start_s = earlier.outcome.sim.phase_start_s
+            clock = PhaseClock(start_s - start_s[0], earlier.outcome.step_s)
         plan = plan_step(problem, clock, name="planned", manner=manner)
         outcome = run(problem.trace, plan.schedule, problem.hardware, self.policy)
         found = _Found(plan, outcome, mechanisms, manner, rounds)
@@ -427,11 +430,6 @@ def _refine(search: _Search, mechanisms: Mapping[TensorClass, str]) -> None:
             if found is not None:
                 # Where a phase was held up, there is more time for transfers than was thought.
                 search.try_out(mechanisms, manner, found)
-
-
-def _clock_of(outcome: Run) -> PhaseClock:
-    start_s = outcome.sim.phase_start_s
-    return PhaseClock(start_s - start_s[0], outcome.step_s)
 
 
 def ideal_clock(trace: Trace) -> PhaseClock:

@@ -246,8 +246,9 @@ class _ResidencyWalk:
             if tensor in self._resident:
                 self._pending.add(Eviction(phase, number), self._size[tensor])
         self._lose((released | {tensor for _, tensor in leaving}) & self._resident)
-        comes = {tensor for tensor in (*self._born[phase], *used) if self._on_device[tensor]}
-        self._gain(comes - self._resident)
+        uses = {tensor for tensor in (*self._born[phase], *used) if self._on_device[tensor]}
+        self._held += sum(self._size[tensor] for tensor in uses - self._resident)
+        self._resident |= uses
         self._waiting += [(row[1], row) for row in coming]
         self._waiting += [(tensor, None) for tensor in fetched]
         prefetches, fetches = self._ask()
@@ -261,10 +262,6 @@ class _ResidencyWalk:
             self._pending.wait(max((prefetch.behind for prefetch in needed), default=0))
         self._lose(self._resident & set(self._dying[phase]))
         return _Boundary(wait, prefetches, fetches)
-
-    def _gain(self, tensors: set[int]) -> None:
-        self._held += sum(self._size[tensor] for tensor in tensors)
-        self._resident |= tensors
 
     def _lose(self, tensors: set[int]) -> None:
         self._held -= sum(self._size[tensor] for tensor in tensors)
