@@ -111,7 +111,7 @@ class Profile:
         self._ask_hints = hints
         self._log = StepLog(self._guarded("hint statistics", hints))
         self._residency = ResidencySampler(residency)
-        self._sample_residency = self._guarded("residency", self._take_residency)
+        self._sample_residency = self._guarded("residency", lambda: self._residency.take(self._now))
         self._ideal_s = ideal_s
         self._hardware = ""
         self._begin_ns = 0
@@ -358,9 +358,6 @@ class Profile:
         time_ns = self._now()
         numbers = name_numbers(self._model, self._optimizers, self._names)
         return snapshot_of(blocks, time_ns, numbers)
-
-    def _take_residency(self) -> None:
-        self._residency.take(self._now)
 
     def _note_torch_profiler(self, step: int) -> None:
         if self._collector is None or self._saw_torch_profiler or not torch_profiler_runs():
