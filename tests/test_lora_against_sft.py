@@ -29,9 +29,6 @@ pytestmark = pytest.mark.slow
 
 BATCH, SEQ = 2, 2048
 
-PUBLISHED = {entry.workload: entry.share for entry in PUBLISHED_UM_SHARES}
-
-
 Reports = dict[str, dict[str, MigrationReport]]
 
 
@@ -76,8 +73,8 @@ def test_demand_paging_stalls_sft_and_not_lora(found: tuple[Trace, Reports]) -> 
     lora, sft = (found[1][mode]["fault"] for mode in ("lora", "sft"))
 
     for share in ("um_time_share", "um_ops_share", "um_bytes_share"):
-        assert getattr(lora, share) <= PUBLISHED["llama-2-7b-lora"]
-        assert getattr(sft, share) >= PUBLISHED["llama-2-7b-sft"]
+        assert getattr(lora, share) <= PUBLISHED_UM_SHARES["llama-2-7b-lora"]
+        assert getattr(sft, share) >= PUBLISHED_UM_SHARES["llama-2-7b-sft"]
     # LoRA fits: it trains as fast as with everything resident.
     assert lora.exposed_stall_s <= 0.01 * lora.ideal_s
     # SFT's optimizer state alone fills most of the device: it is moved in every step.
@@ -138,5 +135,5 @@ def test_the_measured_pair_is_predicted_to_differ_as_the_published_one() -> None
         budget = replace(policy, device_budget_bytes=int(peak_bytes * percent / 100))
         (paged,) = predict(trace, hardware, budget, ("fault",))
         for share in (paged.um_time_share, paged.um_ops_share, paged.um_bytes_share):
-            assert (share <= PUBLISHED["llama-2-7b-lora"]) == (mode == "lora")
-            assert (share >= PUBLISHED["llama-2-7b-sft"]) == (mode == "sft")
+            assert (share <= PUBLISHED_UM_SHARES["llama-2-7b-lora"]) == (mode == "lora")
+            assert (share >= PUBLISHED_UM_SHARES["llama-2-7b-sft"]) == (mode == "sft")

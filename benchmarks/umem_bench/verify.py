@@ -105,7 +105,7 @@ _CASES = (
     _Case("SFT, demand paging", _PAGES, "sft", "umem-fault", is_paged=True),
     _Case("SFT, planned", _PAGES, "sft", "umem-planned", is_paged=True),
 )
-_PUBLISHED = {it.workload.rpartition("-")[2]: it.share for it in PUBLISHED_UM_SHARES}
+_PUBLISHED = {name.rpartition("-")[2]: share for name, share in PUBLISHED_UM_SHARES.items()}
 
 
 class FiguresJob(Record):

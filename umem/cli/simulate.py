@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         stream_row,
     )
     from umem.trace import Trace
-    from umem.trace.published import published_share
+    from umem.trace.published import PUBLISHED_BY, published_share
 
 __all__ = ["app", "print_streamed"]
 
@@ -303,10 +303,10 @@ def _print_predictions(
                 "explicit copies, which UM does not count"
             )
     published = published_share(first)
-    if published:
+    if published is not None:
         console.print(
-            f"published: {100 * published.share:.1f} % of memory operations (of count, time or "
-            f"bytes: not said), by\n{published.source}",
+            f"published: {100 * published:.1f} % of memory operations (of count, time or "
+            f"bytes: not said), by\n{PUBLISHED_BY}",
             style="dim",
         )
 
