@@ -83,10 +83,7 @@ def fit(
         str,
         typer.Option(help="sft: every parameter is trained; lora: adapters; inference."),
     ] = "sft",
-    params: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="A Llama of about this size instead, such as 7b."),
-    ] = None,
+    params: options.Params = None,
     gpu: Annotated[
         str | None,
         typer.Option(
