@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from umem.capture.offline import LORA_RANK, LORA_TARGETS
@@ -19,7 +19,7 @@ from umem.core.errors import HardwareError, UmemError
 from umem.core.units import format_bytes
 from umem.fit.shapes import Layer, Matrix, ModelShape
 from umem.hardware import Hardware
-from umem.predict.stream_prediction import PredictedStep
+from umem.predict.stream_prediction import PredictedStep, equal_parts
 from umem.streaming.plan.loss_memory import sliced_loss_bytes, whole_loss_bytes
 from umem.streaming.plan.step_timing import StreamUnit
 from umem.streaming.plan.weight_plan import WeightUnit
@@ -259,9 +259,7 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> P
     for part, forward_bytes, backward_bytes in zip(
         parts, peaks_forward, peaks_backward, strict=True
     ):
-        count = max(1, math.ceil(part.state_bytes / piece_bytes))
-        ends = [number * part.state_bytes // count for number in range(count + 1)]
-        pieces = tuple(end - begin for begin, end in pairwise(ends)) if part.state_bytes else ()
+        pieces = equal_parts(part.state_bytes, piece_bytes) if part.state_bytes else ()
         units.append(
             StreamUnit(
                 name=part.name,
@@ -272,7 +270,7 @@ def training_step(workload: Workload, hardware: Hardware, piece_bytes: int) -> P
                 saved_bytes=part.working.saved,
                 forward_peak_bytes=forward_bytes,
                 backward_peak_bytes=backward_bytes,
-                piece_bytes=pieces,
+                piece_bytes=tuple(pieces),
                 gradient_bytes=part.gradient_bytes,
             )
         )

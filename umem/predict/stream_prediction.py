@@ -48,6 +48,7 @@ __all__ = [
     "PredictedStep",
     "StreamPrediction",
     "UnitChoice",
+    "equal_parts",
     "predict_stream",
     "stream_row",
     "streamed_step",
@@ -617,11 +618,15 @@ def _piece_sizes(sizes: Sequence[int], piece_bytes: int) -> tuple[int, ...]:
     """State that is staged at a time: of runs of parameters, and of equal spans of larger ones."""
     found: list[int] = []
     for run in divide_state(sizes, piece_bytes):
-        run_bytes = sum(sizes[run.start : run.stop])
-        count = max(1, math.ceil(run_bytes / piece_bytes))
-        ends = [number * run_bytes // count for number in range(count + 1)]
-        found += [end - begin for begin, end in pairwise(ends)]
+        found += equal_parts(sum(sizes[run.start : run.stop]), piece_bytes)
     return tuple(found)
+
+
+def equal_parts(size_bytes: int, most_bytes: int) -> list[int]:
+    """As few parts of bytes, as equal as can be, as are each of at most so many."""
+    count = max(1, math.ceil(size_bytes / most_bytes))
+    ends = [number * size_bytes // count for number in range(count + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def _saved_bytes(
