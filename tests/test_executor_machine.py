@@ -240,7 +240,7 @@ def test_without_a_budget_the_allocator_gets_none(allocator: CountingAllocator) 
     budget = AllocatorBudget(
         replace(machine, policy=replace(machine.policy, device_budget_bytes=None))
     )
-    budget.leave_to_plan()
+    budget.keep(None)
     budget.keep()
     assert allocator.budgets == []
 

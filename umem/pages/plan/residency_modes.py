@@ -85,7 +85,7 @@ def apply_policy(
     )
     for tensor_class, rule in zip(TensorClass, policy.rules, strict=True):
         if rule.mechanism == "auto" and tensor_class in mechanisms:
-            rule = replace_mechanism(rule, mechanisms[tensor_class])
+            rule = rule.model_copy(update={"mechanism": mechanisms[tensor_class]})
         here = trace.tensor_class == tensor_class.number
         if here.any():
             moves_out = written & (rule.mechanism != "auto" or not keeps_copies)
@@ -96,11 +96,6 @@ def apply_policy(
         for column in (columns.movable, columns.copied, columns.kept_copy, columns.first):
             column[is_fixed] = False
     return columns
-
-
-def replace_mechanism(rule: ClassRule, mechanism: str) -> ClassRule:
-    """The rule with another mechanism."""
-    return rule.model_copy(update={"mechanism": mechanism})
 
 
 def _apply(

@@ -67,10 +67,7 @@ class MappedBlocks:
             if block not in known:
                 _use_in_place(self._machine, block)
         self._held[:] = blocks
-        if plan_runs:
-            self._budget.leave_to_plan()
-        else:
-            self._budget.keep(sum(size_bytes for _, size_bytes, _ in blocks))
+        self._budget.keep(None if plan_runs else sum(size_bytes for _, size_bytes, _ in blocks))
 
     def release(self) -> None:
         """Give the allocator its budget back; the blocks stay mapped until the optimizer goes."""
@@ -146,14 +143,6 @@ class AllocatorBudget:
         self._machine = machine
         self._key = (id(machine.allocator), machine.index)
 
-    def keep(self, mapped_bytes: int = 0) -> None:
-        """Let the allocator keep the budget, beside memory that is mapped on the host."""
-        self._set(mapped_bytes)
-
-    def leave_to_plan(self) -> None:
-        """Let the allocator place everything on the device, now that a plan runs."""
-        self._set(None)
-
     def release(self) -> None:
         """Forget this manager. Later calls do nothing."""
         with _lock:
@@ -163,12 +152,13 @@ class AllocatorBudget:
             if not shares:
                 _shares.pop(self._key, None)
 
-    def _set(self, share: int | None) -> None:
+    def keep(self, mapped_bytes: int | None = 0) -> None:
+        """Let the allocator keep the budget, beside memory mapped on the host; None for a plan."""
         with _lock:
             shares = _shares.get(self._key, {})
-            if shares.get(self, 0) != share:
+            if shares.get(self, 0) != mapped_bytes:
                 _shares[self._key] = shares
-                shares[self] = share
+                shares[self] = mapped_bytes
                 self._set_bound(shares)
 
     def _set_bound(self, shares: dict[AllocatorBudget, int | None]) -> None:
