@@ -55,8 +55,6 @@ _loads_names = loads_names(
     },
 )
 
-_MODES = ("sft", "lora", "inference")
-
 _AS_FAST = 0.97
 """Part of stock's step: a shorter one is worth umem where all fits."""
 
@@ -225,7 +223,7 @@ def _question(
     **of_training: Any,
 ) -> Workload:
     """Check the options of the workload; ``UmemError`` if they contradict each other."""
-    options.known_name("--mode", mode, _MODES)
+    options.known_name("--mode", mode, ("sft", "lora", "inference"))
     if (model is None) == (params is None):
         raise UmemError("give either MODEL, such as llama-2-7b, or --params, such as 7b")
     shape = load_shape(model) if model is not None else generic_shape(params or "")

@@ -46,8 +46,6 @@ _loads_names = loads_names(
     },
 )
 
-_MODES = ("both", "lora", "sft")
-
 app = output.make_app()
 
 
@@ -95,7 +93,7 @@ def simulate(
     under sft, lora and inference.
     """
     planners = options.known_names("--planner", planner, PLANNERS)
-    workloads = options.find_workloads(_MODES, replace(given, mode=mode))
+    workloads = options.find_workloads(("both", "lora", "sft"), replace(given, mode=mode))
     machine = options.find_machine(hardware)
     # Before the first trace, which may take long.
     resolved = options.find_policy(policy, machine, budget)

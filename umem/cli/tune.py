@@ -34,12 +34,6 @@ _loads_names = loads_names(
     },
 )
 
-_SHARES = "100%,80%,60%,40%"
-
-_LIMIT_S = 30.0
-
-_TOLERANCE = 0.01
-
 app = output.make_app()
 
 
@@ -80,11 +74,11 @@ def tune_training(
         typer.Option(
             metavar="SIZES", help="Device memory to try, such as 64GiB or 80%, with commas between."
         ),
-    ] = _SHARES,
+    ] = "100%,80%,60%,40%",
     limit: Annotated[
         float,
         typer.Option(min=0.0, metavar="SECONDS", help="End the search after this time."),
-    ] = _LIMIT_S,
+    ] = 30.0,
     tolerance: Annotated[
         float,
         typer.Option(
@@ -94,7 +88,7 @@ def tune_training(
             help="Leave out a point that is faster than one with as little memory by at most "
             "this share.",
         ),
-    ] = _TOLERANCE,
+    ] = 0.01,
     target: Annotated[
         Path | None,
         typer.Option(
