@@ -32,10 +32,6 @@ LORA_RANK = 16
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 """Matrices of attention; the last is of models that have one for the first three."""
 
-_MAX_BATCH = 4096
-_MAX_SEQ = 131_072
-_MAX_ACCUMULATE = 1024
-
 _FUSED_ATTENTION = "umem_fused_attention"
 
 _EXPERTS = {"num_local_experts", "num_experts", "n_routed_experts"}
@@ -107,9 +103,9 @@ def model_trace(
     _check_choice("mode", mode, MODES)
     _check_choice("precision", precision, PRECISIONS)
     for name, value, most in (
-        ("batch", batch, _MAX_BATCH),
-        ("seq", seq, _MAX_SEQ),
-        ("accumulate", accumulate, _MAX_ACCUMULATE),
+        ("batch", batch, 4096),
+        ("seq", seq, 131_072),
+        ("accumulate", accumulate, 1024),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise TraceError(f"{name} is {value!r}: give a whole number from 1 to {most}")

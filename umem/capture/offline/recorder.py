@@ -29,8 +29,6 @@ from umem.trace import OPTIMIZER, Access, PhaseKind, Precision
 
 __all__ = ["Recorder"]
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
 
 class Recorder(TorchDispatchMode):
     """Passes operators on to a :class:`FakeTensorMode`, and records those of one step.
@@ -90,7 +88,8 @@ class Recorder(TorchDispatchMode):
         # Queries of a fake tensor, and marks for the profiler.
         if getattr(func, "namespace", "") in ("prim", "profiler"):
             return func(*args, **kwargs)
-        if not all(issubclass(kind, FakeTensor) or kind in _PLAIN_TYPES for kind in types):
+        plain = (torch.Tensor, torch.nn.Parameter)
+        if not all(issubclass(kind, FakeTensor) or kind in plain for kind in types):
             return NotImplemented  # a subclass, which calls operators on the tensors in it
         self.operator_count += 1
         self._on_operator(self.operator_count)
