@@ -96,20 +96,14 @@ def launch(
     The program sees ``sys.argv``, ``sys.path[0]`` and the attributes of ``__main__`` as under
     ``python program``, so that `multiprocessing` can start workers that import it again; those
     workers keep torch's own allocator. ``UMEM_POLICY`` is set for child processes that run ``umem
-    run`` themselves. An exception is reported by ``sys.excepthook``, from the program's first
-    frame on, and ends in status 1; Ctrl-C likewise, in status 130.
-
-    Plans are logged on standard error, as ``UMEM_LOG`` says. Where it shows plans, the last
-    lines there say what was managed, if anything was. Of several ranks, the first one of the host
-    does both.
+    run`` themselves. An exception is reported by ``sys.excepthook``, from the program's first frame
+    on, and ends in status 1; Ctrl-C in 130. The first rank of a host logs plans on standard error,
+    as ``UMEM_LOG`` says, and at the end what was managed.
 
     `program` is the path of a script, which may be a pipe, or of a folder or archive with a
-    ``__main__.py``, and ``-`` is standard input. By `kind` it is a module's name, as for ``python
-    -m``, or the program itself, as for ``python -c``. `policy` and `fallback` are those of
-    `umem.enable`.
-
-    Raises ``UmemError`` before the program has started: there is no such script or module, and
-    nothing has been swapped; or `umem.enable` refused. Otherwise ``SystemExit`` with its status.
+    ``__main__.py``, or ``-`` for standard input; by `kind` a module's name, or the program itself.
+    Raises ``UmemError`` before it has started, if there is no such program or `umem.enable`
+    refuses; otherwise ``SystemExit`` with its status.
     """
     # Before the program, which may change what can be imported, and after `--help`.
     from umem.cli.run_end import end_lines
