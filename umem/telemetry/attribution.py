@@ -76,14 +76,12 @@ def attribute(records: MigrationRecords, snapshots: Sequence[Snapshot]) -> Migra
     """Find class and name of the tensor that each record touched; snapshots are by time.
 
     A record is looked up in the last snapshot before it. If it hits nothing there, or a block of
-    the same class that has no name yet, the next snapshot decides. Blocks that were allocated and
-    freed between two snapshots stay unknown, as do copies and memory sets, whose records have no
-    address.
+    the same class without a name, the next snapshot decides. Blocks that live between two snapshots
+    stay unknown, as do copies and memory sets, whose records have no address.
 
-    A transfer across the ends of large blocks becomes one record for each tensor, with its bytes
-    and time in proportion; that of the tensor that it touched first counts as the transfer. Small
-    blocks share their pages, which move for any of them: the first one that a transfer hits gets
-    all its bytes.
+    A transfer across the ends of large blocks becomes one record for each tensor, with bytes and
+    time in proportion; the first counts as the transfer. Small blocks share their pages, which move
+    for any of them: the first one hit gets all bytes.
     """
     whole = _first_hits(records, snapshots)
     parts, of = _split_at_large_blocks(records, snapshots)

@@ -64,8 +64,8 @@ class CuptiTiming:
 class BufferCallbacks:
     """CUPTI's two callbacks, which ask for empty buffers and return full ones.
 
-    CUPTI calls them in threads of its own, which know nothing of recordings. The state is therefore
-    the process's: which collector gets the buffers, and how many are in use.
+    CUPTI calls them in its own threads, which know nothing of recordings: the state is the
+    process's.
     """
 
     def __init__(self) -> None:
@@ -139,10 +139,8 @@ _process_callbacks = BufferCallbacks()
 class CuptiCollector:
     """Collects this process's memory operations between `start` and `stop`.
 
-    At most `limit` records are kept; what comes later is counted as dropped. Unless
-    `unified_memory`, only copies and memory sets are recorded: migrations and faults take time at
-    the start and at the end. `move` moves a block of the given size to the device, and returns its
-    former place.
+    What comes after `limit` records is counted as dropped. Unless `unified_memory`, only copies and
+    memory sets are recorded: others take time at both ends. `move` as for the driver's queue.
     """
 
     source: Source = "cupti"

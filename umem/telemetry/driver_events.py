@@ -176,9 +176,9 @@ class DriverEvents:
     def records(self) -> MigrationRecords:
         """All records by start, on the host's raw monotonic clock.
 
-        A record of GPU faults stands for those that the driver served in one batch: it has the
-        address of the first, and lasts until the driver let the device continue. CUPTI makes its
-        records in the same way, but they begin when the fault happened.
+        A record of GPU faults stands for one batch of the driver's: it has the address of the
+        first, and lasts until the device may continue. CUPTI's are the same, but begin when the
+        fault happened.
         """
         return concatenate((self._transfers(), self._gpu_faults(), self._host_faults()))
 

@@ -49,9 +49,7 @@ class _Profile(Model):
 
 
 def save_run(run: MeasuredRun, path: str | os.PathLike[str]) -> None:
-    """Save a run's reports.
-
-    The file is replaced in one piece, missing folders are made, and equal runs give equal bytes.
+    """Save a run's reports in one piece; equal runs give equal bytes.
 
     Raises UmemError if the file cannot be written, would be too large, or could not be loaded
     again; an old file is then as it was.
@@ -64,12 +62,9 @@ def save_run(run: MeasuredRun, path: str | os.PathLike[str]) -> None:
 
 
 def load_run(path: str | os.PathLike[str]) -> MeasuredRun:
-    """Load a file of :func:`save_run`.
+    """Load a file of :func:`save_run`, as data of a stranger, within bounds of size and count.
 
-    It may come from a stranger: it is read as data, within bounds of size and count.
-
-    Raises UmemError if the file cannot be read or holds no valid profile; the message names file,
-    place and remedy.
+    Raises UmemError if it cannot be read or is no valid profile; names file, place and remedy.
     """
     check_argument("path", path, (str, os.PathLike), "give the path of a profile")
     check = Checker(os.fspath(path), UmemError)

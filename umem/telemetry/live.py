@@ -71,9 +71,8 @@ _recording_process: int | None = None
 class LiveCollector:
     """Collects this process's memory operations between `start` and `stop`.
 
-    Migrations and faults come from the driver's own event queue, which is complete; copies and
-    memory sets from CUPTI. Where the queue is not available, CUPTI records everything. What comes
-    after `limit` records, or `event_limit` of the driver's events, is counted as dropped.
+    Migrations and faults come from the driver's event queue, which is complete, copies and memory
+    sets from CUPTI; without the queue all from CUPTI. What is past the limits counts as dropped.
     """
 
     def __init__(

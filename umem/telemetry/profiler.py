@@ -71,13 +71,10 @@ class Profile:
     """A run being recorded; made by :func:`umem.profile`.
 
     Reports, `recording` and `save` raise :class:`umem.UmemError` until the recording has ended.
-
     Live blocks are listed at the marks of steps, by :meth:`snapshot` and when an optimizer's step
-    begins: blocks that are allocated and freed in between are not attributed.
-
-    After the recording has begun, no failure of what it observes ends the training: hint
-    statistics, residency or live blocks that fail once are logged, noted in the report, and no
-    longer asked for.
+    begins: those in between are not attributed. Once the recording has begun, no failure of what it
+    observes ends the training: what fails once is logged, noted in the report, and no longer asked
+    for.
     """
 
     def __init__(
@@ -380,9 +377,8 @@ class Profile:
 def _within(records: MigrationRecords, begin_ns: int, end_ns: int) -> tuple[MigrationRecords, str]:
     """Records that start in a recording, and a note of migrations and faults that do not.
 
-    CUPTI's may be left over from an earlier recording of the process; the driver's are of work in
-    other threads before the first mark and after the last. A record that seems to be longer than
-    the recording gets no length.
+    CUPTI's may be of an earlier recording; the driver's are of other threads' work. A record that
+    seems to be longer than the recording gets no length.
     """
     inside = (records.start_ns >= begin_ns) & (records.start_ns <= end_ns)
     outside = ~inside & ~np.isin(records.kind, (RecordKind.MEMCPY, RecordKind.MEMSET))
