@@ -1,8 +1,7 @@
 """Diagnosis of this machine and Python environment: what umem needs, what is missing, the remedy.
 
-:func:`collect` reads the facts and judges nothing; :func:`diagnose` judges them and reads
-nothing but a policy file that the environment names. Neither needs a GPU, torch, RMM, numba or
-the native library: if one is missing, the report says so.
+:func:`collect` reads the facts; :func:`diagnose` judges them. Neither needs a GPU, torch, RMM,
+numba or the native library: if one is missing, the report says so.
 """
 
 from __future__ import annotations
