@@ -1,15 +1,12 @@
 """Host memory that this process may use: the machine's, or what its control groups leave of it.
 
-A container, a batch job or a systemd unit runs in a control group (cgroup) of the kernel. Groups
-are nested, and each may have a limit, so the group with the least memory left decides. Both
-versions of the kernel's interface are read, as they may be mounted side by side:
-https://docs.kernel.org/admin-guide/cgroup-v2.html (section "Memory Interface Files") and
-https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (section 5.2, "stat file").
+Control groups (cgroups) of the kernel are nested, and each may have a limit, so the group with the
+least memory left decides. Both versions of the interface are read, as they may be mounted side by
+side: https://docs.kernel.org/admin-guide/cgroup-v2.html ("Memory Interface Files") and
+https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (5.2, "stat file").
 
 On a Grace Hopper the kernel counts the GPU's memory as the host's, on a NUMA node without CPUs.
-Only nodes with CPUs count, and of those the ones that this process may allocate on (``cpuset.mems``
-of its control group, as ``Mems_allowed_list`` of ``/proc/self/status`` has it).
-
+Only nodes with CPUs count, and of those the ones of ``Mems_allowed_list`` of ``/proc/self/status``.
 ``RLIMIT_MEMLOCK`` is not read: it bounds ``mlock``, and CUDA's driver locks pages without it.
 """
 
@@ -236,14 +233,12 @@ def _limits_of(directory: Path, interface: _Interface) -> Iterator[MemoryLimit]:
 def _reclaimable_bytes(stat: Mapping[str, int], interface: _Interface) -> int:
     """Page cache that a group's processes get memory from at once, without swapping.
 
-    The usage of a group counts the files that its processes have read, until there is need of the
-    memory. ``MemAvailable`` counts "the size of the file LRU lists" for the same reason
-    (https://docs.kernel.org/filesystems/proc.html). These lists leave out what cannot be dropped:
-    tmpfs and shared memory, which count as ``file`` or ``cache`` but have no disk behind them, and
-    pages locked by ``mlock``. Pages that wait to be written are subtracted: page-locking GiBs of
-    memory would wait for the disk. Slab memory, such as directory entries, is left out too: the
-    kernel's documentation says that it *might* be reclaimed, and locked memory that was promised
-    in error cannot be swapped out to mend it.
+    A group's usage counts the files that its processes have read. ``MemAvailable`` counts "the size
+    of the file LRU lists" for that reason (https://docs.kernel.org/filesystems/proc.html). These
+    leave out what cannot be dropped: tmpfs and shared memory, which have no disk behind them, and
+    pages locked by ``mlock``. Pages that wait to be written are subtracted, as page-locking would
+    wait for the disk. Slab memory, which *might* be reclaimed, is left out: locked memory that was
+    promised in error cannot be swapped out.
     """
     cache_bytes = sum(stat.get(name, 0) for name in interface.cache)
     return max(cache_bytes - sum(stat.get(name, 0) for name in interface.unwritten), 0)

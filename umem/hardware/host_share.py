@@ -1,7 +1,7 @@
 """This process's share of host memory: the ranks of a job on one host divide what is available.
 
-Their launcher says how many there are. Where none does, the processes that are seen divide it. What
-others hold is not available; what they may still take is not known, and counts for nothing here.
+Their launcher says how many there are; else the processes that are seen divide it. What others may
+still take is not known, and counts for nothing here.
 """
 
 from __future__ import annotations

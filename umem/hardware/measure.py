@@ -1,7 +1,6 @@
 """Measuring the machine at hand, as a hardware profile of the user's.
 
-Each figure is measured in the way that its field in :class:`umem.hardware.Hardware` says. Figures
-of the driver's work are not measured: they are those of the nearest profile, marked as assumptions.
+Figures of the driver's work are those of the nearest profile, marked as assumptions.
 """
 
 from __future__ import annotations
