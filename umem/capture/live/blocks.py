@@ -84,11 +84,10 @@ def find_parameters(model: nn.Module, blocks: Iterable[Block], optimizer: Optimi
 def find_blocks(model: nn.Module) -> tuple[Block, ...]:
     """Cut a model into blocks that do not overlap, in the order of the model.
 
-    They are the members of the main chain, which are the layers of a transformer: of all lists and
-    :class:`~torch.nn.Sequential` of two or more modules, the one with the largest product of length
-    and bytes of parameters. Also the members of every other chain that is disjoint from it, and the
-    outermost modules with parameters that contain none of these: embeddings, the last norm, the
-    head.
+    They are the members of the main chain, the layers of a transformer: of all lists and
+    :class:`~torch.nn.Sequential` of two or more, that with the largest product of length and bytes.
+    Also those of every chain that is disjoint from it, and the outermost modules with parameters
+    that contain none of these: embeddings, the last norm, the head.
     """
     found = set(_cut(model, _parts(model) - {model}))
     return tuple(Block(name, module) for name, module in model.named_modules() if module in found)

@@ -62,11 +62,9 @@ def note_access(phase: dict[int, Access], number: int, access: Access) -> None:
 class MemoryTracker:
     """Tracks the storages of one step from the first call of the model to the optimizer's end.
 
-    Memory is held by weak references only. Tensors on devices other than `device` are ignored.
-
-    `kept` has the addresses of the inputs' storages of the step before that still exist; an input
-    in one of them is kept from step to step. `peak_bytes` returns the most bytes allocated on the
-    device since its last call.
+    Memory is held by weak references, of tensors on `device` alone. An input is kept from step to
+    step if its storage's address is in `kept`, those of the step before. `peak_bytes` returns the
+    most bytes allocated since its last call.
     """
 
     def __init__(

@@ -100,10 +100,9 @@ class PhaseTracker(Listener):
     """Reports to a listener when the steps of a training begin and end, and the phases in them.
 
     A step begins with the first call of the model for which gradients are wanted, and ends with the
-    optimizer's step. From :meth:`start` to :meth:`stop`, which any hook may call, there are hooks
-    on the model, its blocks and backward passes. A call of the model that is in progress at the
-    start is not tracked. The owner passes on the optimizer's hooks, as torch does not let these be
-    set or removed while they are called.
+    optimizer's step. From :meth:`start` to :meth:`stop`, which any hook may call, there are hooks;
+    a call in progress at the start is not tracked. The owner passes on the optimizer's hooks, as
+    torch does not let these be set or removed while they are called.
     """
 
     def __init__(

@@ -22,11 +22,9 @@ __all__ = ["SaveLog", "SavedTensor", "SavedTensorHooks", "StorageSave"]
 class SavedTensorHooks:
     """torch's hooks on saved tensors, which leave the hooks of others in effect.
 
-    torch calls the innermost hooks only. So these are not pushed inside of others: what a
-    checkpoint or an offload packs is not held by the graph. While a checkpoint recomputes, they are
-    pushed on top of its hooks and call them.
-
-    `on_save` is called with each tensor when it is saved, `on_use` when the backward pass needs it.
+    torch calls the innermost hooks only. So these are not pushed inside of others; while a
+    checkpoint recomputes, they are pushed on top of its hooks and call them. `on_save` is called
+    with each tensor when it is saved, `on_use` when the backward pass needs it.
     """
 
     def __init__(

@@ -47,10 +47,9 @@ class JoinedPhases:
 def join_phases(memory: StepMemory, gaps: Collection[str]) -> JoinedPhases:
     """Join phases that use nothing of their own to their neighbours.
 
-    `gaps` are the labels of what the model does between blocks. Such a phase joins the one before
-    it if it uses nothing. Where a checkpoint recomputes a block, the block's backward phase up to
-    there joins the phase that recomputes, as does a gap before it. The last phase is the
-    optimizer's and stays.
+    `gaps` are the labels of what the model does between blocks: such a phase joins the one before
+    it. Where a checkpoint recomputes a block, the block's backward phase up to there, and a gap
+    before it, join the phase that recomputes. The last phase, the optimizer's, stays.
     """
     labels, last = memory.labels, len(memory.labels) - 1
     joins_before = np.array(
