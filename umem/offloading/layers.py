@@ -79,9 +79,8 @@ class _ForwardPass:
 class OffloadContext:
     """The context manager that `offload` returns, for the call of each layer.
 
-    Forward, the end of a layer starts the copies of what it saved, and releases the device memory
-    of the layer before. Backward, once the gradients of a layer's output exist, what the layer
-    before it saved starts to come back.
+    Forward, the end of a layer starts its copies, and releases the memory of the layer before.
+    Backward, once a layer's output has gradients, what the layer before it saved comes back.
     """
 
     def __init__(
