@@ -1,10 +1,9 @@
 """Which idle intervals tensors spend on the host: each transfer reserves its time on the link.
 
-The step is swept phase by phase. Where more is resident than the budget allows, the idle tensor
-goes whose absence helps longest for each byte moved and for whose transfers the link has time: out
-before the memory is needed, and back before the next use. Contents are written to the host once
-for each time that they are made, as early as the direction is free, also while they are in use;
-with a valid copy there, each departure is free. Where no transfer is in time, the phase is held up.
+Where more is resident than the budget allows, the idle tensor goes whose absence helps longest for
+each byte moved and for whose transfers the link has time. Contents are written to the host once
+each time that they are made, as early as the direction is free, also while in use; then each
+departure is free. Where no transfer is in time, the phase is held up.
 """
 
 from __future__ import annotations

@@ -69,11 +69,10 @@ def apply_policy(
 ) -> TensorRules:
     """Apply a policy's rules to a trace; ``PlanError`` if it asks for what the machine lacks.
 
-    `mechanisms` has one of :data:`MECHANISMS` for classes of :func:`open_classes`, ``migrate`` for
-    others. `fixed`, int8[T], is the :class:`ResidencyMode` of tensors that are held so whatever the
-    policy says, -1 for the others. With `keeps_copies`, pages of classes whose mechanism is open
-    keep a copy on the host, also those of tensors that are written, until they are. Otherwise those
-    of unwritten ones do.
+    `mechanisms` are for classes of :func:`open_classes`, ``migrate`` for others. `fixed`, int8[T],
+    is the :class:`ResidencyMode` of tensors that are held so in any case, -1 for the others. With
+    `keeps_copies`, pages of open classes keep a copy on the host until they are written; otherwise
+    those of unwritten tensors do.
     """
     written = written_tensors(trace)
     columns = TensorRules(

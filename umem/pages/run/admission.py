@@ -76,23 +76,19 @@ def plan_admission(
 ) -> AdmissionPlan:
     """Find the evictions to wait for, and the phases in which prefetches and copies fit.
 
-    A plan assumes the speed of the link. If the link is slower, evictions still hold memory that
-    the plan counts as free. So this function walks through a step and counts each eviction as
-    holding memory until something has waited for it. What a phase allocates is resident as soon
-    as the phase runs: if that is too much, the training thread waits for the oldest evictions,
-    which finish in order. A prefetch waits for evictions inside the engine, without blocking the
-    training thread, and is made to wait first.
+    The link may be slower than planned: evictions then still hold memory that the plan counts as
+    free. So this walks through a step and counts each as holding memory until something has waited
+    for it. What a phase allocates is resident as soon as it runs: if that is too much, the training
+    thread waits for the oldest evictions, which finish in order. Prefetches are made to wait first,
+    inside the engine. A prefetch holds memory from its submission on, so it is submitted in the
+    first phase that has room, or that uses it.
 
-    A prefetch holds memory from its submission on, while a plan may ask early and let it come
-    when there is room. So it is submitted in the first phase that has room, or that uses it.
-
-    What a step finds pending and resident depends on the waits and prefetches of the step before.
-    So the walk goes on until a step repeats the one before: this one all later steps repeat.
-    Prefetches may pass each other by in turns, an early one taking the room of another which is
-    then late, and the reverse in the next step. These are submitted where they are used.
+    What a step finds depends on the step before, so the walk goes on until a step repeats the one
+    before, as all later ones then do. Prefetches that pass each other by in turns, one taking the
+    room of another in every second step, are submitted where they are used.
 
     `leaving`, `coming` and `fetched` are what the plan says of each phase; `released` has the
-    activations whose device memory is freed at the start of a phase.
+    activations whose device memory is freed at its start.
     """
     walk = _ResidencyWalk(candidate, budget_bytes)
     before: AdmissionPlan | None = None

@@ -73,9 +73,8 @@ def within_host(
 ) -> Hardware:
     """The hardware with the host memory that a plan may use, so that no plan takes more.
 
-    Ranks of a host divide what is available: `host_bytes` returns this process's share, None where
-    it is unknown. The bounds of all of them together are that, and what each holds already
-    (`held_bytes`, by :func:`held_host_bytes`): no byte is given twice.
+    That is this process's share of what is available (`host_bytes`, None where unknown), and what
+    it holds already (:func:`held_host_bytes`): no byte is given twice.
     """
     own_bytes = host_bytes()
     if own_bytes is None:
@@ -88,16 +87,12 @@ def held_host_bytes(
 ) -> int:
     """Host memory that is not available, and that a plan for this training may use all the same.
 
-    A plan needs host memory for all tensors of the training that are off the device, wherever they
-    are now. Available memory lacks what this process has page-locked already. No byte is added that
-    the need lacks, or twice:
-
-    * A live pinned block of the training is a tensor of its plan. Blocks of other trainings, and of
-      code that no plan knows, are in no need of this plan, and stay: they are not added.
-    * A cached pinned block has no tensor now. The training's next pinned tensors get it before new
-      memory is taken.
-    * A closed pool's buffer is held by the graph of a step that began under a closed manager. The
-      graph is gone before a new manager has a plan. Buffers of open pools serve other trainings.
+    A plan needs host memory for all tensors of the training that are off the device, of which this
+    process has page-locked some already. No byte is added that the need lacks, or twice. Live
+    pinned blocks of the training are tensors of its plan; those of others stay, and are not added.
+    Cached pinned blocks go to the training's next pinned tensors. A closed pool's buffer is gone
+    with the graph of a step that began under a closed manager, before a new one has a plan; buffers
+    of open pools serve other trainings.
     """
     tensors = [*optimizer_parameters(optimizer), *model.parameters(), *buffers_of(model)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]

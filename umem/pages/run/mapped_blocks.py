@@ -25,9 +25,8 @@ _NO_BOUND = 0
 class MappedBlocks:
     """The blocks that a manager maps on the host, so that the device uses them in place.
 
-    The allocator's budget follows them (:class:`AllocatorBudget`). Advice stays with memory. So it
-    is withdrawn when a block is no longer wanted, and when the optimizer, the owner of the state in
-    the blocks, is collected: its memory will be reused.
+    The allocator's budget follows them. Advice stays with memory, so it is withdrawn when a block
+    is no longer wanted, and when the optimizer, the owner of the state in it, is collected.
     """
 
     def __init__(self, machine: Machine, optimizer: Optimizer) -> None:
@@ -131,12 +130,10 @@ plan runs. A budget keeps its allocator alive, so that its id is not reused."""
 
 
 class AllocatorBudget:
-    """What one manager lets the allocator place on a device.
+    """What one manager lets the allocator place on a device; nothing without a budget.
 
-    The allocator counts live memory, wherever its pages are. So its bound is the policy's budget
-    plus the bytes that managers have mapped on the host. While a plan runs, pages leave and come in
-    every phase: the plan keeps the budget then, and the allocator has no bound. Without a budget in
-    the policy this class does nothing.
+    The allocator counts live memory, wherever its pages are: its bound is the budget plus what
+    managers have mapped on the host. While a plan runs, that keeps the budget, without a bound.
     """
 
     def __init__(self, machine: Machine) -> None:

@@ -44,9 +44,8 @@ class FastestMoves(NamedTuple):
 def fastest_moves(hardware: Hardware) -> FastestMoves:
     """The fastest mixtures of pages, copies and use in place.
 
-    At each moment a direction is idle or moves bytes in one of these ways. Where both move, and
-    faster than the link, both slow in proportion, so that neither has its full rate then. Rates
-    over a time are means of those at its moments: they lie in the hull of these.
+    At each moment a direction is idle or moves in one of these ways; where both together are faster
+    than the link, both slow in proportion. Rates over a time lie in the hull of these.
     """
     inward = (
         hardware.to_device_bytes_per_s,
