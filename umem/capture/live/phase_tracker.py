@@ -113,7 +113,6 @@ class PhaseTracker(Listener):
         self._named = {it.name: it for it in self._blocks}
         self._errors = errors
         self._listener = listener
-        self._reference = weakref.ref(self)
         self._hooks: ExitStack | None = None
         self._step: _Step | None = None
         self._step_count = 0
@@ -148,7 +147,7 @@ class PhaseTracker(Listener):
 
     def _unowned(self, method: Callable[[PhaseTracker, Any], None]) -> Callable[[Any], None]:
         """A method as a hook that holds no reference to this object, and so none to the model."""
-        reference = self._reference
+        reference = weakref.ref(self)
 
         def call(value: Any) -> None:
             tracker = reference()
@@ -294,8 +293,24 @@ class PhaseTracker(Listener):
                 continue
             step.hooked[key] = label
             # The graph, which holds this, may outlive the model.
-            reached = partial(_node_reached, self._reference, step.number, label)
-            hook_gradient(tensor, node, reached)
+            reached = partial(PhaseTracker._node_reached, number=step.number, label=label)
+            hook_gradient(tensor, node, self._unowned(reached))
+
+    def _node_reached(self, gradient: Any, *, number: int, label: str) -> None:
+        """The backward pass has reached a node with which a phase begins.
+
+        The gradient is None where the node gets gradients for its other results only.
+        """
+        step = self._step
+        if step is None or step.number != number:
+            return
+        memory = step.memory
+        if step.label != label:
+            if memory is not None:
+                memory.see_made(gradient, "gradient")
+            self._begin_phase(step, label)
+        if memory is not None:
+            memory.see_used(gradient)
 
     def _backward_begins(self, roots: object) -> None:
         """A backward pass begins; inside of another one, a checkpoint's."""
@@ -349,28 +364,3 @@ class PhaseTracker(Listener):
         self._listener.phase_begins(label)
         if step.memory is not None:
             step.memory.begin_phase(label)
-
-
-def _node_reached(
-    reference: weakref.ref[PhaseTracker], step_number: int, label: str, gradient: Any
-) -> None:
-    """The backward pass has reached a node with which a phase begins.
-
-    The gradient is None where the node gets gradients for its other results only.
-    """
-    tracker = reference()
-    step = None if tracker is None else tracker._step
-    if tracker is None or step is None or step.number != step_number:
-        return
-    memory, is_new = step.memory, step.label != label
-    if memory is None and not is_new:
-        return
-    try:
-        if is_new:
-            if memory is not None:
-                memory.see_made(gradient, "gradient")
-            tracker._begin_phase(step, label)
-        if memory is not None:
-            memory.see_used(gradient)
-    except Exception as error:
-        tracker._fail(error)
