@@ -9,7 +9,7 @@ from typing import Any
 
 from umem.core.errors import UnsupportedError
 from umem.cuda import bindings
-from umem.hardware.host_memory import host_memory
+from umem.hardware.host_memory import host_memory, numa_memory
 
 __all__ = ["Capabilities", "NumaNode", "detect", "detect_all", "numa_nodes"]
 
@@ -198,13 +198,9 @@ def _free_bytes(card: tuple[int, int] | None, device_total_bytes: int) -> int | 
 
 def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode, ...]:
     """The host's NUMA nodes that have memory, by number; none on a kernel without NUMA."""
-    nodes = []
-    for directory in root.glob("node[0-9]*"):
-        # Lines read "Node 0 MemTotal:       24623428 kB".
-        meminfo = (directory / "meminfo").read_text().splitlines()
-        total_kib = next(int(line.split()[3]) for line in meminfo if "MemTotal:" in line)
-        has_cpus = bool((directory / "cpulist").read_text().strip())
-        if total_kib:
-            number = int(directory.name.removeprefix("node"))
-            nodes.append(NumaNode(number, total_kib * 1024, has_cpus))
+    nodes = (
+        NumaNode(number, kib["MemTotal:"] * 1024, has_cpus)
+        for number, has_cpus, kib in numa_memory(root)
+        if kib.get("MemTotal:")
+    )
     return tuple(sorted(nodes, key=lambda node: node.number))

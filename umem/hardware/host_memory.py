@@ -24,6 +24,7 @@ __all__ = [
     "MemoryLimit",
     "host_memory",
     "host_memory_bytes",
+    "numa_memory",
 ]
 
 PINNED_SHARE = 0.85
@@ -125,19 +126,24 @@ def _other_nodes(root: Path) -> tuple[int, int]:
     stated = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status, re.MULTILINE)
     allowed = None if stated is None else _numbers(stated.group(1))
     total_bytes = available_bytes = 0
-    for node in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        number = int(node.name.removeprefix("node"))
-        has_cpus = any(line.strip() for line in _lines(node / "cpulist"))
+    for number, has_cpus, kib in numa_memory(root / "sys/devices/system/node"):
         if has_cpus and (allowed is None or number in allowed):
             continue
-        # Lines read "Node 1 MemFree:       24623428 kB".
-        fields = (line.split() for line in _lines(node / "meminfo"))
-        kib = {words[2]: int(words[3]) for words in fields}
         total_bytes += kib.get("MemTotal:", 0) * 1024
         available_bytes += 1024 * sum(
             kib.get(name, 0) for name in ("MemFree:", "Active(file):", "Inactive(file):")
         )
     return total_bytes, available_bytes
+
+
+def numa_memory(folder: Path) -> Iterator[tuple[int, bool, dict[str, int]]]:
+    """NUMA nodes below a folder: number, whether it has CPUs, and KiB by name of a figure."""
+    for node in folder.glob("node[0-9]*"):
+        has_cpus = any(line.strip() for line in _lines(node / "cpulist"))
+        # Lines read "Node 1 MemFree:       24623428 kB".
+        fields = (line.split() for line in _lines(node / "meminfo"))
+        kib = {words[2]: int(words[3]) for words in fields}
+        yield int(node.name.removeprefix("node")), has_cpus, kib
 
 
 def _numbers(ranges: str) -> set[int]:
