@@ -236,6 +236,26 @@ def _sum_below(sums, way, phase):
 
 
 @compiled_in_place
+def _last_below(sums, way, target, or_equal):
+    """The last phase whose sum of all before it is below the target, or equals it."""
+    size = sums.shape[1]
+    top = 1
+    while 2 * top < size:
+        top *= 2
+    node = 0
+    before = 0.0
+    while top > 0:
+        following = node + top
+        if following < size:
+            total = before + sums[way, following]
+            if total < target or (or_equal and total == target):
+                node = following
+                before = total
+        top //= 2
+    return node
+
+
+@compiled_in_place
 def _left_between(sums, way, low, high, phases):
     """Seconds left in phases [low, high) over all steps, at most a step of them."""
     if high <= low:
@@ -281,27 +301,13 @@ def _next_free(free_s, sums, way, at, forward):
     """The next phase over all steps that has time left; one of the next step if none has."""
     phases = free_s.shape[1]
     phase = at % phases
-    size = sums.shape[1]
-    top = 1
-    while 2 * top < size:
-        top *= 2
     if forward:
         target = _sum_below(sums, way, phase + 1) + _NOTHING_S
     else:
         target = _sum_below(sums, way, phase) - _NOTHING_S
         if target <= 0.0:
             return at - phase - 1
-    # The last phase whose sum of all before it is at most (forward) or below (backward) the target.
-    node = 0
-    before = 0.0
-    while top > 0:
-        following = node + top
-        if following < size:
-            total = before + sums[way, following]
-            if total <= target if forward else total < target:
-                node = following
-                before = total
-        top //= 2
+    node = _last_below(sums, way, target, forward)
     if forward:
         return at - phase + (node if node > phase else phase + 1)
     return at - phase + (node if node < phase else phase - 1)
@@ -575,20 +581,7 @@ def _passed(sums, way, now, seconds, phases):
     if target > total:
         target -= total
         step += phases
-    # The first phase below which the sum reaches the target.
-    size = sums.shape[1]
-    top = 1
-    while 2 * top < size:
-        top *= 2
-    node = 0
-    passed = 0.0
-    while top > 0:
-        following = node + top
-        if following < size and passed + sums[way, following] < target:
-            node = following
-            passed += sums[way, following]
-        top //= 2
-    return step + node + 1
+    return step + _last_below(sums, way, target, False) + 1
 
 
 @compiled_in_place
