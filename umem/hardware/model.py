@@ -123,7 +123,6 @@ SecondsPerByte = Annotated[
 FlopsPerSecond = Annotated[
     float, _measure("700 TFLOP/s", _FLOP_RATES, "1 GFLOP/s", "1000 PFLOP/s", tuple(_FLOP_RATES))
 ]
-"""Floating-point operations per second."""
 
 
 def _size(example: str, low: str, high: str, *, power_of_two: bool = False) -> Quantity:
@@ -147,13 +146,9 @@ def _show_size(size: int) -> str:
 
 
 Capacity = Annotated[int, _size("80 GiB", "1 MiB", "1024 TiB")]
-"""Bytes of a memory."""
 HostCapacity = Annotated[int, _size("256 GiB", "0 B", "1024 TiB")]
-"""Bytes of a memory that there may be none of."""
 BlockSize = Annotated[int, _size("2 MiB", "4 KiB", "1 GiB", power_of_two=True)]
-"""Bytes of a page or a block: a power of two."""
 RangeSize = Annotated[int, _size("128 MiB", "4 KiB", "1 TiB")]
-"""Bytes of a range of addresses."""
 
 
 def _parse_count(value: Any) -> int:
