@@ -19,7 +19,7 @@ from umem.hardware.capabilities import Capabilities
 from umem.hardware.host_memory import PINNED_SHARE, MemoryLimit
 from umem.hardware.host_share import HostShare, share_of
 from umem.hardware.load import MEASURE, describe_machine
-from umem.policy import load_policy, poisons, resolve, without
+from umem.policy import check_environment, load_policy, resolve
 from umem.torch_compat import NEWEST, OLDEST, Need
 
 __all__ = ["Check", "Report", "Section", "Status", "diagnose"]
@@ -553,11 +553,8 @@ def _umem_variable(name: str, value: str, environment: Environment) -> Check:
             load_policy(value)
         elif name == "UMEM_LOG":
             parse_log_level(value)
-        elif name == "UMEM_WITHOUT":
-            without({name: value})
-        elif name == "UMEM_POISON":
-            poisons({name: value})
         else:
+            check_environment({name: value})
             machine = describe_machine(devices[0], None) if devices else load_hardware(_ANY_MACHINE)
             resolve(load_policy("managed"), machine, {name: value})
     except PolicyError as error:
