@@ -344,11 +344,11 @@ def test_a_trial_where_steps_lose_time_or_nobody_knows(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("remade_s", [1.0, 1.9, 3.0])
+@pytest.mark.parametrize("remade_s", [1.0, 1.9, 1.98, 3.0])
 def test_results_are_made_again_where_steps_are_measured_to_be_shorter(
     remade_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step that keeps them takes 2 s, whatever its plan is; one of the others is no shorter."""
+    """A step that keeps them takes 2 s, whatever its plan is."""
     monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
     stock_bytes, expected, _ = train_within(Net(), None, images, 40)
     found: list[Remaking] = []
@@ -380,10 +380,10 @@ def test_results_are_made_again_where_steps_are_measured_to_be_shorter(
     assert weights == expected
     assert status is not None
     assert status.state == TuningState.PLANNED
-    assert status.remakes_results == (remade_s < 2.0)
+    assert status.remakes_results == (remade_s < 1.94)
     assert most_bytes <= 0.75 * stock_bytes
     assert rounds.count(TuningEvent.CHANGED) == 1
-    if remade_s > 2.0:  # by the very plan that was measured, and without another measurement
+    if remade_s > 1.94:  # by the very plan that was measured, and without another measurement
         plans = [it.split(": ", 2)[2] for it in said if ": state of" in it]
         assert [it.split(":")[1].strip() for it in said[-4:]] == [
             "results are kept again",

@@ -1,6 +1,6 @@
 """Whether results of cheap modules are made again: tried where a plan without that loses time.
 
-It ends where steps without it were shorter. Both are measured, but where a plan without has no
+It ends unless steps without it were longer. Both are measured, but where a plan without has no
 room: predictions are of steps that are measured block by block, which takes the processor longer,
 and where that is the bound they tell little of steps under a plan.
 """
@@ -20,8 +20,8 @@ __all__ = ["Remaking"]
 _LOG = logging.getLogger("umem")
 
 _LEAST_LOSS = 0.03
-"""Part of a step that a plan loses where a trial is worth its steps, and by which steps of the
-other kind have to be shorter."""
+"""Part of a step that a plan loses where a trial is worth its steps, and by which steps have to be
+shorter with it: each call of such a module takes the processor longer."""
 
 
 _LARGE_SHARE = 1 / 16
@@ -94,7 +94,7 @@ class Remaking:
         return True
 
     def ends(self, overflow_bytes: int, measured_s: float | None) -> bool:
-        """End it, for good, where steps without were shorter, or had less in host memory.
+        """End it, for good, unless steps without were longer, or had more in host memory.
 
         Parameters
         ----------
@@ -109,7 +109,7 @@ class Remaking:
         if without_bytes > overflow_bytes:
             return False
         if without_bytes == overflow_bytes and (
-            measured_s is None or without_s >= (1.0 - _LEAST_LOSS) * measured_s
+            measured_s is None or measured_s < (1.0 - _LEAST_LOSS) * without_s
         ):
             return False
         _LOG.info("umem: results are kept again: a step took %.3f s", without_s)
