@@ -147,7 +147,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(umem, "enable", lambda policy, *, fallback: load_policy(policy))
     monkeypatch.setattr("umem.cli.output.end_at_once", end_at_once)
-    monkeypatch.setattr("umem.cli.tune._LIMIT_S", 0.1)
     monkeypatch.setattr("umem.cli.top.live_processes", list)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
