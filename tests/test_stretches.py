@@ -382,7 +382,7 @@ def test_nothing_lives_longer_than_the_graph() -> None:
             before_bytes = meter.live_bytes
             model(words).square().mean()
             cut.store.keep([])  # finds what has ended
-            cut.store.saved_bytes(None)
+            cut.store.stored(None)
             left_bytes = meter.live_bytes - before_bytes
         finally:
             gc.enable()

@@ -220,16 +220,14 @@ class _Group:
         """How many tensors were saved so far."""
         return self._count
 
-    def sizes(
-        self, ordinals: Container[int] | None, seen: set[object]
-    ) -> dict[int, tuple[int, bool]]:
-        """Bytes by ordinal and whether only this holds them, without storages seen before."""
-        found: dict[int, tuple[int, bool]] = {}
+    def sizes(self, ordinals: Container[int] | None, seen: set[object]) -> dict[int, int]:
+        """Bytes by ordinal, without storages seen before."""
+        found: dict[int, int] = {}
         for ordinal, reference in self._stored.items():
             stored = reference() if ordinals is None or ordinal in ordinals else None
             if stored is not None and stored not in seen:
                 seen.add(stored)
-                found[ordinal] = stored.size_bytes, not stored.is_kept()
+                found[ordinal] = stored.size_bytes
         return found
 
     def stored(self, ordinals: Iterable[int] | None) -> list[Stored]:
@@ -653,8 +651,8 @@ class ActivationStore:
 
     def saved_sizes(
         self, key: Hashable, ordinals: Container[int] | None, seen: set[object]
-    ) -> dict[int, tuple[int, bool]]:
-        """Bytes of a group that may leave, by ordinal, and whether nothing else holds the memory.
+    ) -> dict[int, int]:
+        """Bytes of a group that may leave, by ordinal.
 
         Each storage counts where it was saved first: what was seen is added to `seen`. Other
         parameters as for `send`.
@@ -662,18 +660,6 @@ class ActivationStore:
         with self._lock:
             group = self._find(key)
             return {} if group is None else group.sizes(ordinals, seen)
-
-    def saved_bytes(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
-        """Bytes that may leave and that no other group holds too. Parameters as for `send`."""
-        with self._lock:
-            group = self._find(key)
-            if group is None:
-                return 0
-            return sum(
-                stored.size_bytes
-                for stored in group.stored(ordinals)
-                if all(it is group.reference or it() is None for it in stored.wanted_by)
-            )
 
     def stored(self, key: Hashable, ordinals: Iterable[int] | None = None) -> list[Stored]:
         """The storages of a group that autograd holds, in the order of saving."""

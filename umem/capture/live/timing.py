@@ -71,7 +71,7 @@ class CudaClock(Clock):
 
     def has_run_dry(self, mark: torch.cuda.Event) -> bool:
         """Whether the device has reached the event while the processor made further calls."""
-        return mark.query()
+        return self.is_past(mark)
 
     def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         """Time between two events on the device."""

@@ -466,8 +466,6 @@ class CopiedActivations(Listener):
     def _begin_stretch(self, forward: _Pass, name: str, is_copied: bool) -> None:
         self._end_stretch(forward)
         self._release(forward, name)
-        if self._held is not None:
-            self._held.unit_begins(name)
         stretch = _Stretch(name, is_copied, self._copied.get(name))
         before_use = partial(self._reach, forward, len(forward.calls), name)
         forward.begin_stretch(stretch, before_use)
@@ -479,11 +477,7 @@ class CopiedActivations(Listener):
         if stretch is None:
             return
         stretch.parts += forward.take_between()
-        if self._held is not None:
-            self._held.unit_ends(stretch.name, stretch.parts)
-        if stretch.is_copied:
-            forward.send(stretch)
-        forward.calls.append(stretch)
+        self._unit_ends(forward, stretch)
 
     def _reach(self, forward: _Pass, number: int, name: str) -> None:
         """The backward pass uses what a stretch has saved."""
@@ -515,8 +509,6 @@ class CopiedActivations(Listener):
         running.call = call = _Call(name, is_copied, self._copied.get(name))
         if not self._cuts:
             self._release(forward, name)
-            if self._held is not None:
-                self._held.unit_begins(name)
             call.parts = forward.take_between()
         elif name not in forward.entered:
             forward.entered.add(name)
@@ -578,11 +570,7 @@ class CopiedActivations(Listener):
             self._confirm(call.name, nodes_of(tensors_in(output)))
         if self._cuts:
             return
-        if self._held is not None:
-            self._held.unit_ends(call.name, call.parts)
-        if call.is_copied:
-            forward.send(call)
-        forward.calls.append(call)
+        self._unit_ends(forward, call)
         # Without gradients, as in a reentrant checkpoint, the output is of no graph, even if a part
         # of the block has made one.
         forward.watch(tensors_in(output) if now.has_gradients else (), self._errors)
@@ -663,11 +651,24 @@ class CopiedActivations(Listener):
         )
 
     def _release(self, forward: _Pass, before: str | None) -> None:
-        """Let go of what has to leave before a block; of the rest, if that is None."""
+        """Let go of what has to leave before a block or stretch; of the rest, if that is None.
+
+        Where one begins, note what the program holds still of those before.
+        """
         for call in list(forward.leaving):
             if before is None or call.left_before == before:
                 forward.leaving.remove(call)
                 self._released_bytes += forward.release(call)
+        if self._held is not None and before is not None:
+            self._held.unit_begins(before)
+
+    def _unit_ends(self, forward: _Pass, call: _Stretch) -> None:
+        """Note what a block's call or a stretch has saved, and start the copy of it."""
+        if self._held is not None:
+            self._held.unit_ends(call.name, call.parts)
+        if call.is_copied:
+            forward.send(call)
+        forward.calls.append(call)
 
     def _measure(self, forward: _Pass) -> None:
         """Count what each call has saved that no later one has saved, too.
@@ -704,7 +705,7 @@ class CopiedActivations(Listener):
                 sizes = self._store.saved_sizes(key, ordinals, seen)
                 saves += [
                     Save(block_of(stretch.name), block, before + ordinal, size_bytes)
-                    for ordinal, (size_bytes, _) in sizes.items()
+                    for ordinal, size_bytes in sizes.items()
                 ]
         if saves:
             was_cut = bool(self._cuts)

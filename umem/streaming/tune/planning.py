@@ -269,7 +269,7 @@ class Planning:
             whole, error = self._plan(units, figures, None)
         if error and (self._slice_losses(units) or self._move_parameters_to_host()):
             return TuningEvent.CHANGED
-        if self._changes_remaking(whole, None, units):
+        if self._changes_remaking(whole, None):
             return self.follow_remaking(ending)
         fastest, stays = self._fastest, self.is_fastest
         if fastest is None or not self._is_for(fastest, units):
@@ -351,13 +351,8 @@ class Planning:
         saved_bytes = {name: proof.checkpointed_bytes for name, proof in self._proofs.items()}
         return freed_bytes, saved_bytes, more_bytes
 
-    def _changes_remaking(
-        self,
-        whole: TrainingPlan | None,
-        measured_s: float | None,
-        units: Sequence[StreamUnit] | None = None,
-    ) -> bool:
-        """Begin or end to make results again, by a plan for some units, or those so far."""
+    def _changes_remaking(self, whole: TrainingPlan | None, measured_s: float | None) -> bool:
+        """Begin or end to make results again, by a plan for the units that were measured."""
         # The times of steps before updates moved into the backward pass are of kept results, and
         # of times that are too long nothing follows.
         figures = self._steps.figures
@@ -365,9 +360,8 @@ class Planning:
             return False
         if self._remaking.is_on:
             return self._remaking.ends(whole.overflow_bytes, measured_s)
-        units = self._made_for if units is None else units
-        stock_s = figures.computed_s + sum(unit.update_s for unit in units)
-        if not self._remaking.begins(units, stock_s, whole, measured_s):
+        stock_s = figures.computed_s + sum(unit.update_s for unit in self._made_for)
+        if not self._remaking.begins(self._made_for, stock_s, whole, measured_s):
             return False
         self._next_kept = _KeptResults(
             self._steps.copy(), self._fastest, self._fastest_s, self._circumstances
