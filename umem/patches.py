@@ -299,6 +299,14 @@ PATCHES: Mapping[str, Patch] = {
         PatchWay.CALLED,
     ),
     **_patches(
+        "streaming/activations/recomputed.py",
+        "both calls of a block that runs twice, in the thread of each",
+        "the end of that call",
+        "what such a block saves would stay on the device",
+        {"recomputed_tensors": PRIVATE_NAMES["push_saved_tensor_hooks"].path},
+        PatchWay.CALLED,
+    ),
+    **_patches(
         "streaming/activations/random_states.py",
         "a block's second call, in the first measured step and in backward passes, in its thread",
         "the end of that call",

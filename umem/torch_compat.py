@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -52,7 +51,6 @@ __all__ = [
     "PrivateName",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
-    "begin_checkpoint",
     "every_call_is_seen",
     "fsdp_flats",
     "fsdp_groups",
@@ -598,36 +596,6 @@ compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter("_c
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Replace what `Module.compile` has made of a module's call."""
     module._compiled_call_impl = call
-
-
-@functools.lru_cache(4)  # the function may be a wrapped one
-def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
-def begin_checkpoint(
-    function: Callable[..., object], tensors: Iterable[torch.Tensor]
-) -> Generator[None, None, None]:
-    """Have autograd save nothing of what a thread does until the result is resumed or closed.
-
-    Parameters
-    ----------
-    function
-        Called with `tensors` in the backward pass: it does the same again.
-    tensors
-        They tell the devices.
-    """
-    from torch.utils.checkpoint import noop_context_fn
-
-    options = {"preserve_rng_state": False, "context_fn": noop_context_fn}
-    options |= {"determinism_check": "default", "debug": False, "early_stop": True}
-    begin = PRIVATE_NAMES["checkpoint_ends"].find()
-    known = _parameters_of(begin)  # early_stop is a newer torch's
-    generator: Generator[None, None, None] = begin(
-        function, *(value for name, value in options.items() if name in known), *tensors
-    )
-    next(generator)
-    return generator
 
 
 def operator_schema(operator: Any) -> Any:

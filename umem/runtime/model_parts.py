@@ -20,6 +20,7 @@ from umem.runtime.unguarded import Unguarded, addresses_of
 from umem.torch_compat import is_traceable_wrapper_subclass, is_zero_tensor
 
 __all__ = [
+    "buffer_at",
     "buffers_of",
     "find_chains",
     "gpu_of",
@@ -33,6 +34,7 @@ __all__ = [
     "optimizer_parameters",
     "optimizer_state",
     "parameter_names",
+    "parts_of",
     "plain_step",
     "plain_tensors",
     "storage_addresses",
@@ -194,7 +196,29 @@ def buffers_of(model: nn.Module, *, recurse: bool = True) -> list[torch.Tensor]:
 
     Those of the module alone with `recurse` false.
     """
-    return list(nn.Module.buffers(model, recurse))
+    if recurse:
+        return list(nn.Module.buffers(model))
+    return [it for it in vars(model)["_buffers"].values() if it is not None]
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """A module and all that are in it, each once: as ``modules()`` tells in four times the time."""
+    found, seen = [module], {module}
+    for part in found:
+        for child in vars(part)["_modules"].values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
+def buffer_at(module: nn.Module, name: str) -> torch.Tensor:
+    """The buffer that ``named_buffers()`` tells by a name."""
+    *path, own = name.split(".")
+    for step in path:
+        module = vars(module)["_modules"][step]
+    buffer: torch.Tensor = vars(module)["_buffers"][own]
+    return buffer
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,18 +19,17 @@ class BufferValues:
 
     Parameters
     ----------
+    buffers
+        The buffers.
     values
-        By buffer.
+        The value of each; those of now by default.
     """
 
-    def __init__(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        self.buffers = [it.data for it in values]
-        self._values = list(values.values())
-
-    @classmethod
-    def of(cls, buffers: Iterable[torch.Tensor]) -> BufferValues:
-        """The values now."""
-        return cls({it: it.detach().clone() for it in buffers})
+    def __init__(
+        self, buffers: Iterable[torch.Tensor], values: Iterable[torch.Tensor] | None = None
+    ) -> None:
+        self.buffers = [it.data for it in buffers]
+        self._values = [it.clone() for it in self.buffers] if values is None else list(values)
 
     @property
     def size_bytes(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from umem.runtime.model_parts import parts_of
 from umem.runtime.torch_hooks.saved_tensors import check_version
 from umem.torch_compat import version_counter
 
@@ -41,7 +42,7 @@ class CallState:
     def __init__(self, module: nn.Module, but: Collection[torch.Tensor] = ()) -> None:
         self._module = module
         self._settings = Settings()
-        own = [vars(it) for it in module.modules()]
+        own = [vars(it) for it in parts_of(module)]
         self._versions = _versions(own, but)
         held = [it[name] for it in own for name in _HELD]
         self._attributes = len(own)
@@ -105,7 +106,7 @@ class CallState:
 
 def versions_of(module: nn.Module, but: Collection[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     """Parameters and buffers of a module, but some, and how often each was changed in place."""
-    return _versions([vars(it) for it in module.modules()], but)
+    return _versions([vars(it) for it in parts_of(module)], but)
 
 
 def _versions(

@@ -31,7 +31,7 @@ from torch import nn
 from umem.capture.live import NO_BLOCK, Block
 from umem.offloading import ActivationStatistics, ActivationStore
 from umem.offloading.store import Stored
-from umem.runtime.model_parts import buffers_of, tensors_in
+from umem.runtime.model_parts import buffer_at, buffers_of, tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.modules import HookErrors
@@ -99,9 +99,10 @@ class _Call(_Stretch):
 
     def abandon(self) -> None:
         """Let hooks on what is saved go, behind an exception or an interrupt."""
-        for some in (self.watched, self.recomputed):
-            if some is not None:
-                some.abandon()
+        if self.watched is not None:
+            self.watched.abandon()
+        if self.recomputed is not None:
+            self.recomputed.end()
         self.watched = self.recomputed = None
 
 
@@ -518,7 +519,7 @@ class CopiedActivations(Listener):
         if self._is_measuring and name in self._unproved:
             call.watched = self._watch(name, module, args, kwargs)
         leaves = call.is_copied or (forward.stretch is not None and forward.stretch.is_copied)
-        moves = bool(is_recomputed or leaves or self._is_measuring)
+        moves = leaves or self._is_measuring
         if call.watched is not None:
             self.is_unusual = True
         elif moves or self._cuts or self._remakes:
@@ -535,7 +536,7 @@ class CopiedActivations(Listener):
             call.is_open = True
         if is_recomputed:
             proof = self.proofs[name]
-            buffers = [*map(module.get_buffer, proof.buffers)]
+            buffers = [buffer_at(module, it) for it in proof.buffers]
             call.recomputed = RecomputedCall(module, args, kwargs, buffers)
             if (second := call.recomputed.second()) is not None:
                 second.on_late = self._second_run_is_late
@@ -627,7 +628,8 @@ class CopiedActivations(Listener):
         Attributes of modules may change: a second call has those of the first.
         """
         module = self._blocks[name].module
-        unchanged = versions_of(module, but=[*map(module.get_buffer, self.proofs[name].buffers)])
+        changing = [buffer_at(module, it) for it in self.proofs[name].buffers]
+        unchanged = versions_of(module, but=changing)
 
         beside = ReachableBeside(module)
 

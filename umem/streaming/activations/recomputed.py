@@ -1,22 +1,42 @@
-"""Runs a block's call again in the backward pass, in place of what autograd saves of it."""
+"""Runs a block's call again in the backward pass, in place of what autograd saves of it.
+
+As torch's checkpoint does that is not reentrant. It takes the processor less time, for a call that
+is proved repeatable needs no record of what it saves but the order.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from umem.runtime.model_parts import tensors_in
+from umem.runtime.torch_hooks.saved_tensors import pop_if_innermost
 from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues
 from umem.streaming.activations.call_states import CallState
 from umem.streaming.activations.random_states import RandomStates
-from umem.torch_compat import InferenceMode, begin_checkpoint
+from umem.torch_compat import InferenceMode, push_saved_tensor_hooks
 
 __all__ = ["RecomputedCall", "SecondRun"]
+
+
+class _Place:
+    """Stands for a tensor that autograd saves, and has it from the second run to its use."""
+
+    __slots__ = ("__weakref__", "shape", "tensor")
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+        self.tensor: torch.Tensor | None = None
+
+
+class _AllIsSaved(Exception):  # noqa: N818
+    """Ends a second run: the rest of it saves nothing. Modules call their hooks behind it."""
 
 
 class SecondRun:
@@ -38,57 +58,89 @@ class SecondRun:
         self._module, self._state = module, CallState(module, but=buffers)
         self._random = RandomStates(tensors_in((args, kwargs)))
         self._given = Arguments(args, kwargs)
-        self._before = BufferValues.of(buffers)
+        self._before = BufferValues(buffers)
         # Autograd saves them: a change is an error from now on, and they may leave. The node frees
         # what it has saved with its result, although Python may have it for longer.
         tensors = self._given.take_tensors()
         self._saved: Any = _save(tensors)
-        kind = next((it.device.type for it in tensors), "cpu")
-        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._saves: list[torch.Tensor] | None = None
+        kinds = {"cpu", *(it.device.type for it in tensors)}
+        self._autocast = {kind: _autocast_of(kind) for kind in kinds}
+        # Those of a tensor that no node holds any more are gone.
+        self._places: list[weakref.ref[_Place]] = []
+        self._is_early = False
         self.on_late: Callable[[], None] | None = None
-        """Called where it comes behind an update of weights."""
+        """Called where what was made ahead of an update of weights is used behind it."""
 
-    def __call__(self, *_: object) -> None:
-        """Have autograd save what the first run has saved."""
-        if self._saves is None:
+    def pack(self, tensor: torch.Tensor) -> _Place:
+        """Save nothing of the first run but the order."""
+        place = _Place(tensor.shape)
+        self._places.append(weakref.ref(place))
+        return place
+
+    def unpack(self, place: _Place) -> torch.Tensor:
+        """The tensor, from the second run."""
+        while (tensor := place.tensor) is None:  # of a retained graph, at each use
             self._run()
-            return
-        if self.on_late is not None:
+        if not self._is_early:
+            place.tensor = None
+        elif self.on_late is not None:
             self.on_late()
-        _save(self._saves)
+        return tensor
 
     def make_now(self) -> None:
-        """Run now, ahead of a change of weights: the run to come gets what this one saves."""
-        if self._saves is not None:
-            return
-        saves: list[torch.Tensor] = []
-
-        def note(tensor: torch.Tensor) -> None:
-            saves.append(tensor.detach())
-
-        with (
-            torch.enable_grad(),
-            torch.autocast(*self._autocast),
-            torch.autograd.graph.saved_tensors_hooks(note, _refuse),
-        ):
+        """Run now, ahead of a change of weights."""
+        if not self._is_early:
             self._run()
-        self._saves = saves
+            self._is_early = True
 
     def _run(self) -> None:
+        places, reached = self._places, 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal reached
+            place = places[reached]()
+            reached += 1
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            if place is not None:
+                if place.shape != tensor.shape:
+                    raise self._differs(f"{[*tensor.shape]} in place of {[*place.shape]}")
+                place.tensor = tensor
+            if reached == len(places):
+                raise _AllIsSaved
+            return tensor
+
         with (
             InferenceMode(False),  # the backward pass may be in one
+            torch.enable_grad(),
+            ExitStack() as autocast,
             self._state.put_back(),
-            BufferValues.of(self._before.buffers).put_back_at_end(),
+            BufferValues(self._before.buffers).put_back_at_end(),
             self._random.put_back(),
         ):
+            for kind, noted in self._autocast.items():
+                if noted != _autocast_of(kind):
+                    autocast.enter_context(torch.autocast(kind, *noted))
             args, kwargs = self._given.with_tensors(self._saved.grad_fn.saved_tensors)
             self._before.put_back()
-            self._module(*args, **kwargs)
+            hooks = pack, _as_it_is
+            push_saved_tensor_hooks(*hooks)
+            try:
+                self._module(*args, **kwargs)
+            except _AllIsSaved:
+                return
+            finally:
+                pop_if_innermost(hooks, _do_nothing)
+            raise self._differs(f"fewer tensors, {reached} of {len(places)}")
+
+    def _differs(self, how: str) -> RuntimeError:
+        return RuntimeError(
+            f"the second run of a {type(self._module).__name__}'s call has saved {how}. With "
+            "`recompute: never` in umem's policy nothing runs twice"
+        )
 
 
 class RecomputedCall:
-    """A call of a block that torch's checkpoint runs again when its backward pass comes.
+    """A call of a block that runs again when its backward pass comes.
 
     Between both ends, autograd saves nothing of the call but the tensors in its arguments. umem's
     own hooks run the second time, too: the block's weights come as for any checkpoint.
@@ -111,19 +163,15 @@ class RecomputedCall:
         kwargs: dict[str, Any],
         buffers: Collection[torch.Tensor] = (),
     ) -> None:
-        given = tensors_in((args, kwargs))
         second = SecondRun(module, args, kwargs, buffers)
         self.second = weakref.ref(second)
         """The run to come, for as long as autograd may ask for it."""
-        self._ends = begin_checkpoint(second, [it.new_empty(0) for it in given[:1]])
+        self._hooks = second.pack, second.unpack
+        push_saved_tensor_hooks(*self._hooks)
 
     def end(self) -> None:
-        """The call returns."""
-        next(self._ends, None)
-
-    def abandon(self) -> None:
-        """An exception has ended the call."""
-        self._ends.close()
+        """The call is over, or an exception has ended it."""
+        pop_if_innermost(self._hooks, _do_nothing)
 
 
 class _Saved(torch.autograd.Function):
@@ -146,5 +194,15 @@ def _save(tensors: Iterable[torch.Tensor]) -> Any:
         return _Saved.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
 
 
-def _refuse(_: object) -> torch.Tensor:
-    raise AssertionError("no graph of this run is used")
+def _autocast_of(kind: str) -> tuple[torch.dtype, bool, bool]:
+    """What ``torch.autocast`` gets to have it as now."""
+    is_enabled = torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind), is_enabled, torch.is_autocast_cache_enabled()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _do_nothing() -> None:
+    """There is no list to take hooks from."""

@@ -28,7 +28,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from umem.adapters import is_filled
 from umem.capture.live.saved_tensors import SavedTensorHooks
-from umem.runtime.model_parts import lies_in_memory, tensors_in
+from umem.runtime.model_parts import lies_in_memory, parts_of, tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
 from umem.streaming.activations.arguments import Arguments, told_of_filled
@@ -79,7 +79,7 @@ def call_signature(module: nn.Module, arguments: object = ()) -> tuple[Any, ...]
     if every_call_is_seen():
         return None
     found: list[object] = [told_of_filled(arguments, []) if arguments else ()]
-    for part in module.modules():
+    for part in parts_of(module):
         attributes = vars(part)
         # umem's own hooks are beside the entries.
         hooks = map(OrderedDict.__len__, map(attributes.__getitem__, _HOOKS))
@@ -192,7 +192,8 @@ class WatchedCall:
             return None
         # Some kernels change statistics without a count of changes.
         changed = {name: pair for name, pair in self._buffers.items() if not have_equal_bits(*pair)}
-        self._before = BufferValues(dict(changed.values()))
+        pairs = changed.values()
+        self._before = BufferValues([it for it, _ in pairs], [value for _, value in pairs])
         if self._before.size_bytes > _MOST_BUFFER_BYTES:
             return None
         is_random = RandomStates(self._arguments()) != self._random
@@ -255,7 +256,7 @@ class WatchedCall:
         """Call the block with the random numbers of the first time, past its hooks."""
         saved: list[_Saved] = []
         hooks = _see(saved, alone=True)
-        after = BufferValues.of(self._before.buffers)
+        after = BufferValues(self._before.buffers)
         try:
             with self._random.put_back(), after.put_back_at_end():
                 self._before.put_back()
