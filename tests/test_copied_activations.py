@@ -446,3 +446,55 @@ def test_buffers_stay_also_those_that_a_module_gets_between_passes() -> None:
         for layer in model.layers:
             layer.scale = layer.scale.clone()
     copied.activations.close()
+
+
+class Rectified(nn.Module):
+    """Layers whose last operator saves its result, which the first one of the next saves, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        ups = (
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+            for _ in range(LAYERS)
+        )
+        self.layers = nn.ModuleList(ups)
+        self.results: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.results.clear()
+        for layer in self.layers:
+            x = layer(x)
+            self.results.append(weakref.ref(x.untyped_storage()))
+        return x
+
+
+@pytest.mark.parametrize("recomputed", [(), ("layers.2",), ("layers.1", "layers.2")])
+def test_what_a_later_layer_saves_too_leaves_with_that_and_nothing_else(
+    recomputed: tuple[str, ...],
+) -> None:
+    """And not at all for one that only runs twice."""
+    expected = train(Rectified(), 0, 1)
+    model = Rectified()
+    store = LoggedStore(LazyMover())
+    activations = CopiedActivations(model, find_blocks(model), store, _raise, may_recompute=True)
+    activations.set_plan({}, 1, is_measuring=True)
+    for _ in range(2):  # the first one proves that layers may run twice
+        model.zero_grad()
+        activations.begin_step()
+        train(model, 0)
+    tensor_bytes = ROWS * WIDTH * 4
+    # The argument of the layer, which the one before has saved as its result, and one within it.
+    saved_bytes = activations.saved_bytes["layers.3"]
+    assert saved_bytes == 2 * tensor_bytes
+    activations.set_plan(
+        {"layers.3": None}, 1, is_measuring=False, recomputed=dict.fromkeys(recomputed)
+    )
+    before = store.statistics.bytes_out
+    loss = model(batch(1)).square().mean()
+    assert model.results[2]() is None
+    # The layer's own result is copied, too, though the next one holds it.
+    assert store.statistics.bytes_out - before == saved_bytes + tensor_bytes
+    loss.backward()
+    assert store.statistics.late_fetches == 0
+    assert gradients(model) == expected

@@ -749,6 +749,16 @@ class ActivationStore:
                 released += stored.size_bytes
         return released
 
+    def leave_to_others(self, key: Hashable, ordinals: Iterable[int] | None = None) -> None:
+        """Have a group hold nothing that others have saved, too, and release.
+
+        It comes back with them, or when it is needed. Parameters as for `send`.
+        """
+        with self._lock:
+            if (group := self._find(key)) is not None:
+                for stored in group.stored(ordinals):
+                    stored.wanted_by.discard(group.reference)
+
     def fetch(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
         """Start copying back what was released, the last saved first. Parameters as for `send`.
 

@@ -253,6 +253,8 @@ class CopiedActivations(Listener):
         self._errors = HookErrors(on_error)
         self._copied: Mapping[str, str | None] = {}
         self._planned: frozenset[str] = frozenset()
+        self._following: frozenset[str] = frozenset()
+        """Units that stay, but for what later ones have saved, too, with which it leaves."""
         self.recomputed: frozenset[str] = frozenset()
         """Blocks whose calls run again in the backward pass."""
         self._left_out: frozenset[str] = frozenset()
@@ -315,9 +317,9 @@ class CopiedActivations(Listener):
         """
         self.recomputed, self._left_out = frozenset(recomputed), frozenset(left_out)
         leaving = {**recomputed, **copied}
-        for name, others in self._shared.items():  # they hold what the other unit has saved, too
-            if name not in leaving and (later := others & leaving.keys()):
-                leaving[name] = leaving[min(later)]
+        self._following = frozenset(
+            name for name, others in self._shared.items() if not others.isdisjoint(copied)
+        ).difference(copied)
         units = {it for cuts in (self._cuts or {}).values() for it in cuts.values()}
         units |= self.names | ({NO_BLOCK} if units else set())
         self._copied = {name: before for name, before in leaving.items() if name in units}
@@ -462,7 +464,8 @@ class CopiedActivations(Listener):
         """Whether what a block's call, or the model, saves in a stretch may leave."""
         # What the model saves between blocks goes with the next one.
         is_between = block == NO_BLOCK and bool(self._blocks or not self._cuts)
-        return is_between or self._is_measuring or stretch in self._copied
+        moves = self._is_measuring or stretch in self._copied or stretch in self._following
+        return is_between or moves
 
     def _begin_stretch(self, forward: _Pass, name: str, is_copied: bool) -> None:
         self._end_stretch(forward)
@@ -519,7 +522,7 @@ class CopiedActivations(Listener):
         if self._is_measuring and name in self._unproved:
             call.watched = self._watch(name, module, args, kwargs)
         leaves = call.is_copied or (forward.stretch is not None and forward.stretch.is_copied)
-        moves = leaves or self._is_measuring
+        moves = leaves or self._is_measuring or name in self._following
         if call.watched is not None:
             self.is_unusual = True
         elif moves or self._cuts or self._remakes:
@@ -670,6 +673,9 @@ class CopiedActivations(Listener):
             self._held.unit_ends(call.name, call.parts)
         if call.is_copied:
             forward.send(call)
+        elif call.name in self._following:
+            for part in call.parts:
+                self._store.leave_to_others(*part)
         forward.calls.append(call)
 
     def _measure(self, forward: _Pass) -> None:
