@@ -667,7 +667,12 @@ class ActivationStore:
             group = self._find(key)
             return [] if group is None else group.stored(ordinals)
 
-    def send(self, key: Hashable, ordinals: Iterable[int] | None = None) -> int:
+    def send(
+        self,
+        key: Hashable,
+        ordinals: Iterable[int] | None = None,
+        stays: Container[int] = frozenset(),
+    ) -> int:
         """Start copying a group to the host, after the work that its stream holds now.
 
         Parameters
@@ -676,6 +681,8 @@ class ActivationStore:
             The group. It is no error if there is none, or nothing of it may leave.
         ordinals
             Only these tensors of it; None for all.
+        stays
+            Places in the list that `stored` returns, of what is not copied.
 
         Returns
         -------
@@ -688,8 +695,10 @@ class ActivationStore:
             if group is None:
                 return 0
             try:
-                for stored in group.stored(ordinals):
+                for place, stored in enumerate(group.stored(ordinals)):
                     storage, size_bytes = stored.storage, stored.size_bytes
+                    if place in stays:
+                        continue
                     # A storage that was resized since is not what was saved.
                     if storage is None or stored.buffer or storage.nbytes() != size_bytes:
                         continue

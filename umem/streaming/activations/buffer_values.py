@@ -42,9 +42,11 @@ class BufferValues:
 
     def put_back(self) -> None:
         """Give the buffers these values again."""
-        if self.buffers:
-            with torch.no_grad():
-                foreach_copy(self.buffers, self._values)
+        with torch.no_grad():
+            for kind in {it.dtype for it in self.buffers}:  # one kernel for each
+                its = [number for number, it in enumerate(self.buffers) if it.dtype is kind]
+                values = [self._values[number] for number in its]
+                foreach_copy([self.buffers[number] for number in its], values)
 
     @contextmanager
     def put_back_at_end(self) -> Iterator[None]:

@@ -66,6 +66,9 @@ _MUCH_LONGER = 1.5
 _Part = tuple[object, range | None]
 """A group of the store, and ordinals in it; None for all."""
 
+_Place = tuple[int, int]
+"""Of a storage: the number of a unit's part, and its number in that."""
+
 
 @dataclass(eq=False)
 class _Stretch:
@@ -149,10 +152,11 @@ class _Pass:
         taken, self.taken = self.taken, self._store.saved_count(self.model_key)
         return [(self.model_key, range(taken, self.taken))] if self.taken > taken else []
 
-    def send(self, call: _Stretch) -> None:
-        """Start the copies to the host."""
-        for key, ordinals in call.parts:
-            self._store.send(key, ordinals)
+    def send(self, call: _Stretch, stays: Collection[_Place]) -> None:
+        """Start the copies to the host, but of what stays."""
+        for number, (key, ordinals) in enumerate(call.parts):
+            its = {place for part, place in stays if part == number}
+            self._store.send(key, ordinals, its)
         self.leaving.append(call)
 
     def release(self, call: _Stretch) -> int:
@@ -239,8 +243,12 @@ class CopiedActivations(Listener):
         """None until a pass was measured; empty where blocks do as units."""
         self.saved_bytes: dict[str, int] = {}
         """Bytes that could leave, by block: the most before a backward pass while measuring."""
-        self._shared: Mapping[str, set[str]] = {}
-        """By unit, later ones that save what it saves; those bytes count for the last of them."""
+        self._shared: Mapping[str, Mapping[_Place, str]] = {}
+        """By unit, what a later one saves, too: its bytes count for the last, which is named."""
+        self._called_again: frozenset[str] = frozenset()
+        """Units that are called several times in a pass."""
+        self._staying: Mapping[str, Collection[_Place]] = {}
+        """By unit, what is not copied with it: the later one stays."""
         self.held_bytes: HeldBytes = {}
         """Of these, what the program holds, in the last pass that was measured."""
         self._held: HeldByProgram | None = None
@@ -318,8 +326,15 @@ class CopiedActivations(Listener):
         self.recomputed, self._left_out = frozenset(recomputed), frozenset(left_out)
         leaving = {**recomputed, **copied}
         self._following = frozenset(
-            name for name, others in self._shared.items() if not others.isdisjoint(copied)
+            name
+            for name, later in self._shared.items()
+            if not copied.keys().isdisjoint(later.values())
         ).difference(copied)
+        self._staying = {
+            name: {place for place, other in later.items() if other not in copied}
+            for name, later in self._shared.items()
+            if name not in self._called_again
+        }
         units = {it for cuts in (self._cuts or {}).values() for it in cuts.values()}
         units |= self.names | ({NO_BLOCK} if units else set())
         self._copied = {name: before for name, before in leaving.items() if name in units}
@@ -672,7 +687,7 @@ class CopiedActivations(Listener):
         if self._held is not None:
             self._held.unit_ends(call.name, call.parts)
         if call.is_copied:
-            forward.send(call)
+            forward.send(call, self._staying.get(call.name, ()))
         elif call.name in self._following:
             for part in call.parts:
                 self._store.leave_to_others(*part)
@@ -683,17 +698,20 @@ class CopiedActivations(Listener):
 
         In a pass that is cut, but for what the program keeps in its hands.
         """
-        last: dict[Stored, str] = {}
-        shared: defaultdict[str, set[str]] = defaultdict(set)
+        last: dict[Stored, _Stretch] = {}
+        shared: defaultdict[str, dict[_Place, str]] = defaultdict(dict)
         for call in reversed(forward.calls):
-            for stored in (it for part in call.parts for it in self._store.stored(*part)):
-                if (owner := last.get(stored)) is not None:
-                    shared[call.name].add(owner)
-                    continue
-                last[stored] = call.name
-                if not (self._cuts and stored.is_kept()):
-                    call.saved_bytes += stored.size_bytes
+            for number, part in enumerate(call.parts):
+                for place, stored in enumerate(self._store.stored(*part)):
+                    if (owner := last.get(stored)) is not None:
+                        shared[call.name][number, place] = owner.name
+                        continue
+                    last[stored] = call
+                    if not (self._cuts and stored.is_kept()):
+                        call.saved_bytes += stored.size_bytes
         self._shared = shared
+        calls = Counter(call.name for call in forward.calls)
+        self._called_again = frozenset(name for name, count in calls.items() if count > 1)
 
     def _finds_cuts(self, forward: _Pass) -> bool:
         """Look for the stretches of later passes, by what this one has saved.
