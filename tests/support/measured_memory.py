@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from umem.capture.live import Clock
+from umem.core.classes import TensorClass
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.streaming import StreamedTraining
@@ -121,11 +122,13 @@ def train_within(
 ) -> tuple[int, list[bytes], TuningStatus | None]:
     """Train with so much memory, or without umem.
 
-    Returns the most memory of the last step, the weights, and what became of the plan.
+    Returns the most memory of the last step, the weights, and what became of the plan. A last step
+    under a plan copies what was planned.
     """
     with MemoryMeter() as meter:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        training = None
+        training = tuner = plan = None
+        before_bytes = 0
         if limit_bytes is not None:
             room = MeasuredRoom(meter, limit_bytes, _SLACK_BYTES)
             store = ActivationStore("cpu", HostBesideMover(meter), min_bytes=min_bytes)
@@ -135,11 +138,16 @@ def train_within(
             training = StreamedTraining(model, optimizer, lanes, memory, tuner, streams_state=False)
         for step in range(steps):
             meter.most_bytes = 0
+            if tuner is not None:
+                plan, before_bytes = tuner.plan, store.statistics.bytes_out
             optimizer.zero_grad()
             model(batch(step)).square().mean().backward()
             optimizer.step()
         status = None if training is None else training.status().tuning
         if training is not None:
             training.close()
+        if tuner is not None and plan is not None and plan is tuner.plan:
+            planned_bytes = plan.predicted.to_host_bytes.get(TensorClass.ACTIVATIONS, 0)
+            assert store.statistics.bytes_out - before_bytes == planned_bytes
         most_bytes = meter.most_bytes
     return most_bytes, [it.detach().numpy().tobytes() for it in model.parameters()], status
