@@ -1,7 +1,7 @@
-"""Waits of the program's stream for umem's own copies and updates: no time of the program's work.
+"""Waits of the program's stream for umem's own copies, updates and looks: no time of its own work.
 
-Whoever makes the stream wait does so within :data:`program_waits`; whoever measures the program
-listens.
+Whoever makes the stream wait does so within :data:`program_waits`, and so does what keeps the
+processor from launching the program's kernels in measured steps alone; whoever measures listens.
 """
 
 from __future__ import annotations

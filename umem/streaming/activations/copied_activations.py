@@ -32,6 +32,7 @@ from umem.capture.live import NO_BLOCK, Block
 from umem.offloading import ActivationStatistics, ActivationStore
 from umem.offloading.store import Stored
 from umem.runtime.model_parts import buffer_at, buffers_of, tensors_in
+from umem.runtime.program_waits import program_waits
 from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.modules import HookErrors
@@ -647,14 +648,15 @@ class CopiedActivations(Listener):
         """
         module = self._blocks[name].module
         changing = [buffer_at(module, it) for it in self.proofs[name].buffers]
-        unchanged = versions_of(module, but=changing)
-
-        beside = ReachableBeside(module)
+        with program_waits:  # steps under a plan do not look
+            unchanged = versions_of(module, but=changing)
+            beside = ReachableBeside(module)
 
         def confirm(_gradients: object) -> None:
-            are_changed = any(version_counter(it) != version for it, version in unchanged)
-            if are_changed or not beside.is_unchanged():
-                self.proofs.pop(name, None)
+            with program_waits:
+                are_changed = any(version_counter(it) != version for it, version in unchanged)
+                if are_changed or not beside.is_unchanged():
+                    self.proofs.pop(name, None)
 
         for node in nodes:
             node.register_prehook(self._errors(confirm))
