@@ -560,6 +560,7 @@ class CopiedActivations(Listener):
             if (second := call.recomputed.second()) is not None:
                 second.on_late = self._second_run_is_late
                 self._second_runs.add(second)
+            call.recomputed.begin()
 
     def block_ends(self, _name: str, now: Pass, output: object, *, failed: bool) -> None:
         """Start the copy of what the block has saved."""

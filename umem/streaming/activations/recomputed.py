@@ -142,8 +142,8 @@ class SecondRun:
 class RecomputedCall:
     """A call of a block that runs again when its backward pass comes.
 
-    Between both ends, autograd saves nothing of the call but the tensors in its arguments. umem's
-    own hooks run the second time, too: the block's weights come as for any checkpoint.
+    From `begin` to `end`, autograd saves nothing of the call but the tensors in its arguments.
+    umem's own hooks run the second time, too: the block's weights come as for any checkpoint.
 
     Parameters
     ----------
@@ -167,6 +167,9 @@ class RecomputedCall:
         self.second = weakref.ref(second)
         """The run to come, for as long as autograd may ask for it."""
         self._hooks = second.pack, second.unpack
+
+    def begin(self) -> None:
+        """The call begins. Apart, for an interrupt to find what is to be ended."""
         push_saved_tensor_hooks(*self._hooks)
 
     def end(self) -> None:
