@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,8 +14,10 @@ from measured_memory import train_within
 from torch import nn
 from torch.nn.functional import interpolate
 
+from umem.capture.live import find_blocks
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
+from umem.streaming.activations import CopiedActivations
 from umem.streaming.plan import StreamProblem, StreamUnit, plan_stream
 from umem.streaming.tune import TuningState, planning
 
@@ -61,6 +64,10 @@ class UNet(nn.Module):
             x = block(torch.cat([interpolate(x, scale_factor=2.0), skips.pop()], 1))
         found: torch.Tensor = self.head(x)
         return found
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 def images(number: int) -> torch.Tensor:
@@ -115,6 +122,40 @@ def test_a_net_takes_as_much_memory_and_copies_as_much_as_planned(
     assert status.copied_bytes > 0
     assert most_bytes <= status.plan.peak_bytes <= limit_bytes
     assert status.plan.peak_bytes - most_bytes < SCALAR_BYTES
+
+
+@pytest.mark.parametrize("make", [UNet, residual_net])
+@pytest.mark.parametrize("seed", range(3))
+def test_as_much_is_copied_as_the_units_save_whatever_runs_twice(
+    make: Callable[[], nn.Module], seed: int
+) -> None:
+    choice, model = random.Random(seed), make()
+    store = ActivationStore("cpu", LazyMover(), min_bytes=1024)
+    activations = CopiedActivations(model, find_blocks(model), store, fail, may_recompute=True)
+    activations.set_plan({}, 1, is_measuring=True)
+
+    def train() -> None:
+        model.zero_grad()
+        activations.begin_step()
+        model(images(0)).square().mean().backward()
+
+    for _ in range(4):  # the first ones prove that blocks may run twice, and find cuts
+        train()
+    saved_bytes, proofs = dict(activations.saved_bytes), dict(activations.proofs)
+    again = dict.fromkeys(name for name in proofs if choice.random() < 0.4)
+    copied = dict.fromkeys(name for name in saved_bytes if choice.random() < 0.4)
+    assert again
+    assert copied
+    planned_bytes = sum(
+        max(0, saved_bytes[name] - (proofs[name].freed_bytes if name in again else 0))
+        for name in copied
+    )
+    activations.set_plan(copied, 1, is_measuring=False, recomputed=again)
+    before_bytes = store.statistics.bytes_out
+    train()
+    # A proof counts tensors that are too small to be copied, such as the norms' averages.
+    assert abs(store.statistics.bytes_out - before_bytes - planned_bytes) < planned_bytes / 100
+    assert store.statistics.late_fetches == 0
 
 
 def test_memory_is_needed_until_the_program_lets_go() -> None:
