@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from activation_chain import LazyMover
-from measured_memory import train_within
+from measured_memory import SCALAR_BYTES, train_within
 from torch import nn
 from torch.nn.functional import interpolate
 
@@ -23,8 +23,6 @@ from umem.streaming.tune import TuningState, planning
 
 CHANNELS, PIXELS = 4, 48
 MIB = 2**20
-SCALAR_BYTES = 8
-"""A measured step may have one more scalar at its fullest moment."""
 
 
 class Block(nn.Module):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured_memory import SCALAR_BYTES, train_within
 from repeated_blocks import (
     CHANGING_BUFFERS,
     NAMES,
@@ -34,6 +35,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from umem.streaming.activations import repeatable
+from umem.streaming.tune import planning
+from umem.streaming.tune.remaking import Remaking
 
 
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -410,3 +415,31 @@ def test_a_block_that_reads_what_others_have_put_into_a_cache_does_not_run_twice
     activations = managed(model)
     assert run(model, plan(activations)) == run(Cached(Reading), lambda _: None)
     assert activations.proofs.keys() & set(NAMES) == set(NAMES[:2])
+
+
+@pytest.mark.parametrize("percent", [45, 60, 75])
+def test_blocks_that_run_twice_take_as_much_memory_as_planned(
+    percent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The meter is a mode that sees each operator; otherwise nothing would run twice under one.
+    monkeypatch.setattr(repeatable, "every_call_is_seen", lambda: False)
+    monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
+    monkeypatch.setattr(Remaking, "begins", lambda *_: False)
+
+    def batch(number: int) -> torch.Tensor:
+        return torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(number))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer() for _ in range(8)))
+
+    stock_bytes, expected, _ = train_within(make(), None, batch, 16)
+    limit_bytes = percent * stock_bytes // 100
+    most_bytes, weights, status = train_within(make(), limit_bytes, batch, 16, may_recompute=True)
+    assert weights == expected
+    assert status is not None
+    assert status.plan is not None
+    print(status.recomputed_blocks, most_bytes, status.plan.peak_bytes, limit_bytes, stock_bytes)
+    assert status.recomputed_blocks > 0
+    assert most_bytes <= status.plan.peak_bytes <= limit_bytes
+    assert status.plan.peak_bytes - most_bytes < SCALAR_BYTES
