@@ -178,9 +178,7 @@ def is_print(value: ast.expr) -> bool:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.chdir(REPOSITORY / "examples")
     cells = json.loads(Path("tour.ipynb").read_text(encoding="utf-8"))["cells"]
@@ -214,9 +212,7 @@ def test_the_code_in_the_activations_page_runs() -> None:
         exec(compile(block, "docs/offload.md", "exec"), names)
 
 
-def test_examples_that_are_missing_are_said_to_be(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_examples_are_said_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(umem, "__file__", str(tmp_path / "umem" / "__init__.py"))
     with pytest.raises(UnsupportedError, match=r"umem: reinstall"):
         examples_folder()
