@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Run, umem_command
+from command_line import Run
 
 from umem.capture.offline import LORA_TARGETS, model_config, model_names
 from umem.core.errors import UmemError
@@ -44,10 +44,9 @@ CONFIGS = [
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`umem`."""
+def run(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.delenv("UMEM_DEVICE_BUDGET", raising=False)
-    return umem_command(monkeypatch, capsys)
+    return run
 
 
 def machine(mode: str, name: str = "h100-sxm") -> tuple[Hardware, ResolvedPolicy]:
@@ -395,9 +394,7 @@ def test_sgd_has_one_moment(mode: str, precision: str, bytes_each: int, update_b
         ("deepseek-v2-lite", ("q_proj", "kv_b_proj"), 8),
     ],
 )
-def test_adapters_are_those_that_peft_makes(
-    model: str, targets: tuple[str, ...], rank: int
-) -> None:
+def test_adapters_are_those_of_peft(model: str, targets: tuple[str, ...], rank: int) -> None:
     peft = pytest.importorskip("peft")
     modules = targets[0] if targets == ("all-linear",) else list(targets)
     adapters = peft.LoraConfig(r=rank, target_modules=modules, task_type="CAUSAL_LM")
@@ -522,9 +519,7 @@ def test_a_loss_without_room_is_sliced_or_named() -> None:
         ("llama-2-70b", "lora", "bf16"),
     ],
 )
-def test_the_largest_batch_fits_and_a_larger_one_does_not(
-    model: str, mode: str, precision: str
-) -> None:
+def test_the_largest_batch_fits_and_no_larger_one(model: str, mode: str, precision: str) -> None:
     largest = trained(model, mode=mode, precision=precision).largest_batch
     assert largest >= 4
     at_most = trained(model, mode=mode, precision=precision, batch=largest)
@@ -536,8 +531,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(
 
 @pytest.mark.slow
 def test_host_memory_limits_the_answer() -> None:
-    enough = trained("llama-2-7b", precision="fp32-autocast")
-    assert enough.umem.host_bytes is not None
+    assert trained("llama-2-7b", precision="fp32-autocast").umem.host_bytes is not None
     found = trained("llama-2-7b", precision="fp32-autocast", host_bytes=20 * GIB)
     assert found.umem.time_s is None
     assert "host" in found.umem.why_not
@@ -729,8 +723,7 @@ def test_the_policy_is_one_that_runs(run: Run, tmp_path: Path) -> None:
     assert status == 0
     assert f"umem run --policy {file} train.py" in text
     assert "UMEM_DEVICE_BUDGET" not in text
-    policy = resolve(load_policy(file), load_hardware("h100-sxm"))
-    assert policy.device_budget_bytes == 70 * GIB
+    assert resolve(load_policy(file), load_hardware("h100-sxm")).device_budget_bytes == 70 * GIB
     found = json.loads(run(*SFT, "--gpu", "h100-sxm", "--budget", "70GiB", "--json")[1])
     assert found["results"][0]["policy"] == file.read_text()
 
