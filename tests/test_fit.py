@@ -199,21 +199,6 @@ def test_a_file_or_its_folder_gives_a_shape(tmp_path: Path) -> None:
     assert load_shape(str(tied)).parameters == 1000 * 256 + 256 + 3 * layer
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"hidden_size": {"x" * 5000: 1}}, "hidden_size"),
-        ({"vocab_size": int("9" * 400)}, "vocab_size"),
-        ({"hidden_size": 2**31, "intermediate_size": 2**31}, "parameters"),
-    ],
-)
-def test_a_configuration_beyond_bounds(tmp_path: Path, changes: Any, named: str) -> None:
-    """An estimate of an endless model would take endless time."""
-    with pytest.raises(UmemError, match=named) as caught:
-        load_shape(str(config_file(tmp_path, **changes)))
-    assert len(str(caught.value)) < len(str(tmp_path)) + 200
-
-
 def test_layers_have_the_windows_of_their_family() -> None:
     windows = [layer.window for layer in load_shape("gemma-3-12b").layers[:7]]
     assert windows == [1024] * 5 + [0, 1024]
@@ -237,16 +222,20 @@ def test_generic_models_have_about_the_size(size: str, billions: float) -> None:
         ({"model_type": None}, "model_type"),
         ({"model_type": "mixtral"}, "num_local_experts"),
         ({"model_type": "qwen3_moe", "num_experts": 4}, "moe_intermediate_size"),
+        # An estimate of an endless model would take endless time.
+        ({"hidden_size": {"x" * 5000: 1}}, "hidden_size"),
+        ({"vocab_size": int("9" * 400)}, "vocab_size"),
+        ({"hidden_size": 2**31, "intermediate_size": 2**31}, "parameters"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_names_file_and_key(
     tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     file = config_file(tmp_path, **changes)
-    with pytest.raises(UmemError) as error:
+    with pytest.raises(UmemError, match=named) as error:
         load_shape(str(file))
     assert str(file) in str(error.value)
-    assert named in str(error.value)
+    assert len(str(error.value)) < len(str(file)) + 1000
 
 
 # The estimate, beside `umem simulate`, whose figures are in its documentation.
