@@ -49,6 +49,16 @@ def the_log_is_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """The command `umem`, in the test's process."""
+    from command_line import umem_command  # most tests run no command
+
+    return umem_command(monkeypatch, capsys)
+
+
+@pytest.fixture
 def fork_server() -> None:
     """For tests of workers, whose own call comes too late to say what the server imports."""
     from fork_server import start_fork_server  # most tests start no process

@@ -69,7 +69,7 @@ def test_the_core_names_no_library() -> None:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda it: it.module)
-def test_an_adapter_imports_nothing_of_its_library_and_says_where_its_source_is(
+def test_an_adapter_imports_nothing_of_its_library_and_names_its_source(
     adapter: Any,
 ) -> None:
     module = sys.modules[type(adapter).__module__]

@@ -103,9 +103,7 @@ def test_no_error_of_umem_reaches_the_training(
 
 
 @pytest.mark.slow
-def test_a_compiler_does_not_see_the_search(
-    roots: list[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilers_see_no_search(roots: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of umem's own code it would make graphs, which fail for sizes that vary."""
     seen: list[bool] = []
     monkeypatch.setattr(umem.managing, "manage", lambda *_: seen.append(runs_compiled()))

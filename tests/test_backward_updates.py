@@ -115,11 +115,9 @@ def test_weights_that_a_graph_keeps_wait_for_the_step() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.stem(x) @ self.head.weight.detach().t() @ self.head.weight.detach()
-            y: torch.Tensor = self.head(self.norm(x + torch.tanh(self.layers[0](x))))
-            return y
+            return self.head(self.norm(x + torch.tanh(self.layers[0](x))))
 
-    streamed = run(make_model=Late)
-    assert updates(streamed) > 0
+    assert updates(run(make_model=Late)) > 0
 
 
 def test_a_weight_that_the_backward_pass_reads_later_is_seen_in_the_watched_steps() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Run, umem_command
+from command_line import Run
 from other_process import run_forked
 
 import umem
@@ -16,11 +16,6 @@ from umem.core.errors import PolicyError
 from umem.policy import resolve
 from umem.telemetry import load_run
 from umem.trace import save_trace
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return umem_command(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def cases() -> Iterator[tuple[str, Any, str]]:
 
 
 @pytest.mark.parametrize(("reader", "change", "says"), list(cases()))
-def test_a_bad_file_is_refused_with_its_place(
+def test_a_bad_file_has_its_place_named(
     reader: str, change: Any, says: str, tmp_path: Path
 ) -> None:
     file, write, read, error = READERS[reader]

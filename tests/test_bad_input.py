@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Run, umem_command
+from command_line import Run
 from rich.console import Console
 
 import umem
@@ -25,11 +25,6 @@ WITHOUT_PRIVILEGES = (
     ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
 )
 DIGITS = "9" * 400
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return umem_command(monkeypatch, capsys)
 
 
 def umem_process(
@@ -97,9 +92,7 @@ def test_a_file_that_may_not_be_read(words: tuple[str, ...], tmp_path: Path) -> 
     ids=lambda words: words[0],
 )
 @pytest.mark.parametrize("kind", ["empty", "text", "noise", "huge", "folder", "pipe", "missing"])
-def test_a_file_of_another_kind(
-    run: Run, words: tuple[str, ...], kind: str, tmp_path: Path
-) -> None:
+def test_files_of_another_kind(run: Run, words: tuple[str, ...], kind: str, tmp_path: Path) -> None:
     path = tmp_path / "given"
     match kind:
         case "empty" | "huge":
@@ -406,7 +399,7 @@ def test_many_problems(run: Run, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- tables, remedies
 
 
-def test_a_table_is_wider_than_the_terminal_rather_than_cut(
+def test_a_table_may_be_wider_than_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     table = output.make_table("class", numbers=("from step to step", "within the step"))

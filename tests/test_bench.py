@@ -175,9 +175,7 @@ def test_generate_generates_text_and_its_file_is_shown(tmp_path: Path) -> None:
 
 @needs_no_gpu
 @pytest.mark.slow
-def test_load_loads_a_model_and_its_file_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_loads_and_shows_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
     path = tmp_path / "load.jsonl"
     words = ["load", "--rows", "tiny", "--rounds", "1", "--cold", "--folder", str(tmp_path)]
@@ -319,7 +317,7 @@ def run(rows: str, earlier: Run | None = None, **changes: Any) -> Run:
     return run_scale(chosen, parse_rows(rows), lambda _: None, earlier=earlier, **limits)
 
 
-def test_rows_without_room_or_time_are_left_out_and_a_full_card_is_a_result(
+def test_rows_without_room_or_time_are_left_out_a_full_card_is_a_result(
     jobs: list[Any],
 ) -> None:
     small = run("llama-2-7b-fp32:umem", host_limit_bytes=50 * GIB).scales[0]

@@ -29,8 +29,7 @@ MakeTrace = Callable[..., Trace]
 
 def policy_of(machine: Hardware, budget_bytes: int) -> ResolvedPolicy:
     budget = None if budget_bytes is None else f"{budget_bytes} B"
-    policy = load_policy({"name": "test", "device_budget": budget})
-    return resolve(policy, machine, environ={})
+    return resolve(load_policy({"name": "test", "device_budget": budget}), machine, environ={})
 
 
 # ------------------------------------------------------------------------- a step by hand
@@ -106,9 +105,7 @@ def test_the_plan_is_the_best_of_all_schedules(plain: Hardware, updated_weights:
 
 
 @pytest.mark.slow
-def test_without_write_backs_the_way_out_is_waited_for(
-    plain: Hardware, updated_weights: Trace
-) -> None:
+def test_without_write_backs_the_way_out_counts(plain: Hardware, updated_weights: Trace) -> None:
     policy = policy_of(plain, BUDGET)
     moved = plan(updated_weights, plain, policy, may_write_back=False)
     assert not np.isin(moved.hint_op, (HintOp.WRITE_BACK, HintOp.COPY_BACK)).any()

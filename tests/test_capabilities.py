@@ -132,6 +132,7 @@ GB10 = replace(
     c2c=None,
     nodes=(NumaNode(0, 120 * GIB, True),),
 )
+ONE_AT_A_TIME = H200_ATTRIBUTES | {"CONCURRENT_MANAGED_ACCESS": 0}
 ARM_SERVER = replace(H200, architecture="aarch64")
 
 
@@ -177,10 +178,16 @@ def test_every_field_of_a_grace_hopper(detect_on: Detect) -> None:
     assert [node.has_cpus for node in found.numa_nodes] == [True, False]
 
 
-def test_batch_prefetch_and_discard_need_a_driver_of_cuda_13() -> None:
-    found = detect(driver=replace(H200, version=12080))
-    assert not found.discard
-    assert detect(driver=H200).discard
+@pytest.mark.parametrize(
+    ("machine", "discards"),
+    [
+        pytest.param(H200, True, id="all that it needs"),
+        pytest.param(replace(H200, version=12080), False, id="a driver before CUDA 13"),
+        pytest.param(replace(H200, attributes=ONE_AT_A_TIME), False, id="no concurrent access"),
+    ],
+)
+def test_what_batch_prefetch_and_discard_need(machine: Machine, discards: bool) -> None:
+    assert detect(driver=machine).discard is discards
 
 
 def test_a_driver_before_cuda_12_2_is_not_asked_for_numa_attributes() -> None:
@@ -188,12 +195,6 @@ def test_a_driver_before_cuda_12_2_is_not_asked_for_numa_attributes() -> None:
     found = detect(driver=old)
     assert (found.host_numa_node, found.device_numa_node) == (None, None)
     assert not {"HOST_NUMA_ID", "NUMA_CONFIG", "NUMA_ID"} & set(old.asked)
-
-
-def test_device_without_concurrent_access_cannot_prefetch_or_discard() -> None:
-    attributes = H200_ATTRIBUTES | {"CONCURRENT_MANAGED_ACCESS": 0}
-    found = detect(driver=replace(H200, attributes=attributes))
-    assert not found.discard
 
 
 @pytest.mark.parametrize(

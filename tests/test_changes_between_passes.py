@@ -25,8 +25,7 @@ def batch(number: int) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    loss: torch.Tensor = model(batch(number)).square().mean()
-    return loss
+    return model(batch(number)).square().mean()
 
 
 def bits_of(model: nn.Module) -> list[bytes]:
@@ -95,9 +94,7 @@ def a_rate_of_dropout(model: Any, number: int) -> torch.Tensor:
 
 def other_parameters(model: Any, number: int) -> torch.Tensor:
     others = {name: it * (1.0 + 0.1 * number) for name, it in model.named_parameters()}
-    output = torch.func.functional_call(model, others, (batch(number),))
-    loss: torch.Tensor = output.square().mean()
-    return loss
+    return torch.func.functional_call(model, others, (batch(number),)).square().mean()
 
 
 def another_type(model: Any, number: int) -> torch.Tensor:
@@ -292,8 +289,7 @@ def by_tangents(model: Any, number: int) -> torch.Tensor:
 
 def copying(activations: CopiedActivations) -> Callable[[int], None]:
     def begin(number: int) -> None:
-        copied = dict.fromkeys(NAMES if number else ())
-        activations.set_plan(copied, 1, is_measuring=not number)
+        activations.set_plan(dict.fromkeys(NAMES if number else ()), 1, is_measuring=not number)
         activations.begin_step()
 
     return begin

@@ -9,19 +9,13 @@ import threading
 
 import pytest
 import umem_bench.cli
-from command_line import Run, umem_command
+from command_line import Run
 from typer.main import get_command
 from umem_bench.commands import COMMANDS as BENCHMARKS
 
 import umem
 from umem.cli import COMMANDS, load_command, output
 from umem.core.progress import notify
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`umem`."""
-    return umem_command(monkeypatch, capsys)
 
 
 def test_help_has_a_line_for_every_command(run: Run) -> None:
@@ -72,9 +66,7 @@ def test_a_commands_help_is_its_own(run: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("columns", ["0", "-1", "²", "1" + "0" * 30, ""])
-def test_columns_that_no_terminal_has(
-    run: Run, monkeypatch: pytest.MonkeyPatch, columns: str
-) -> None:
+def test_columns_of_no_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("LINES", columns)
     status, text, errors = run("policy", "list")
@@ -114,7 +106,7 @@ class Terminal:
         return True
 
 
-def test_progress_is_shown_on_a_terminal_once_it_takes_long(
+def test_progress_is_shown_on_a_terminal_if_it_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Run, umem_command
+from command_line import Run
 
 from umem.core.schedule import HintOp
 from umem.hardware import load_hardware, with_durations
@@ -25,10 +25,10 @@ LAYER_BYTES = 64 * MIB
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """`umem plan` in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    return partial(umem_command(monkeypatch, capsys), "plan")
+    return partial(run, "plan")
 
 
 @pytest.fixture
@@ -54,8 +54,7 @@ def layers(tmp_path: Path) -> str:
 def planned(run: Run, *arguments: str) -> dict[str, Any]:
     status, output, errors = run(*arguments, "--json")
     assert (status, errors) == (0, "")
-    data: dict[str, Any] = json.loads(output)
-    return data
+    return json.loads(output)
 
 
 def test_the_summary_is_of_the_plan(run: Run, layers: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Run, umem_command
+from command_line import Run
 from recordings import Row, make_recording, records_of
 
 from umem.core.classes import TensorClass
@@ -24,9 +24,8 @@ EVIL = "<script>alert('x')</script>$\\frac$[red]\x1b[31m"
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`umem report`."""
-    return partial(umem_command(monkeypatch, capsys), "report")
+def run(run: Run) -> Run:
+    return partial(run, "report")
 
 
 def recorded(workload: str = "finetune", **changes: Any) -> MeasuredRun:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Run, umem_command
+from command_line import Run
 
 from umem.cli import load_command
 from umem.core.report import CAUSES
@@ -28,12 +28,6 @@ ROW_KEYS = {
     *("exposed_stall_s", "um_time_share", "um_ops_share", "um_bytes_share", "bytes", "moved_bytes"),
     *("fault_pages", "fault_batches", "hints", "stall_s"),
 }
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`umem`."""
-    return umem_command(monkeypatch, capsys)
 
 
 def layers_document(name: str = "layers") -> dict[str, Any]:
@@ -82,8 +76,7 @@ def layers(tmp_path: Path) -> Path:
 def rows_of(output: str) -> list[dict[str, Any]]:
     document = json.loads(output)
     assert list(document) == ["results"]
-    rows: list[dict[str, Any]] = document["results"]
-    return rows
+    return document["results"]
 
 
 # ---------------------------------------------------------------------------------- predictions
@@ -172,8 +165,7 @@ def test_what_fits_costs_nothing(run: Run, layers: Path) -> None:
 
 
 def test_a_budget_in_percent_is_of_the_device(run: Run, layers: Path) -> None:
-    hardware = load_hardware("gh200-96")
-    share = 100 * (1 << 30) / hardware.device_bytes
+    share = 100 * (1 << 30) / load_hardware("gh200-96").device_bytes
     outputs = []
     for budget in ("1GiB", f"{share:.9f}%"):
         _, output, _ = run(

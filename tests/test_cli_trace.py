@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from command_line import Run, umem_command
+from command_line import Run
 
 from umem.core.classes import TensorClass
 from umem.trace import load_trace
@@ -57,10 +57,10 @@ EXCHANGE = {
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """`umem trace` in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    return partial(umem_command(monkeypatch, capsys), "trace")
+    return partial(run, "trace")
 
 
 @pytest.fixture

@@ -273,8 +273,7 @@ class Halves(Net):
         for layer in self.layers:
             weight: Any = layer.weight
             x = x + torch.tanh(layer(x.to(weight.dtype))).float()
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 def test_two_precisions() -> None:

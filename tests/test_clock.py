@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import let_out
 from lazy_lanes import HostStateMemory, LazyLanes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -71,10 +72,6 @@ def blocks_of(model: Model) -> dict[str, nn.Module]:
     return {f"layer {number}": it for number, it in enumerate(model.layers)}
 
 
-def fail(error: Exception) -> None:
-    raise error
-
-
 def run(model: nn.Module) -> None:
     model(torch.ones(1, 4)).sum().backward()
 
@@ -83,7 +80,7 @@ def run(model: nn.Module) -> None:
 def test_listeners_hear_in_the_order_of_the_table(orders: list[Order]) -> None:
     model, heard = Model(), list[Moment]()
     for order in orders:
-        Hearing(Log(order.name, heard), order, fail, model, blocks_of(model))
+        Hearing(Log(order.name, heard), order, let_out, model, blocks_of(model))
     run(model)
     moments = [("begins", "")]
     for name in ("layer 0", "layer 1"):
@@ -95,7 +92,7 @@ def test_listeners_hear_in_the_order_of_the_table(orders: list[Order]) -> None:
 def test_listeners_of_one_place_hear_in_the_order_in_which_they_came() -> None:
     model, heard = Model(), list[Moment]()
     for name in ("b", "a", "c"):
-        Hearing(Log(name, heard), Order.STATE, fail, model)
+        Hearing(Log(name, heard), Order.STATE, let_out, model)
     model(torch.ones(1, 4))
     assert [it[0] for it in heard] == ["b", "a", "c"] * 2
 
@@ -103,7 +100,7 @@ def test_listeners_of_one_place_hear_in_the_order_in_which_they_came() -> None:
 def test_a_module_has_one_hook_at_each_end() -> None:
     model = Model()
     hearings = [
-        Hearing(Log(order.name, []), order, fail, model, blocks_of(model)) for order in Order
+        Hearing(Log(order.name, []), order, let_out, model, blocks_of(model)) for order in Order
     ]
     for module in (model, *model.layers):
         assert hidden_in(module._forward_pre_hooks) == 1
@@ -123,8 +120,7 @@ def test_a_managed_model_has_one_hook_at_each_end() -> None:
     optimizer.step()
     training = StreamedTraining(model, optimizer, LazyLanes(model), HostStateMemory())
     blocks = find_blocks(model)
-    store = ActivationStore("cpu", min_bytes=0)
-    activations = CopiedActivations(model, blocks, store, fail)
+    activations = CopiedActivations(model, blocks, ActivationStore("cpu", min_bytes=0), let_out)
     activations.set_plan({blocks[0].name: None}, 1, is_measuring=False)
     training.temporary.set_plan(TemporaryPlan((blocks[0].name,), (None,)))
     for module in (model, *(it.module for it in blocks)):
@@ -153,7 +149,7 @@ def test_an_error_is_its_listeners_alone() -> None:
 
     model, heard, errors = Model(), list[Moment](), list[str]()
     Hearing(Faulty(), Order.STATE, lambda it: errors.append(str(it)), model, blocks_of(model))
-    Hearing(Log("log", heard), Order.METER, fail, model, blocks_of(model))
+    Hearing(Log("log", heard), Order.METER, let_out, model, blocks_of(model))
     run(model)
     assert errors == ["pass", *["begins", "ends"] * 2, "pass ends", "reached", "reached"]
     assert len(heard) == 8
@@ -165,14 +161,14 @@ def test_what_a_listener_raises_in_the_end_reaches_the_program() -> None:
             raise ValueError("asked for")
 
     model = Model()
-    Hearing(Strict(), Order.STATE, fail, model)
+    Hearing(Strict(), Order.STATE, let_out, model)
     with pytest.raises(ValueError, match="asked for"):
         model(torch.ones(1, 4))
 
 
 def test_the_end_of_a_call_that_fails_is_told() -> None:
     model, heard = Model(), list[Moment]()
-    Hearing(Log("log", heard), Order.STATE, fail, model, blocks_of(model))
+    Hearing(Log("log", heard), Order.STATE, let_out, model, blocks_of(model))
     model.fails = True
     with pytest.raises(ValueError, match="stop"):
         model(torch.ones(1, 4))
@@ -186,8 +182,8 @@ def test_one_that_is_closed_in_a_moment_hears_it_no_more() -> None:
         def pass_begins(self, *_: object) -> None:
             later.close()
 
-    Hearing(Closing(), Order.STATE, fail, model)
-    later = Hearing(Log("log", heard), Order.METER, fail, model, blocks_of(model))
+    Hearing(Closing(), Order.STATE, let_out, model)
+    later = Hearing(Log("log", heard), Order.METER, let_out, model, blocks_of(model))
     run(model)
     assert heard == []
 
@@ -195,7 +191,7 @@ def test_one_that_is_closed_in_a_moment_hears_it_no_more() -> None:
 def test_blocks_can_be_others() -> None:
     model, heard = Model(), list[Moment]()
     named = blocks_of(model)
-    hearing = Hearing(Log("log", heard), Order.STATE, fail, model, {"first": model.layers[0]})
+    hearing = Hearing(Log("log", heard), Order.STATE, let_out, model, {"first": model.layers[0]})
     hearing.set_blocks({"last": named["layer 1"]})
     model(torch.ones(1, 4))
     assert [it[2] for it in heard] == ["", "last", "last", ""]
@@ -203,7 +199,7 @@ def test_blocks_can_be_others() -> None:
 
 def test_blocks_that_are_compiled_in_place_are_hooked_around() -> None:
     model, heard = Model(), list[Moment]()
-    hearing = Hearing(Log("log", heard), Order.STATE, fail, model, blocks_of(model))
+    hearing = Hearing(Log("log", heard), Order.STATE, let_out, model, blocks_of(model))
     model.layers[0].compile(backend="eager")
     model(torch.ones(1, 4))
     assert ("log", "begins", "layer 0") not in heard
@@ -215,7 +211,7 @@ def test_blocks_that_are_compiled_in_place_are_hooked_around() -> None:
 def test_a_model_takes_its_listeners_along() -> None:
     model = Model()
     log = Log("log", [])
-    hearing = Hearing(log, Order.STATE, fail, model, blocks_of(model))
+    hearing = Hearing(log, Order.STATE, let_out, model, blocks_of(model))
     gone = weakref.ref(log)
     gc.collect()
     gc.disable()
@@ -230,11 +226,10 @@ def test_a_model_takes_its_listeners_along() -> None:
 def test_the_kinds_of_passes() -> None:
     class Checkpointed(Model):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = checkpoint(self.layers[0], x, use_reentrant=False)
-            return found
+            return checkpoint(self.layers[0], x, use_reentrant=False)
 
     model, log = Checkpointed(), Log("log", [])
-    Hearing(log, Order.STATE, fail, model, {"layer": model.layers[0]})
+    Hearing(log, Order.STATE, let_out, model, {"layer": model.layers[0]})
     run(model)
     with torch.no_grad():
         model(torch.ones(1, 4))

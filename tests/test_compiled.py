@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MODULE = """
 from numba import njit
 from umem.core.compiled import compiled
@@ -44,7 +46,6 @@ def python(arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.slow
 def test_compiled_code_is_cached_and_compilation_announced_once(tmp_path: Path) -> None:
     source, cache = tmp_path / "doubled.py", tmp_path / "cache"
     source.write_text(MODULE, encoding="utf-8")
@@ -54,14 +55,11 @@ def test_compiled_code_is_cached_and_compilation_announced_once(tmp_path: Path) 
         assert list(cache.rglob("*.nbi"))
 
 
-@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     for _ in range(2):
         done = python(["-c", MODULE], tmp_path)  # numba keeps only what comes from a file
         assert (done.stdout, done.stderr) == ("21\n42 42\n", NO_CACHE)
 
 
-@pytest.mark.slow
 def test_what_others_compile_is_not_announced(tmp_path: Path) -> None:
-    code = MODULE.replace("@compiled", "@njit")
-    assert python(["-c", code], tmp_path).stderr == ""
+    assert python(["-c", MODULE.replace("@compiled", "@njit")], tmp_path).stderr == ""

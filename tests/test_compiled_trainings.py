@@ -26,8 +26,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x).sin()
-        return y
+        return self.linear(x).sin()
 
 
 class NetOfBlocks(Net):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import LazyMover
+from faults import let_out
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -71,8 +72,7 @@ class Net(nn.Module):
             else:
                 called: Any = checkpoint(layer, x * 1.5, use_reentrant=self.reentrant)
                 x = called
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 class LoggedStore(ActivationStore):
@@ -102,10 +102,6 @@ class LoggedStore(ActivationStore):
         return moved_bytes
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 class Copied:
     """A model whose activations are copied."""
 
@@ -115,7 +111,7 @@ class Copied:
         copied: Mapping[str, str | None],
         fetch_ahead: int = 1,
         mover: Any = None,
-        on_error: Callable[[Exception], None] = _raise,
+        on_error: Callable[[Exception], None] = let_out,
     ) -> None:
         self.store = LoggedStore(mover or LazyMover())
         self.activations = CopiedActivations(model, find_blocks(model), self.store, on_error)
@@ -265,9 +261,7 @@ def test_a_retained_graph_goes_backward_twice() -> None:
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("reentrant", [None, False])
-def test_exceptions_leave_nothing_behind(
-    reentrant: bool | None, error: type[BaseException]
-) -> None:
+def test_exceptions_leave_nothing(reentrant: bool | None, error: type[BaseException]) -> None:
     def fail(*_: object) -> None:
         raise error("on purpose")
 

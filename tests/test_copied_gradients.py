@@ -15,6 +15,7 @@ import pytest
 import torch
 from pairs import pairs
 from streamed_programs import BACK, EAGERNESS, UNITS, WIDTH, Net, Program, begin, compare
+from streamed_uses import backward_twice, differentiate_twice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,14 +53,6 @@ def write_in_a_hook(program: Program) -> None:
         program.model.layers[3].weight.register_post_accumulate_grad_hook(halve)
 
 
-def backward_twice(program: Program) -> None:
-    """Autograd adds to gradients that have just arrived: no forward pass lies between."""
-    program.optimizer.zero_grad()
-    loss = program.model(program.batch()).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
 def keep_gradients(program: Program) -> None:
     """What the program keeps of a step stays as it was when later steps use the memory."""
     kept = [it.grad for it in program.model.parameters()]
@@ -90,16 +83,6 @@ def keep_views(program: Program) -> None:
         view.mul_(2.0)
         program.seen.append(program.model.get_parameter(name).grad.clone())
     program.optimizer.step()
-
-
-def differentiate_twice(program: Program) -> None:
-    program.optimizer.zero_grad()
-    loss = program.model(program.batch()).square().mean()
-    loss.backward(create_graph=True)
-    norm: Any = sum(it.grad.square().sum() for it in program.model.parameters())
-    norm.backward()
-    for it in program.model.parameters():
-        it.grad = it.grad.detach()
 
 
 EARLY = [accumulate, write_past_versions, write_in_a_hook, backward_twice, keep_gradients]

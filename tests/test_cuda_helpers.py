@@ -7,7 +7,9 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,119 +96,76 @@ class TestLocation:
     def test_text(self, location: Location, text: str) -> None:
         assert str(location) == text
 
-    def test_minus_one_is_not_the_host(self) -> None:
-        with pytest.raises(ValueError, match=r"the host is Location\.host\(\)"):
-            Location.device(-1)
 
-    def test_host_has_no_number(self) -> None:
-        with pytest.raises(ValueError, match="host_numa"):
-            Location("host", 1)
-
-    def test_unknown_kind(self) -> None:
-        with pytest.raises(ValueError, match="one of device, host"):
-            Location("gpu")  # type: ignore[arg-type]
+def on_a_gpu(*shape: int) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(*shape, device="cuda")
 
 
-class TestTargets:
-    def test_pair(self) -> None:
-        assert as_range((4096, 100)) == Range(4096, 100)
-
-    @pytest.mark.parametrize("pair", [(4096,), (4096, 1.5), (True, 4096), ("a", 1)])
-    def test_other_tuples(self, pair: tuple[Any, ...]) -> None:
-        with pytest.raises(TypeError, match="two integers"):
-            as_range(pair)
-
-    @pytest.mark.parametrize(("address", "size_bytes"), [(0, 10), (4096, 0), (4096, -1)])
-    def test_null_and_empty_ranges(self, address: int, size_bytes: int) -> None:
-        with pytest.raises(ValueError, match=r"cannot start|is empty"):
-            Range(address, size_bytes)
-
-    def test_array(self) -> None:
-        assert as_range(Array((3, 4))) == Range(1 << 21, 48)
-        assert as_range(Array((3, 4), strides=(16, 4))) == Range(1 << 21, 48)
-        assert as_range(Array((), typestr="|u1")) == Range(1 << 21, 1)
-        assert as_range(Array((1, 4), strides=(999, 4))) == Range(1 << 21, 16)
-
-    def test_array_not_contiguous(self) -> None:
-        with pytest.raises(ValueError, match="not C-contiguous"):
-            as_range(Array((3, 4), strides=(4, 12)))
-
-    def test_empty_array(self) -> None:
-        with pytest.raises(ValueError, match="empty"):
-            as_range(Array((0, 4), address=0))
-
-    def test_cpu_tensor(self) -> None:
-        with pytest.raises(TypeError, match=r"on cpu.*tensor\.to\('cuda'\)"):
-            as_range(torch.zeros(4))
-
-    def test_sparse_tensor(self) -> None:
-        with pytest.raises(TypeError, match=r"sparse_coo.*tensor\.values\(\)"):
-            as_range(torch.eye(3).to_sparse())
-
-    def test_cuda_tensor_that_is_a_strided_view(self) -> None:
-        with FakeTensorMode():
-            view = torch.empty(4, 8, device="cuda").t()
-        with pytest.raises(ValueError, match="not contiguous"):
-            as_range(view)
-
-    def test_empty_cuda_tensor(self) -> None:
-        with FakeTensorMode():
-            tensor = torch.empty(0, 8, device="cuda")
-        with pytest.raises(ValueError, match="empty"):
-            as_range(tensor)
-
-    def test_anything_else(self) -> None:
-        with pytest.raises(TypeError, match="list names no device memory"):
-            as_range([4096, 100])
+def test_targets() -> None:
+    assert as_range((4096, 100)) == Range(4096, 100)
+    assert as_range(Array((3, 4))) == Range(1 << 21, 48)
+    assert as_range(Array((3, 4), strides=(16, 4))) == Range(1 << 21, 48)
+    assert as_range(Array((), typestr="|u1")) == Range(1 << 21, 1)
+    assert as_range(Array((1, 4), strides=(999, 4))) == Range(1 << 21, 16)
 
 
-class TestStreams:
-    def test_accepted(self) -> None:
-        assert as_stream(7) == 7
-        assert as_stream(ProtocolStream()) == 0x5678
-        assert as_stream(TorchLikeStream()) == 0x1234
-
-    @pytest.mark.parametrize("stream", [None, True, "0"])
-    def test_rejected(self, stream: object) -> None:
-        with pytest.raises(TypeError, match="stream must be"):
-            as_stream(stream)
-
-    def test_required(self) -> None:
-        with pytest.raises(TypeError, match="stream"):
-            prefetch(SOME_RANGE, Location.host())  # type: ignore[call-arg]
-
-    @pytest.mark.parametrize("stream", [0, 1])
-    def test_discard_refuses_the_default_stream(self, stream: int) -> None:
-        with pytest.raises(ValueError, match="default stream"):
-            discard(SOME_RANGE, stream=stream)
+def test_streams() -> None:
+    assert as_stream(7) == 7
+    assert as_stream(ProtocolStream()) == 0x5678
+    assert as_stream(TorchLikeStream()) == 0x1234
 
 
-class TestChecks:
-    def test_whole_pages_shrinks_inwards(self) -> None:
-        assert whole_pages(Range(PAGE, 2 * PAGE)) == Range(PAGE, 2 * PAGE)
-        assert whole_pages(Range(PAGE + 1, 3 * PAGE)) == Range(2 * PAGE, 2 * PAGE)
+def test_whole_pages_shrinks_inwards() -> None:
+    assert whole_pages(Range(PAGE, 2 * PAGE)) == Range(PAGE, 2 * PAGE)
+    assert whole_pages(Range(PAGE + 1, 3 * PAGE)) == Range(2 * PAGE, 2 * PAGE)
 
-    def test_discard_of_less_than_a_page(self) -> None:
-        with pytest.raises(ValueError, match="no whole page"):
-            discard((PAGE + 8, PAGE), stream=7)
 
-    def test_location_must_be_one(self) -> None:
-        with pytest.raises(TypeError, match=r"Location\.device\(0\)"):
-            prefetch(SOME_RANGE, -1, stream=7)  # type: ignore[arg-type]
+HOST, NODE = Location.host(), Location.host_numa(0)
 
-    def test_advice_and_its_location(self) -> None:
-        with pytest.raises(ValueError, match="takes no location"):
-            advise(SOME_RANGE, Advice.READ_MOSTLY, Location.host())
-        with pytest.raises(ValueError, match="needs a location"):
-            advise(SOME_RANGE, Advice.PREFERRED_LOCATION)
-        with pytest.raises(ValueError, match="takes no location"):
-            unadvise(SOME_RANGE, Advice.PREFERRED_LOCATION, Location.host())
-        with pytest.raises(ValueError, match="needs a location"):
-            unadvise(SOME_RANGE, Advice.ACCESSED_BY)
-        with pytest.raises(ValueError, match="host as a whole"):
-            advise(SOME_RANGE, Advice.ACCESSED_BY, Location.host_numa(0))
-        with pytest.raises(TypeError, match=r"Advice\.READ_MOSTLY"):
-            advise(SOME_RANGE, "ReadMostly")  # type: ignore[arg-type]
+
+@pytest.mark.parametrize(
+    ("error", "says", "call", "arguments"),
+    [
+        (ValueError, r"the host is Location\.host\(\)", Location.device, (-1,)),
+        (ValueError, "host_numa", Location, ("host", 1)),
+        (ValueError, "one of device, host", Location, ("gpu",)),
+        *(
+            (TypeError, "two integers", as_range, (pair,))
+            for pair in [(4096,), (4096, 1.5), (True, 4096), ("a", 1)]
+        ),
+        *(
+            (ValueError, r"cannot start|is empty", Range, pair)
+            for pair in [(0, 10), (4096, 0), (4096, -1)]
+        ),
+        (ValueError, "not C-contiguous", as_range, (Array((3, 4), strides=(4, 12)),)),
+        (ValueError, "empty", as_range, (Array((0, 4), address=0),)),
+        (TypeError, r"on cpu.*tensor\.to\('cuda'\)", as_range, (torch.zeros(4),)),
+        (TypeError, r"sparse_coo.*tensor\.values\(\)", as_range, (torch.eye(3).to_sparse(),)),
+        (ValueError, "not contiguous", as_range, (on_a_gpu(4, 8).t(),)),
+        (ValueError, "empty", as_range, (on_a_gpu(0, 8),)),
+        (TypeError, "list names no device memory", as_range, ([4096, 100],)),
+        *((TypeError, "stream must be", as_stream, (it,)) for it in [None, True, "0"]),
+        (TypeError, "stream", prefetch, (SOME_RANGE, HOST)),
+        *(
+            (ValueError, "default stream", partial(discard, stream=it), (SOME_RANGE,))
+            for it in (0, 1)
+        ),
+        (ValueError, "no whole page", partial(discard, stream=7), ((PAGE + 8, PAGE),)),
+        (TypeError, r"Location\.device\(0\)", partial(prefetch, stream=7), (SOME_RANGE, -1)),
+        (ValueError, "takes no location", advise, (SOME_RANGE, Advice.READ_MOSTLY, HOST)),
+        (ValueError, "needs a location", advise, (SOME_RANGE, Advice.PREFERRED_LOCATION)),
+        (ValueError, "takes no location", unadvise, (SOME_RANGE, Advice.PREFERRED_LOCATION, HOST)),
+        (ValueError, "needs a location", unadvise, (SOME_RANGE, Advice.ACCESSED_BY)),
+        (ValueError, "host as a whole", advise, (SOME_RANGE, Advice.ACCESSED_BY, NODE)),
+        (TypeError, r"Advice\.READ_MOSTLY", advise, (SOME_RANGE, "ReadMostly")),
+    ],
+)
+def test_a_bad_call_says_what_to_give(
+    error: type[Exception], says: str, call: Callable[..., object], arguments: tuple[Any, ...]
+) -> None:
+    with pytest.raises(error, match=says):
+        call(*arguments)
 
 
 class TestManagedBuffer:

@@ -165,7 +165,7 @@ def test_all_bits_are_stocks(name: str, ranks: list[dict[str, list[dict[str, Any
     assert ranks[0][name][0]["seen"] != ranks[1][name][0]["seen"]
 
 
-def test_a_partition_is_waited_for_within_the_step(
+def test_a_partition_is_waited_for_in_the_step(
     ranks: list[dict[str, list[dict[str, Any]]]],
 ) -> None:
     waited = {name: streamed["waited"] for name, (_, streamed) in ranks[0].items()}

@@ -120,8 +120,7 @@ def partitions(engine: Any) -> list[nn.Parameter]:
     """What the optimizer updates."""
     its = engine.optimizer
     found = getattr(its, "fp32_partitioned_groups_flat", None)
-    flats: list[nn.Parameter] = its.single_partition_of_fp32_groups if found is None else found
-    return flats
+    return its.single_partition_of_fp32_groups if found is None else found
 
 
 def train(name: str, streams: Streams | None, folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import cards
 import pytest
 from cards import GB10, GH200
-from command_line import Run, umem_command
+from command_line import Run
 
 import umem
 from umem.core.install import install_command
@@ -452,7 +452,7 @@ def test_what_predictions_rest_on(device: Capabilities, status: Status, rates: s
     assert ("umem hardware measure" in found.remedy) is (rates == "unknown")
 
 
-def test_a_profile_of_the_user_that_cannot_be_read(
+def test_a_users_profile_that_is_unreadable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -487,10 +487,10 @@ NO_GPU = replace(HEALTHY, devices=None, devices_error="no CUDA-capable device is
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """`umem doctor` on a machine without a GPU."""
     monkeypatch.setattr("umem.cli.doctor.collect", lambda: NO_GPU, raising=False)
-    return partial(umem_command(monkeypatch, capsys), "doctor")
+    return partial(run, "doctor")
 
 
 def test_json_is_all_that_is_printed(run: Run) -> None:
@@ -507,9 +507,7 @@ def test_exit_status_where_the_swap_works(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("columns", [60, 100])
-def test_table_is_readable_without_colour(
-    run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
+def test_a_table_without_colours(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Marks are words, all fits the terminal, and the lines of a command can be copied as one."""
     monkeypatch.setenv("COLUMNS", str(columns))
     path = f"/home/{'deep' * 30}/umem"

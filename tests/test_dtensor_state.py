@@ -51,8 +51,7 @@ class Sharded(Net):
         from torch.distributed.tensor import DTensor, Replicate
 
         whole: Any = super().forward(DTensor.from_local(x, self.mesh, [Replicate()]))
-        y: torch.Tensor = whole.full_tensor()
-        return y
+        return whole.full_tensor()
 
 
 def first(program: Program) -> Any:

@@ -51,21 +51,28 @@ def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("example", "arguments", "message"),
     [
-        (["--hidden", "100"], "--hidden must be a multiple of --heads"),
-        (["--policy", "stock", "--budget", "1GiB"], "--budget needs umem"),
-        (["--policy", "stock", "--step-in-backward"], "--step-in-backward needs umem"),
-        (["--grad-accumulation", "2", "--step-in-backward"], "do not accumulate"),
-        (["--grad-accumulation", "0"], "--grad-accumulation must be 1 or more"),
-        (["--seq", "1"], "--seq must be 2 or more"),
+        (finetune_llama, ["--hidden", "100"], "--hidden must be a multiple of --heads"),
+        (finetune_llama, ["--policy", "stock", "--budget", "1GiB"], "--budget needs umem"),
+        (
+            finetune_llama,
+            ["--policy", "stock", "--step-in-backward"],
+            "--step-in-backward needs umem",
+        ),
+        (finetune_llama, ["--grad-accumulation", "2", "--step-in-backward"], "do not accumulate"),
+        (finetune_llama, ["--grad-accumulation", "0"], "--grad-accumulation must be 1 or more"),
+        (finetune_llama, ["--seq", "1"], "--seq must be 2 or more"),
+        (offload_activations, ["--layers", "1"], "--layers must be 2 or more"),
+        (offload_activations, ["--width", "100"], "a multiple of 64"),
+        (offload_activations, ["--offload", "9"], "--offload must be from 1 to --layers"),
     ],
 )
 def test_a_wrong_command_line_says_why(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    example: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        finetune_llama.parse_arguments(arguments)
+        example.parse_arguments(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -143,22 +150,6 @@ def test_offloading_changes_no_gradient(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "gradients of 3 layers on cpu are equal to the bit: True\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layers", "1"], "--layers must be 2 or more"),
-        (["--width", "100"], "a multiple of 64"),
-        (["--offload", "9"], "--offload must be from 1 to --layers"),
-    ],
-)
-def test_wrong_offloading_arguments(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        offload_activations.parse_arguments(arguments)
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_loop_trains_and_generates_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
     train_and_generate = pytest.importorskip("train_and_generate")
@@ -178,9 +169,7 @@ def is_print(value: ast.expr) -> bool:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_notebook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.chdir(REPOSITORY / "examples")
     cells = json.loads(Path("tour.ipynb").read_text(encoding="utf-8"))["cells"]
@@ -214,9 +203,7 @@ def test_the_code_in_the_activations_page_runs() -> None:
         exec(compile(block, "docs/offload.md", "exec"), names)
 
 
-def test_examples_that_are_missing_are_said_to_be(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_examples_are_said_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(umem, "__file__", str(tmp_path / "umem" / "__init__.py"))
     with pytest.raises(UnsupportedError, match=r"umem: reinstall"):
         examples_folder()

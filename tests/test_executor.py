@@ -154,7 +154,7 @@ def test_activations_are_copied_out_and_back_in_time() -> None:
 
 
 @pytest.mark.slow
-def test_activations_are_released_one_by_one_as_their_copies_end(
+def test_activations_are_released_one_by_one_with_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tensor does not wait for other tensors of its block."""
@@ -348,7 +348,7 @@ def test_planners_that_run_no_training_are_refused() -> None:
     assert hook_count(training) == 0
 
 
-def test_the_step_in_the_backward_pass_needs_streamed_state(
+def test_a_step_in_the_backward_pass_needs_streamed_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     managers = sys.modules["umem.managing"]
@@ -459,7 +459,7 @@ def test_a_shape_that_comes_again_gets_a_plan() -> None:
 
 
 @pytest.mark.slow
-def test_a_shape_that_cannot_be_planned_is_left_to_a_lookahead(
+def test_a_shape_without_a_plan_is_left_to_a_lookahead(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def train(training: Training) -> None:
@@ -574,7 +574,7 @@ def test_evicted_memory_stays_evicted_when_the_plan_is_made_again(planner: str) 
     assert not any(manager.away_bytes().values())
 
 
-def test_a_phase_waits_for_the_pages_of_all_batches_that_it_needs(
+def test_a_phase_waits_for_pages_of_all_its_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There are two workers: a later batch may be over before an earlier one."""
@@ -641,7 +641,7 @@ def test_residency_ignores_managers_of_other_devices(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_a_plan_leaves_room_for_other_memory_of_the_process(
+def test_a_plan_leaves_room_for_the_process_other_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(StepRecording, "outside_bytes", 10 * MIB)

@@ -17,8 +17,7 @@ from umem.pages import Manager
 
 def advised(manager: Manager) -> int:
     """Advice requests for the optimizer's state so far."""
-    counts = manager.engine.statistics().counts
-    return counts["advise", TensorClass.OPTIMIZER_STATE].asked
+    return manager.engine.statistics().counts["advise", TensorClass.OPTIMIZER_STATE].asked
 
 
 def state_addresses(training: Training) -> set[int]:

@@ -72,8 +72,7 @@ class Growing(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers[: 3 if self.short else 4]:
             x = layer(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 @pytest.mark.slow
@@ -330,7 +329,7 @@ def test_known_shapes_keep_their_plan_while_others_are_planned(search: Search) -
 
 
 @pytest.mark.slow
-def test_an_error_of_the_search_ends_the_manager_with_its_reason(
+def test_an_error_of_the_search_is_why_the_manager_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*_: object, **__: object) -> None:

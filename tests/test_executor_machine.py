@@ -228,8 +228,7 @@ def test_the_last_plan_of_a_device_restores_the_budget(allocator: CountingAlloca
     assert first.status().state is ManagerState.RUNNING
     assert set(allocator.budgets) == {0}
     elsewhere = CountingAllocator()
-    other = managed(Training(), machine_with(elsewhere))
-    other.close()
+    managed(Training(), machine_with(elsewhere)).close()
     assert elsewhere.budgets == []
     first.close()
     assert allocator.budgets[-1] == BUDGET

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import managed_training
@@ -29,6 +30,8 @@ from umem.pages import Manager, ManagerState
 from umem.pages.run.step_plan import MODEL
 from umem.runtime.torch_hooks import saved_tensors
 
+pytestmark = pytest.mark.slow
+
 STEPS = BEFORE_PLANNED + 3
 
 
@@ -39,85 +42,91 @@ def both(train: Callable[[Training], None], planner: str = "planned", **more: An
     return manager
 
 
-@pytest.mark.slow
-def test_gradient_accumulation() -> None:
-    def train(training: Training) -> None:
-        for _ in range(STEPS):
-            for _ in range(3):
-                (training.forward() / 3).backward()
+def step_on_batches(training: Training, batches: int) -> None:
+    for _ in range(batches):
+        (training.forward() / 3).backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.losses.append(0.0)
+
+
+def accumulate(training: Training) -> None:
+    for _ in range(STEPS):
+        step_on_batches(training, 3)
+
+
+def accumulate_less_at_last(training: Training) -> None:
+    for step in range(STEPS):
+        step_on_batches(training, 1 if step == STEPS - 1 else 2)
+
+
+def keep_gradients(training: Training) -> None:
+    training.steps(STEPS, gradients_stay=True)
+
+
+def drop_gradients_first(training: Training) -> None:
+    for _ in range(STEPS):
+        training.optimizer.zero_grad()
+        loss = training.forward()
+        loss.backward()
+        training.optimizer.step()
+        training.losses.append(loss.item())
+
+
+def evaluate_between(training: Training) -> None:
+    for step in range(STEPS):
+        training.step()
+        if step % 3 == 0:
+            training.model.eval()
+            with torch.no_grad():
+                training.losses.append(training.forward().item())
+            training.model.train()
+
+
+def evaluate_with_gradients(training: Training) -> None:
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            training.forward()  # and its graph is dropped
+        training.step()
+
+
+def skip_steps(training: Training) -> None:
+    for step in range(16):
+        loss = training.forward()
+        loss.backward()
+        if step not in (3, 10):  # as where a gradient is infinite, by a scaler
             training.optimizer.step()
-            training.optimizer.zero_grad()
-            training.losses.append(0.0)
-
-    status = both(train).status()
-    # The step in which the program starts diverges: its first call is over by then.
-    assert (status.steps, status.diverged_steps, status.plans) == (STEPS - BEFORE_PLANNED, 1, 1)
+        training.optimizer.zero_grad()
+        training.losses.append(loss.item())
 
 
-@pytest.mark.slow
-def test_accumulation_that_ends_early_diverges_once() -> None:
-    def train(training: Training) -> None:
-        for step in range(STEPS):
-            for _ in range(1 if step == STEPS - 1 else 2):
-                training.forward().backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-            training.losses.append(0.0)
-
-    status = both(train).status()
-    # And the first one.
-    assert (status.steps, status.diverged_steps) == (STEPS - BEFORE_PLANNED - 1, 2)
+def load_state(training: Training) -> None:
+    training.steps(STEPS)
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    training.steps(4)
 
 
-@pytest.mark.slow
-def test_zero_grad_that_keeps_gradients() -> None:
-    def train(training: Training) -> None:
-        training.steps(STEPS, gradients_stay=True)
-
-    assert both(train, "lookahead").status().diverged_steps == 0
-
-
-@pytest.mark.slow
-def test_zero_grad_before_the_forward_pass() -> None:
-    def train(training: Training) -> None:
-        for _ in range(STEPS):
-            training.optimizer.zero_grad()
-            loss = training.forward()
-            loss.backward()
-            training.optimizer.step()
-            training.losses.append(loss.item())
-
-    assert both(train).status().diverged_steps == 0
-
-
-@pytest.mark.slow
-def test_evaluation_between_steps() -> None:
-    def train(training: Training) -> None:
-        for step in range(STEPS):
-            training.step()
-            if step % 3 == 0:
-                training.model.eval()
-                with torch.no_grad():
-                    training.losses.append(training.forward().item())
-                training.model.train()
-
-    status = both(train).status()
-    assert (status.steps, status.diverged_steps, status.unplanned) == (STEPS - BEFORE_PLANNED, 0, 0)
+@pytest.mark.parametrize(
+    ("train", "planner", "expected"),
+    [
+        # The step in which the program starts diverges: its first call is over by then.
+        (accumulate, "planned", {"steps": 3, "diverged_steps": 1, "plans": 1}),
+        # And the last one.
+        (accumulate_less_at_last, "planned", {"steps": 2, "diverged_steps": 2}),
+        (keep_gradients, "lookahead", {"diverged_steps": 0}),
+        (drop_gradients_first, "planned", {"diverged_steps": 0}),
+        (evaluate_between, "planned", {"steps": 3, "diverged_steps": 0, "unplanned": 0}),
+        (evaluate_with_gradients, "planned", {"steps": 2, "diverged_steps": 1}),
+        # Both batches count as one step.
+        (skip_steps, "planned", {"diverged_steps": 1}),
+        (load_state, "planned", {"diverged_steps": 0}),
+    ],
+)
+def test_a_loop(train: Callable[[Training], None], planner: str, expected: dict[str, int]) -> None:
+    status = both(train, planner).status()
+    assert {name: getattr(status, name) for name in expected} == expected
 
 
-@pytest.mark.slow
-def test_evaluation_with_gradients_in_a_step() -> None:
-    def train(training: Training) -> None:
-        for step in range(STEPS):
-            if step == STEPS - 1:
-                training.forward()  # and its graph is dropped
-            training.step()
-
-    status = both(train).status()
-    assert (status.steps, status.diverged_steps) == (STEPS - BEFORE_PLANNED - 1, 1)
-
-
-@pytest.mark.slow
 def test_a_wrapped_optimizer() -> None:
     class Wrapped:
         """As accelerate's: calls the step of the one inside."""
@@ -135,23 +144,6 @@ def test_a_wrapped_optimizer() -> None:
     assert manager.status().steps == STEPS - BEFORE_PLANNED
 
 
-@pytest.mark.slow
-def test_steps_that_a_scaler_skips() -> None:
-    def train(training: Training) -> None:
-        for step in range(16):
-            loss = training.forward()
-            loss.backward()
-            if step not in (3, 10):  # as where a gradient is infinite
-                training.optimizer.step()
-            training.optimizer.zero_grad()
-            training.losses.append(loss.item())
-
-    status = both(train).status()
-    assert status.diverged_steps == 1  # both batches count as one step
-    assert status.steps >= 4
-
-
-@pytest.mark.slow
 def test_a_closure() -> None:
     def train(training: Training) -> None:
         def closure() -> torch.Tensor:
@@ -172,21 +164,10 @@ def test_a_closure() -> None:
     assert manager.status().state in (ManagerState.RUNNING, ManagerState.OFF)
 
 
-@pytest.mark.slow
-def test_loading_state_between_steps() -> None:
-    def train(training: Training) -> None:
-        training.steps(STEPS)
-        training.optimizer.load_state_dict(training.optimizer.state_dict())
-        training.steps(4)
-
-    assert both(train).status().diverged_steps == 0
-
-
 class Reentrant(Checkpointed):
     use_reentrant = True
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "planner"), [(Checkpointed, "planned"), (Reentrant, "lookahead")]
 )
@@ -221,7 +202,6 @@ class DeepReentrant(Deep):
         return super().forward(x.requires_grad_())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "planners"),
     [(Deep, ("planned", "lookahead", "fault")), (DeepReentrant, ("planned",))],
@@ -240,8 +220,7 @@ def test_inputs_of_checkpointed_blocks_are_copied_out_and_back(
         status = manager.status()
         assert (status.diverged_steps, status.wait_timeouts) == (0, 0)
         assert status.steps > 0
-        copied = program_of(manager).plan.copied
-        assert copied[MODEL, 0]
+        assert program_of(manager).plan.copied[MODEL, 0]
         moved = manager.store.statistics
         assert moved.bytes_out == moved.bytes_in > 0
         assert moved.late_fetches == 0
@@ -256,8 +235,7 @@ class Adapter(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.base(x) * self.scale
-        return y
+        return self.base(x) * self.scale
 
 
 class Adapted(nn.Module):
@@ -271,7 +249,6 @@ class Adapted(nn.Module):
         return x
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "lookahead"])
 def test_frozen_weights_are_never_written_back(planner: str) -> None:
     manager = both(
@@ -289,7 +266,6 @@ def test_frozen_weights_are_never_written_back(planner: str) -> None:
     assert hinted  # something moves all the same
 
 
-@pytest.mark.slow
 def test_tied_weights() -> None:
     class Tied(Net):
         def __init__(self) -> None:
@@ -301,7 +277,6 @@ def test_tied_weights() -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
 def test_compiled_blocks(in_place: bool) -> None:
     def compiled() -> nn.Module:
@@ -320,7 +295,6 @@ def test_compiled_blocks(in_place: bool) -> None:
     assert manager.store.statistics.bytes_out > 0
 
 
-@pytest.mark.slow
 def test_a_model_compiled_as_a_whole_is_not_managed(caplog: pytest.LogCaptureFixture) -> None:
     stock, training = Training(), Training()
     manager = training.manage()
@@ -337,7 +311,6 @@ def test_a_model_compiled_as_a_whole_is_not_managed(caplog: pytest.LogCaptureFix
     assert training.equals(stock)
 
 
-@pytest.mark.slow
 def test_two_models_with_nested_steps() -> None:
     """A generator and its discriminator."""
 
@@ -371,81 +344,65 @@ class StopError(Exception):
     """An error of the program."""
 
 
-def in_forward(error: type[BaseException]) -> Callable[[Training], None]:
-    def breaks(training: Training) -> None:
-        def stop(*_: object) -> None:
-            raise error
+@contextmanager
+def raising(error: type[BaseException], register: Callable[[Any], Any]) -> Iterator[None]:
+    """A hook of the program raises."""
 
-        layer = training.model.get_submodule("layers.2")
-        handle = layer.register_forward_pre_hook(stop)
-        with pytest.raises(error):
-            training.forward()
-        handle.remove()
+    def stop(*_: object) -> None:
+        raise error
 
-    return breaks
-
-
-def inside_a_block(error: type[BaseException]) -> Callable[[Training], None]:
-    def breaks(training: Training) -> None:
-        layer = training.model.get_submodule("layers.2")
-        whole = layer.forward
-
-        def stops(x: torch.Tensor) -> torch.Tensor:
-            whole(x)
-            raise error
-
-        layer.forward = stops
-        with pytest.raises(error):
-            training.forward()
-        layer.forward = whole
-
-    return breaks
+    handle = register(stop)
+    with pytest.raises(error):
+        yield
+    handle.remove()
 
 
-def in_backward(error: type[BaseException]) -> Callable[[Training], None]:
-    def breaks(training: Training) -> None:
-        def stop(_gradient: torch.Tensor) -> None:
-            raise error
-
-        weight = training.model.get_parameter("layers.1.weight")
-        handle = weight.register_hook(stop)
-        with pytest.raises(error):
-            training.forward().backward()
-        handle.remove()
-
-    return breaks
+def in_forward(training: Training, error: type[BaseException]) -> None:
+    layer = training.model.get_submodule("layers.2")
+    with raising(error, layer.register_forward_pre_hook):
+        training.forward()
 
 
-def in_the_optimizer(error: type[BaseException]) -> Callable[[Training], None]:
-    def breaks(training: Training) -> None:
+def inside_a_block(training: Training, error: type[BaseException]) -> None:
+    layer = training.model.get_submodule("layers.2")
+    whole = layer.forward
+
+    def stops(x: torch.Tensor) -> torch.Tensor:
+        whole(x)
+        raise error
+
+    layer.forward = stops
+    with pytest.raises(error):
+        training.forward()
+    layer.forward = whole
+
+
+def in_backward(training: Training, error: type[BaseException]) -> None:
+    weight = training.model.get_parameter("layers.1.weight")
+    with raising(error, weight.register_hook):
         training.forward().backward()
 
-        def stop(*_: object) -> None:
-            raise error
 
-        handle = training.optimizer.register_step_pre_hook(stop)
-        with pytest.raises(error):
-            training.optimizer.step()
-        handle.remove()
-
-    return breaks
+def in_the_optimizer(training: Training, error: type[BaseException]) -> None:
+    training.forward().backward()
+    with raising(error, training.optimizer.register_step_pre_hook):
+        training.optimizer.step()
 
 
 BROKEN = [
-    make(error)
-    for make in (in_forward, inside_a_block, in_backward, in_the_optimizer)
+    (breaks, error)
+    for breaks in (in_forward, inside_a_block, in_backward, in_the_optimizer)
     for error in (StopError, KeyboardInterrupt)
 ]
 """Steps that fail."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["planned", "fault"])
 def test_steps_that_fail(planner: str) -> None:
     def train(training: Training) -> None:
         training.steps(BEFORE_PLANNED + 1)
-        for breaks in BROKEN:
-            breaks(training)
+        for breaks, error in BROKEN:
+            breaks(training, error)
             training.optimizer.zero_grad()
             training.steps(2)
 
@@ -455,7 +412,6 @@ def test_steps_that_fail(planner: str) -> None:
     assert status.steps == 1 + len(BROKEN)
 
 
-@pytest.mark.slow
 def test_an_error_of_the_executor_does_not_end_the_training() -> None:
     stock, training = Training(), Training()
     manager = training.manage()
@@ -473,10 +429,9 @@ def test_an_error_of_the_executor_does_not_end_the_training() -> None:
     assert training.equals(stock)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where one is freed
 @pytest.mark.parametrize("kind", [Interrupt, Signal])
-def test_an_interrupt_at_any_moment_costs_one_step_of_the_plan(
+def test_an_interrupt_at_any_moment_costs_one_planned_step(
     kind: type[Interrupt | Signal],
 ) -> None:
     plain, managed = Training(), Training()

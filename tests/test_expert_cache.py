@@ -152,13 +152,12 @@ def test_another_index_is_a_use(
     assert not experts.is_on
 
 
-def test_rows_with_a_gradient_are_a_use(
+def test_rows_with_gradients_are_uses(
     served: tuple[nn.Parameter, CachedExperts, list[int]],
 ) -> None:
     table, experts, settled = served
     table.requires_grad_()
-    rows = table[torch.tensor([0, 1])]
-    assert rows.requires_grad
+    assert table[torch.tensor([0, 1])].requires_grad
     assert settled
     assert experts.counts == (0, 0)
 

@@ -99,9 +99,7 @@ def test_the_hint_queue_may_be_full(stock: Training) -> None:
 
 
 @pytest.mark.slow
-def test_the_wait_for_late_pages_is_limited(
-    stock: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_for_late_pages_are_limited(stock: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("umem.pages.run.runner.MAX_WAIT_S", 0.01)
     training = Training()
     manager = training.manage("planned", 34 * MIB, bytes_per_s=20e6)
@@ -111,9 +109,7 @@ def test_the_wait_for_late_pages_is_limited(
 
 
 @pytest.mark.slow
-def test_no_plan_fills_a_host_without_room(
-    stock: Training, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_plan_fills_a_full_host(stock: Training, caplog: pytest.LogCaptureFixture) -> None:
     machine = host_machine(34 * MIB)
     full = within_host(machine.hardware, host_bytes=lambda: 3 * MIB)
     assert full.host_bytes == 3 * MIB

@@ -50,8 +50,7 @@ class Flat(nn.Module):
         for layer in (it for flat in self.flats for it in flat.split(FLAT)):
             weight, bias = layer[:-WIDTH].view(WIDTH, WIDTH), layer[-WIDTH:]
             x = x + torch.tanh(nn.functional.linear(x, weight, bias))
-        y: torch.Tensor = self.last(x.repeat(1, FLAT)[:, : self.head])
-        return y
+        return self.last(x.repeat(1, FLAT)[:, : self.head])
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 0.8])
@@ -211,8 +210,7 @@ def test_pieces_of_state_with_a_number_are_not_found_anew() -> None:
 
 
 def test_deepspeeds_adam_with_several_parameters_in_a_group_is_refused() -> None:
-    optimizer = FusedAdam(OneFlat().parameters(), {"lr": 1e-2})
-    assert "torch_adam" in refusal(optimizer)
+    assert "torch_adam" in refusal(FusedAdam(OneFlat().parameters(), {"lr": 1e-2}))
 
 
 @pytest.mark.parametrize("resident", [set(), {NO_BLOCK}])
@@ -247,8 +245,7 @@ class Wide(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers[:-1]:
             x = x + torch.tanh(layer(x))
-        y: torch.Tensor = self.layers[-1](x)
-        return y
+        return self.layers[-1](x)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -50,8 +50,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return y
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
@@ -166,8 +165,7 @@ class Program:
         self.batches += 1
         seed = RANKS * self.batches + distributed.get_rank()
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
-        loss: torch.Tensor = self.model(x).square().mean()
-        return loss
+        return self.model(x).square().mean()
 
     def backward(self) -> None:
         loss = self.loss()
@@ -210,8 +208,7 @@ def write_part(program: Program) -> None:
 @torch.no_grad()
 def write_another(program: Program) -> None:
     """Not wrapped in some models."""
-    weight = program.model.layers[1].down.weight
-    program.see(weight.mul_(0.5))
+    program.see(program.model.layers[1].down.weight.mul_(0.5))
 
 
 def keep(choose: Callable[[Program], Any], *, sees: bool = True) -> Callable[[Program], None]:
@@ -660,7 +657,7 @@ def test_a_step_returns_before_its_updates(ranks: list[Runs]) -> None:
         assert found["elements"] == sum(it.numel() for it in Net().parameters())
 
 
-def test_each_block_waits_for_its_own_update_on_the_stream_that_gathers_it(
+def test_each_block_waits_for_its_own_update_on_its_gathering_stream(
     ranks: list[Runs],
 ) -> None:
     for found in (runs["plain"][1] for runs in ranks):
@@ -686,7 +683,7 @@ def test_a_training_that_ends_gives_all_back(ranks: list[Runs]) -> None:
 
 
 @pytest.mark.parametrize("name", ["held weights", "held state", "two models"])
-def test_held_parts_and_models_that_use_each_other_have_stocks_values(
+def test_held_parts_and_models_in_each_other_have_stocks_values(
     name: str, ranks: list[Runs]
 ) -> None:
     for stock, streamed in (runs[name] for runs in ranks):

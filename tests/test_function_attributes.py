@@ -46,8 +46,7 @@ def test_lent_memory_is_found_when_it_is_needed(product: Product) -> None:
     asked = []
 
     def find(view: torch.Tensor) -> Any:
-        offset = view.storage_offset()
-        asked.append(offset)
+        asked.append(view.storage_offset())
         return lambda: torch.full((3,), 10.0)
 
     end = lend(weight.untyped_storage(), find)

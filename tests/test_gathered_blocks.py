@@ -122,8 +122,7 @@ def train(*, calls_blocks: bool, clips: bool, kind: Any) -> list[Any]:
             it /= scale
         optimizer.step()
         schedule.step()
-    state = optimizer.state_dict()["state"]
-    return [*seen, state, *(block.partition for block in model.layers)]
+    return [*seen, optimizer.state_dict()["state"], *(block.partition for block in model.layers)]
 
 
 @pytest.mark.slow

@@ -34,8 +34,7 @@ class Step:
 
     def run(self, number: int, *, between: bool) -> list[bytes]:
         """Bits of both losses and of the weights; `between`: the second graph is older."""
-        rows = torch.Generator().manual_seed(number)
-        batches = torch.randn(2, ROWS, WIDTH, generator=rows)
+        batches = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
         # The first one saves what its blocks' norms return, which no block keeps then.
         losses = [self.model(batches[0]).square().mean()]
         if between:
@@ -82,8 +81,7 @@ def test_all_bits_are_stocks(kind: type[Layer], late: int) -> None:
 def test_results_are_made_before_the_update() -> None:
     class Normed(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.down(self.up(self.norm(x)))
-            return y
+            return self.down(self.up(self.norm(x)))
 
     stock, _ = trained(Normed, None, Net(Normed), 2)
     model = Net(Normed)

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.two_tensor import TwoTensor
 
+pytestmark = pytest.mark.slow
+
 
 def conditional(x: torch.Tensor) -> Any:
     return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
@@ -56,7 +58,6 @@ def attention(x: torch.Tensor) -> Any:
 HIGHER_ORDER = [conditional, mapped, looped, scanned, scanned_in_any_order, attention]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("function", HIGHER_ORDER, ids=lambda it: it.__name__)
 def test_higher_order_operators_take_guarded_tensors(
@@ -74,8 +75,7 @@ def test_higher_order_operators_take_guarded_tensors(
 
 
 def of_two(value: torch.Tensor) -> torch.Tensor:
-    wrapper: torch.Tensor = TwoTensor(value, value.clone())
-    return wrapper
+    return TwoTensor(value, value.clone())
 
 
 def sharded(value: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,6 @@ def alone() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("use", USES)
@@ -125,7 +124,6 @@ def test_a_use_of_a_wrapper_waits(use: str, wrap: Callable[[torch.Tensor], torch
     assert torch.equal(plain(found), USES[use](expected))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_a_use_of_a_part_waits(wrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -139,7 +137,6 @@ def test_a_use_of_a_part_waits(wrap: Callable[[torch.Tensor], torch.Tensor]) -> 
         assert torch.equal(parts[number], torch.ones(4, 4))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_dtensor_that_is_gathered_or_given_away_waits() -> None:
     uses: list[Callable[[Any], torch.Tensor]] = [

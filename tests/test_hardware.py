@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import yaml
 from cards import GB10, GH200, H200
-from command_line import umem_command
+from command_line import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_files import trace_of_phases
 from typer.testing import CliRunner
 
 from umem.cli.hardware import app
@@ -37,7 +38,7 @@ from umem.hardware.load import describe_machine
 from umem.hardware.measure import Measured, host_update, profile_text, save_profile
 from umem.hardware.model import FIGURES, PRECISIONS, RATES, quantity_of
 from umem.policy import preset_names
-from umem.trace import Access, Precision, Trace
+from umem.trace import Precision, Trace
 
 GIB = 2**30
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -369,25 +370,12 @@ def a_trace(
     precision: list[Precision],
     duration_s: list[float] | None = None,
 ) -> Trace:
-    phases = len(flops)
-    return Trace(
-        name="t",
-        source="made by hand",
-        tensor_names=("x",),
-        tensor_bytes=np.array([4096]),
-        tensor_class=np.zeros(1, np.uint8),
-        persistent=np.ones(1, np.bool_),
-        first_phase=np.zeros(1, np.int32),
-        last_phase=np.full(1, phases - 1, np.int32),
-        phase_names=tuple(map(str, range(phases))),
-        phase_kind=np.zeros(phases, np.uint8),
+    return trace_of_phases(
+        len(flops),
         phase_precision=np.array(precision, np.uint8),
         flops=np.array(flops),
         memory_bytes=np.array(memory_bytes, np.int64),
         duration_s=None if duration_s is None else np.array(duration_s),
-        access_start=np.arange(phases + 1, dtype=np.int64),
-        access_tensor=np.zeros(phases, np.int32),
-        access_mode=np.full(phases, Access.READ, np.uint8),
     )
 
 
@@ -656,8 +644,7 @@ def test_detect_has_the_figures_that_were_measured(own_folder: Path) -> None:
     # In proportion to the copies, and no less than a direction that was measured.
     assert found.mapped_read_bytes_per_s < 14e9
     assert found.link_bytes_per_s >= found.to_device_bytes_per_s
-    again = describe_machine(UNKNOWN, 64 * GIB, measured=False)
-    assert again.rates == "unknown"
+    assert describe_machine(UNKNOWN, 64 * GIB, measured=False).rates == "unknown"
 
 
 def test_measured_figures_are_of_one_device(own_folder: Path) -> None:
@@ -693,26 +680,23 @@ def test_adamw_on_the_host_is_measured_in_bytes() -> None:
     assert list(host_update(0, 0.05)) == []  # no memory to measure with
 
 
-def test_without_a_gpu_there_is_nothing_to_measure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_nothing_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: int) -> Capabilities:
         raise UnsupportedError("no NVIDIA driver on this machine")
 
     monkeypatch.setattr("umem.cli.hardware.detect", refuse, raising=False)
-    status, output, errors = umem_command(monkeypatch, capsys)("hardware", "measure")
+    status, output, errors = run("hardware", "measure")
     assert (status, output) == (2, "")
     assert errors == "umem: there is no GPU 0 to measure: no NVIDIA driver on this machine\n"
 
 
 @pytest.mark.slow
 def test_a_card_without_a_profile_gets_bytes_and_then_seconds(
-    own_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("umem.cli.hardware.detect", lambda device: UNKNOWN, raising=False)
     monkeypatch.setattr(capabilities, "detect", lambda device: UNKNOWN)
     monkeypatch.setattr("umem.hardware.measure.measure", lambda *_, short: iter(rates().values()))
-    run = umem_command(monkeypatch, capsys)
     fit = ("fit", "llama-3.2-1b", "--mode", "lora", "--gpu", "detect")
     status, output, _ = run(*fit)
     assert status == 0
@@ -741,10 +725,7 @@ def test_a_card_without_a_profile_gets_bytes_and_then_seconds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gb10", "jetson-thor"])
-def test_a_fit_into_one_pool_moves_nothing(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = umem_command(monkeypatch, capsys)
+def test_a_fit_into_one_pool_moves_nothing(name: str, run: Run) -> None:
     words = ("--gpu", name, "--host-ram", "64GiB", "--json")
     small, large = (
         json.loads(run("fit", model, "--checkpoint", *words)[1])["results"][0]
@@ -800,10 +781,8 @@ def test_cli_show_json_is_the_machine() -> None:
     assert shown["launch_s"]["source"] == hardware.sources["launch_s"].text
 
 
-def test_cli_errors_are_plain(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, output, errors = umem_command(monkeypatch, capsys)("hardware", "show", "h20")
+def test_cli_errors_are_plain(run: Run) -> None:
+    status, output, errors = run("hardware", "show", "h20")
     assert (status, output) == (2, "")
     assert "did you mean 'h200'?" in errors
     assert len(errors.splitlines()) == 1

@@ -37,8 +37,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.second(self.act(self.norms[1](self.first(self.act(self.norms[0](x))))))
-        found: torch.Tensor = y + self.skip(x)
-        return found
+        return y + self.skip(x)
 
 
 class UNet(nn.Module):
@@ -60,8 +59,7 @@ class UNet(nn.Module):
             x = smaller(skips[-1])
         for block in self.up:
             x = block(torch.cat([interpolate(x, scale_factor=2.0), skips.pop()], 1))
-        found: torch.Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
 def fail(error: Exception) -> None:

@@ -250,8 +250,7 @@ class TestReleases:
             threading.Timer(0.01, ran.set).start()
             allocator.empty_cache()
             assert ran.is_set()
-            counts = engine.statistics().counts["evict", TensorClass.OTHER]
-            assert counts.moved_bytes == 2 * BLOCK
+            assert engine.statistics().counts["evict", TensorClass.OTHER].moved_bytes == 2 * BLOCK
 
 
 class TestFailures:

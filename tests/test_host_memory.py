@@ -80,11 +80,17 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def limit_of(found: HostMemory, machine: Machine) -> tuple[str, int]:
-    """The binding limit's file below the machine's root, and its bytes."""
+def check(
+    machine: Machine, total_gib: int, available_gib: int, file: str, limit_gib: int | None = None
+) -> None:
+    """The limit that binds is that of a file, by default of all that the process may have."""
+    found = machine.read()
+    available_bytes = available_gib * GIB
+    assert (found.total_bytes, found.available_bytes) == (total_gib * GIB, available_bytes)
     assert found.limit is not None
-    assert found.limit.available_bytes == found.available_bytes
-    return str(found.limit.path.relative_to(machine.root)), found.limit.limit_bytes
+    assert found.limit.available_bytes == available_bytes
+    assert found.limit.limit_bytes == (limit_gib or total_gib) * GIB
+    assert found.limit.path == machine.root / "sys/fs/cgroup" / file
 
 
 def test_a_machine_without_control_groups(machine: Machine) -> None:
@@ -113,16 +119,12 @@ def nested(machine: Machine) -> Machine:
 
 class TestVersion2:
     def test_a_group_around_the_process_has_the_limit(self, nested: Machine) -> None:
-        found = nested.read()
-        assert (found.total_bytes, found.available_bytes) == (64 * GIB, 34 * GIB)
-        assert limit_of(found, nested) == ("sys/fs/cgroup/batch.slice/memory.max", 64 * GIB)
+        check(nested, 64, 34, "batch.slice/memory.max")
 
     def test_the_group_with_the_least_left_decides(self, nested: Machine) -> None:
         nested.v2_group("batch.slice/job.scope", 10 * GIB, max=70 * GIB)
         nested.v2_group("batch.slice", 60 * GIB, max=90 * GIB)
-        found = nested.read()
-        assert (found.total_bytes, found.available_bytes) == (70 * GIB, 30 * GIB)
-        assert limit_of(found, nested)[0] == "sys/fs/cgroup/batch.slice/memory.max"
+        check(nested, 70, 30, "batch.slice/memory.max", limit_gib=90)
 
     def test_page_cache_can_be_dropped(self, nested: Machine) -> None:
         """But for what must be written first; tmpfs is in `file` and in neither list."""
@@ -148,17 +150,18 @@ class TestVersion2:
 
     def test_throttling_begins_at_the_high_limit(self, nested: Machine) -> None:
         nested.v2_group("batch.slice/job.scope", 10 * GIB, max=40 * GIB, high=36 * GIB)
-        found = nested.read()
-        assert (found.total_bytes, found.available_bytes) == (36 * GIB, 26 * GIB)
-        assert limit_of(found, nested)[0].endswith("job.scope/memory.high")
+        check(nested, 36, 26, "batch.slice/job.scope/memory.high")
 
-    def test_the_machine_may_have_less_than_its_groups_may_take(self, nested: Machine) -> None:
-        nested.v2_group("batch.slice", 1 * GIB, max=120 * GIB)
-        assert nested.read() == HostMemory(120 * GIB, MACHINE_AVAILABLE, None)
-
-    def test_a_limit_beyond_the_machine_is_none(self, nested: Machine) -> None:
-        nested.v2_group("batch.slice", MACHINE_TOTAL - GIB, max=MACHINE_TOTAL)
-        assert nested.read() == HostMemory(MACHINE_TOTAL, MACHINE_AVAILABLE, None)
+    @pytest.mark.parametrize(
+        ("used", "limit"),
+        [
+            pytest.param(GIB, 120 * GIB, id="its groups may take more than the machine has"),
+            pytest.param(MACHINE_TOTAL - GIB, MACHINE_TOTAL, id="a limit beyond the machine"),
+        ],
+    )
+    def test_the_machine_may_have_the_least(self, nested: Machine, used: int, limit: int) -> None:
+        nested.v2_group("batch.slice", used, max=limit)
+        assert nested.read() == HostMemory(limit, MACHINE_AVAILABLE, None)
 
     def test_files_may_be_missing(self, nested: Machine) -> None:
         """A group that was removed, and one whose figures may not be read."""
@@ -167,12 +170,6 @@ class TestVersion2:
         assert nested.read().available_bytes == 34 * GIB
         (nested.root / "proc/self/mountinfo").unlink()
         assert nested.read().limit is None
-
-    def test_a_colon_and_a_space_in_a_name(self, machine: Machine) -> None:
-        machine.process_in("0::/a:b c")
-        machine.mount(V2_MOUNT, top=r"/a:b\040c")
-        machine.v2_group("", 1 * GIB, max=4 * GIB)
-        assert machine.read().available_bytes == 3 * GIB
 
 
 class TestContainers:
@@ -185,25 +182,22 @@ class TestContainers:
             pytest.param("/docker/0815", "/docker/0815", id="only the mount hides the host"),
             pytest.param("/docker/0815", "/", id="the host's name in a namespace's tree"),
             pytest.param("/", "/..", id="a mount older than the namespace"),
+            pytest.param("/a:b c", r"/a:b\040c", id="a colon and a space in a name"),
         ],
     )
-    def test_the_limit_is_at_the_top_of_the_mount(
-        self, group: str, top: str, machine: Machine
-    ) -> None:
+    def test_the_limit_is_on_top_of_a_mount(self, group: str, top: str, machine: Machine) -> None:
         machine.process_in(f"0::{group}")
         machine.mount(V2_MOUNT, top=top)
         machine.v2_group("", 6 * GIB, max=16 * GIB, inactive_file=2 * GIB)
         machine.v2_group("other", 4 * GIB, max=5 * GIB)
-        found = machine.read()
-        assert (found.total_bytes, found.available_bytes) == (16 * GIB, 12 * GIB)
-        assert limit_of(found, machine)[0] == "sys/fs/cgroup/memory.max"
+        check(machine, 16, 12, "memory.max")
 
     def test_a_group_nested_in_a_container(self, machine: Machine) -> None:
         machine.process_in("0::/inner")
         machine.mount(V2_MOUNT)
         machine.v2_group("", 6 * GIB, max=16 * GIB)
         machine.v2_group("inner", 3 * GIB, max=4 * GIB)
-        assert machine.read().available_bytes == 1 * GIB
+        check(machine, 4, 1, "inner/memory.max")
 
     @pytest.mark.parametrize(
         ("group", "top"),
@@ -214,9 +208,7 @@ class TestContainers:
             pytest.param("/docker/08", "/docker/0815", id="a name that begins alike"),
         ],
     )
-    def test_limits_of_other_groups_do_not_count(
-        self, group: str, top: str, machine: Machine
-    ) -> None:
+    def test_limits_of_others_do_not_count(self, group: str, top: str, machine: Machine) -> None:
         machine.process_in(f"0::{group}")
         machine.mount(V2_MOUNT, top=top)
         machine.v2_group("", 6 * GIB, max=16 * GIB)
@@ -240,43 +232,40 @@ class TestVersion1:
         assert hybrid.read() == HostMemory(MACHINE_TOTAL, MACHINE_AVAILABLE, None)
 
     def test_a_nested_limit_less_page_cache(self, hybrid: Machine) -> None:
-        hybrid.v1_group(
-            "jobs",
-            32 * GIB,
-            32 * GIB,
-            total_active_file=5 * GIB,
-            total_inactive_file=4 * GIB,
-            total_dirty=2 * GIB,
-            total_writeback=1 * GIB,
-        )
-        found = hybrid.read()
-        assert (found.total_bytes, found.available_bytes) == (32 * GIB, 6 * GIB)
-        assert limit_of(found, hybrid) == (
-            "sys/fs/cgroup/memory/jobs/memory.limit_in_bytes",
-            32 * GIB,
-        )
+        cache = {"active_file": 5, "inactive_file": 4, "dirty": 2, "writeback": 1}
+        figures = {f"total_{name}": gib * GIB for name, gib in cache.items()}
+        hybrid.v1_group("jobs", 32 * GIB, 32 * GIB, **figures)
+        check(hybrid, 32, 6, "memory/jobs/memory.limit_in_bytes")
 
-    def test_docker_shows_its_own_group_at_the_top(self, machine: Machine) -> None:
-        machine.process_in("4:cpu,memory:/docker/0815")
-        machine.mount(
-            "35 31 0:32 /docker/0815 /sys/fs/cgroup/memory ro - cgroup cgroup rw,cpu,memory"
-        )
+    @pytest.mark.parametrize(
+        ("process", "top", "mount", "available_gib"),
+        [
+            pytest.param(
+                *(["4:cpu,memory:/docker/0815"], "/docker/0815", V1_MOUNT + ",cpu", 3),
+                id="docker shows its own group at the top",
+            ),
+            pytest.param(
+                *(["3:cpuset:/", "2:name=systemd:/"], "/", V1_MOUNT, None),
+                id="other controllers have no memory limits",
+            ),
+        ],
+    )
+    def test_the_group_of_the_memory_controller_counts(
+        self, process: list[str], top: str, mount: str, available_gib: int | None, machine: Machine
+    ) -> None:
+        machine.process_in(*process)
+        machine.mount(mount, top=top)
         machine.v1_group("", 5 * GIB, 8 * GIB)
-        assert machine.read().available_bytes == 3 * GIB
-
-    def test_other_controllers_have_no_memory_limits(self, machine: Machine) -> None:
-        machine.process_in("3:cpuset:/", "2:name=systemd:/")
-        machine.mount(V1_MOUNT)
-        machine.v1_group("", 5 * GIB, 8 * GIB)
-        assert machine.read().limit is None
+        if available_gib is None:
+            assert machine.read().limit is None
+        else:
+            check(machine, 8, available_gib, "memory/memory.limit_in_bytes")
 
     def test_a_limit_that_a_container_does_not_see(self, hybrid: Machine) -> None:
         """Of a group above its mount: the kernel tells the least of all."""
         hybrid.v1_group("", 20 * GIB, hierarchical_memory_limit=64 * GIB)
         hybrid.v1_group("jobs/17", 20 * GIB, hierarchical_memory_limit=24 * GIB)
-        found = hybrid.read()
-        assert (found.total_bytes, found.available_bytes) == (24 * GIB, 4 * GIB)
-        assert limit_of(found, hybrid)[0].endswith("jobs/17/memory.limit_in_bytes")
+        check(hybrid, 24, 4, "memory/jobs/17/memory.limit_in_bytes")
 
 
 class TestNodes:

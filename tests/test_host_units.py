@@ -227,9 +227,7 @@ def test_tensors_for_which_the_host_has_no_room() -> None:
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 0.5])
-def test_an_error_of_the_host_loses_nothing(
-    eagerness: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hosts_error_loses_nothing(eagerness: float, caplog: pytest.LogCaptureFixture) -> None:
     run, stock = both(eagerness)
     host, numbers = run.training.step.hosts.updater, iter(range(100))
     run.step()
@@ -259,8 +257,7 @@ def test_an_error_of_the_host_with_a_scaler() -> None:
         del program.optimizer.grad_scale, program.optimizer.found_inf
         program.seen += [it.grad.clone() for it in program.model.parameters()]
 
-    run = compare(scale, make_optimizer=fused, **HOSTS)
-    assert run.training.is_closed
+    assert compare(scale, make_optimizer=fused, **HOSTS).training.is_closed
 
 
 @pytest.mark.slow

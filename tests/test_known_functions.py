@@ -90,7 +90,7 @@ def test_what_else_a_module_computes_is_not_known(module: nn.Module) -> None:
     assert known_function(module) is None
 
 
-def test_a_class_whose_forward_function_is_replaced_is_not_known(
+def test_a_class_with_another_forward_function_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nn.ReLU, "forward", lambda _self, x: x)

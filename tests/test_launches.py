@@ -69,7 +69,7 @@ def test_launches_ahead_of_the_device_take_no_time(now_s: list[float]) -> None:
         assert found == pytest.approx(expected_s), launches
 
 
-def test_where_nothing_is_launched_or_a_graph_is_captured_nothing_counts(
+def test_where_nothing_is_launched_or_all_is_captured_nothing_counts(
     now_s: list[float],
 ) -> None:
     clock = DryClock()

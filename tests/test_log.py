@@ -51,9 +51,7 @@ def test_levels(default: str | None, variable: str | None, shown: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "shown"), [(None, "W:w"), ("info", "I:iW:w"), ("debug", "D:dI:iW:w")]
 )
-def test_a_program_that_sets_up_logging_shows_each_line_once(
-    variable: str | None, shown: str
-) -> None:
+def test_a_program_with_own_logging_shows_each_line_once(variable: str | None, shown: str) -> None:
     set_up = "import logging\nlogging.basicConfig(format='%(levelname).1s:%(message)s')"
     program = f"show_log('info')\n{set_up}"
     assert said(program, variable) == shown

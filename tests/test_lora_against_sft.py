@@ -100,7 +100,7 @@ def test_the_plan_removes_most_of_sfts_stall(found: tuple[Trace, Reports]) -> No
     assert found[1]["lora"]["planned"].moved_bytes() == 0
 
 
-def test_the_plan_of_7b_is_within_5_percent_of_the_lower_bound(
+def test_the_plan_of_7b_is_within_5_percent_of_its_bound(
     found: tuple[Trace, Reports],
 ) -> None:
     planned = found[1]["sft"]["planned"]

@@ -60,8 +60,7 @@ def record(allocator: Any) -> tuple[int, int]:
     """Blocks of weights and of state that live, and one of activations that does not."""
     kept = allocate(allocator, TensorClass.WEIGHTS, 3 * MIB, 1)
     state = allocate(allocator, TensorClass.OPTIMIZER_STATE, 2 * MIB)
-    gone = allocate(allocator, TensorClass.ACTIVATIONS, 30 * MIB)
-    allocator.free(gone)
+    allocator.free(allocate(allocator, TensorClass.ACTIVATIONS, 30 * MIB))
     allocator.empty_cache()
     return kept, state
 
@@ -198,9 +197,7 @@ def test_threads_and_the_collector_free_while_a_snapshot_is_made(allocator: Any)
     assert {it["category"] for it in trace if it["action"] == "alloc"} == {"activations"}
 
 
-def test_what_is_held_goes_before_the_cache(
-    allocator: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_goes_before_cache(allocator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held = allocate(allocator, TensorClass.ACTIVATIONS, 30 * MIB)
     monkeypatch.setattr("umem.runtime.memory_stats.let_go", lambda: allocator.free(held))
     monkeypatch.setattr("torch.cuda.memory.is_initialized", lambda: True)

@@ -88,7 +88,7 @@ def test_types_are_converted_as_torch_does(
     ],
     ids=["transposed", "subclass", "sparse", "conjugate", "meta"],
 )
-def test_what_only_torch_can_copy_is_left_to_it(
+def test_what_torch_alone_copies_is_its_own(
     memory: HostLoadingMemory, source: torch.Tensor
 ) -> None:
     assert load_weight(source, CPU, source.dtype, memory) is None

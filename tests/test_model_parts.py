@@ -57,8 +57,7 @@ def test_a_wrapper_is_where_its_parts_are() -> None:
     parts = [torch.ones(4), torch.zeros(4)]
     wrapper = pair(*parts)
     assert storage_addresses(wrapper) == [part.data_ptr() for part in parts]
-    nested = pair(wrapper, pair(torch.ones(4), torch.ones(4)))
-    assert len(storage_addresses(nested)) == 4
+    assert len(storage_addresses(pair(wrapper, pair(torch.ones(4), torch.ones(4))))) == 4
 
 
 def test_several_parts_of_a_tensor_are_numbered() -> None:

@@ -51,8 +51,7 @@ def make_net(decorate: Callable[..., Any]) -> Any:
 
         @decorate
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-            y: torch.Tensor = self.second(self.first(x)) * scale
-            return y
+            return self.second(self.first(x)) * scale
 
         def run(self, x: torch.Tensor) -> Any:
             return self.forward(x, scale=2.0)

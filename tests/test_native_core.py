@@ -51,8 +51,7 @@ def test_torch_reads_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's summary finds every figure that it needs."""
     allocator = _allocator()
     allocator.malloc(3 * MIB - 32 * KIB)
-    freed = allocator.malloc(1000)
-    allocator.free(freed)
+    allocator.free(allocator.malloc(1000))
     monkeypatch.setattr(
         torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: allocator.stats(0)
     )

@@ -49,9 +49,7 @@ for words in (
 
 
 @pytest.mark.slow
-def test_the_only_socket_is_that_of_umem_top(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_only_socket_is_umem_tops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     lines = run_forked(WATCHED, XDG_RUNTIME_DIR=str(tmp_path)).splitlines()
     seen = {line for line in lines if line.startswith(("family ", "address ", "name "))}

@@ -29,8 +29,7 @@ class NormAndMlp(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return y
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Checkpointed(NormAndMlp):
@@ -58,8 +57,7 @@ def make_layers(name: str, layers: int = LAYERS) -> list[nn.Module]:
 
 
 def make_input() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(BATCH, SEQ, WIDTH, generator=generator)
+    return torch.randn(BATCH, SEQ, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 def forward(
@@ -267,9 +265,7 @@ class TestOffload:
             (4, 3, "num_layers is 4: give 1 to model_layers, which is 3"),
         ],
     )
-    def test_wrong_numbers_of_layers(
-        self, num_layers: int, model_layers: int | None, text: str
-    ) -> None:
+    def test_wrong_layer_counts(self, num_layers: int, model_layers: int | None, text: str) -> None:
         with pytest.raises(OffloadError, match=text):
             offload(num_layers, model_layers)
 

@@ -54,9 +54,7 @@ class TestAutograd:
         ):
             gradient(z, x)
 
-    def test_in_place_modification_of_a_tensor_that_stays_raises(
-        self, store: ActivationStore
-    ) -> None:
+    def test_in_place_changes_of_a_tensor_that_stays_raise(self, store: ActivationStore) -> None:
         x = torch.ones(3, requires_grad=True)
         with group(store, "a"):
             y = x.exp()
@@ -106,9 +104,7 @@ class TestAutograd:
         store.release("a")
         assert torch.equal(gradient(y, x), 3 * (x * x))
 
-    def test_backward_in_another_thread(
-        self, store: ActivationStore, expected: torch.Tensor
-    ) -> None:
+    def test_backward_in_a_thread(self, store: ActivationStore, expected: torch.Tensor) -> None:
         x = make_input()
         y = released(store, "a", x)
         found: list[torch.Tensor] = []
@@ -204,9 +200,7 @@ class TestEndsOfGraphs:
         # The graph still exists, but its saved tensors are gone.
         assert store.release("a") == store.fetch("a") == 0
 
-    def test_an_exception_in_the_middle(
-        self, store: ActivationStore, expected: torch.Tensor
-    ) -> None:
+    def test_an_exception_within(self, store: ActivationStore, expected: torch.Tensor) -> None:
         def fail() -> None:
             store.open_group("a")
             try:
@@ -230,9 +224,7 @@ class TestEndsOfGraphs:
             gradient(y, x)
         assert store.statistics.pinned_bytes == 3 * 2 * MIB
 
-    def test_a_closed_store_keeps_no_buffers(
-        self, store: ActivationStore, expected: torch.Tensor
-    ) -> None:
+    def test_a_closed_store_is_empty(self, store: ActivationStore, expected: torch.Tensor) -> None:
         x = make_input()
         y = released(store, "a", x)
         store.close()
@@ -267,9 +259,7 @@ class TestHooksOfOtherCode:
         assert store.send("a") == 0
         assert y.requires_grad
 
-    def test_a_checkpoint_inside_a_group(
-        self, store: ActivationStore, expected: torch.Tensor
-    ) -> None:
+    def test_a_checkpoint_in_a_group(self, store: ActivationStore, expected: torch.Tensor) -> None:
         x = make_input()
         with group(store, "a"):
             y = checkpoint(lambda x: (x * 2).exp(), x, use_reentrant=False)

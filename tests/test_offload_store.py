@@ -120,9 +120,7 @@ class TestSendReleaseFetch:
         assert store.fetch("a", [0, 99]) == TENSOR_BYTES
         assert torch.equal(gradient(y, x), expected)
 
-    def test_only_chosen_tensors_leave(
-        self, store: ActivationStore, expected: torch.Tensor
-    ) -> None:
+    def test_only_the_chosen_leave(self, store: ActivationStore, expected: torch.Tensor) -> None:
         x = make_input()
         y = saved(store, "a", x, chosen={4})
         assert store.send("a") == TENSOR_BYTES
@@ -185,8 +183,7 @@ class TestSharedStorage:
         assert torch.equal(gradient(sum(results, torch.zeros(())), x), wanted)
 
     def test_a_graph_that_is_gone_keeps_no_memory(self, store: ActivationStore) -> None:
-        x = make_input()
-        between = x * 3
+        between = make_input() * 3
         results = []
         for key in "ab":
             with group(store, key):

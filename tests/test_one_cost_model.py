@@ -68,9 +68,7 @@ def test_a_step_in_parts_is_planned_as_a_whole() -> None:
     assert with_whole_optimizer_step(whole) is whole
 
 
-def test_a_training_runs_known_planners_alone(
-    make_trace: Callable[..., Trace], machine: Hardware
-) -> None:
+def test_only_known_planners_run(make_trace: Callable[..., Trace], machine: Hardware) -> None:
     trace = make_trace({"a": (4096, TensorClass.WEIGHTS)}, [(1e-3, ["a"], [])])
     policy = resolve(load_policy("managed"), machine, {})
     with pytest.raises(PlanError, match=r"'belady'.* planned, lookahead, fault"):

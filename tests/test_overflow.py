@@ -82,7 +82,7 @@ def options_of(units: Sequence[StreamUnit], *, waits: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_ten_percent_below_the_least_memory_take_at_most_twice_as_long(
+def test_ten_percent_below_the_least_memory_take_at_most_twice_the_time(
     name: str, waits: bool
 ) -> None:
     units = TRAININGS[name]
@@ -155,9 +155,7 @@ UNITS = st.lists(
 
 @given(UNITS, st.integers(0, 99))
 @settings(deadline=None)
-def test_a_plan_uses_the_budget_and_what_it_says_to_lack(
-    units: list[StreamUnit], percent: int
-) -> None:
+def test_a_plan_uses_the_budget_and_what_it_lacks(units: list[StreamUnit], percent: int) -> None:
     """Each unit saves its own, and what those before it have saved is there too."""
     before = 0
     for number, unit in enumerate(units):

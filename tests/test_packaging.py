@@ -270,24 +270,27 @@ def configuration(tmp_path: Path) -> Configuration:
 RMM = ("librmm", "librmm_cu13-*", "rapids_logger", "rapids_logger-*")
 
 
-def test_missing_rmm_leaves_the_core(configuration: Configuration) -> None:
-    status, said = configuration.run("auto")
-    assert status == 0
-    assert "building the core only, without CUDA" in said
-    assert "pip install librmm-cu13" in said
-
-
-def test_missing_rmm_is_an_error_where_cuda_is_asked_for(configuration: Configuration) -> None:
-    status, said = configuration.run("13")
-    assert status != 0
-    assert "pip install librmm-cu13" in said
-
-
-def test_missing_headers_are_named(configuration: Configuration) -> None:
-    configuration.link(*RMM)
-    status, said = configuration.run("13")
-    assert status != 0
-    assert "pip install nvidia-cuda-runtime nvidia-cuda-crt" in said
+@pytest.mark.parametrize(
+    ("cuda", "wheels", "works", "says"),
+    [
+        ("auto", (), True, ["building the core only, without CUDA", "pip install librmm-cu13"]),
+        ("13", (), False, ["pip install librmm-cu13"]),
+        ("13", RMM, False, ["pip install nvidia-cuda-runtime nvidia-cuda-crt"]),
+        ("11", (), False, ["UMEM_CUDA is '11'; it may be auto, 12, 13 or none"]),
+        ("none", (), True, ["umem: no guard", "umem doctor"]),
+    ],
+    ids=[
+        *("missing RMM leaves the core", "RMM where CUDA is asked for", "headers"),
+        *("unknown choices", "a torch that comes later"),
+    ],
+)
+def test_what_is_missing_is_named(
+    cuda: str, wheels: tuple[str, ...], works: bool, says: list[str], configuration: Configuration
+) -> None:
+    configuration.link(*wheels)
+    status, said = configuration.run(cuda)
+    assert (status == 0) is works, said
+    assert all(words in said for words in says)
 
 
 def test_wheels_are_found_on_the_import_path(configuration: Configuration) -> None:
@@ -318,13 +321,6 @@ def test_a_conda_environment_has_no_python_package_of_rmm(configuration: Configu
     assert f"at {prefix}/lib/librmm.so" in said
     assert f"CUDA 13 runtime at {cuda}/lib/libcudart.so.13, headers in " in said
     assert f"{prefix}/include;{cuda}/include " in said
-
-
-def test_a_torch_that_comes_later_is_asked_for_by_the_doctor(configuration: Configuration) -> None:
-    status, said = configuration.run("none")
-    assert status == 0, said
-    assert "umem: no guard" in said
-    assert "umem doctor" in said
 
 
 def fake_torch(folder: Path, version: str) -> Path:
@@ -383,12 +379,6 @@ def test_torches_are_downloaded_as_the_build_wants_them(tmp_path: Path) -> None:
     locate = ROOT / "cmake" / "locate_torch.py"
     found = json.loads(run(sys.executable, locate, f"{folder}/*"))
     assert [torch["version"] for torch in found] == ["2.11.0", "2.9.1"]
-
-
-def test_unknown_choices_are_refused(configuration: Configuration) -> None:
-    status, said = configuration.run("11")
-    assert status != 0
-    assert "UMEM_CUDA is '11'; it may be auto, 12, 13 or none" in said
 
 
 @pytest.fixture(scope="module")

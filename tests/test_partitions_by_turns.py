@@ -262,9 +262,7 @@ def test_state_that_something_else_sees_is_streamed_where_it_is(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_state_with_known_views_is_fetched_ahead(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_with_known_views_comes_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are guarded as the state itself: a use in some step finds what it would find there."""
     with beside_stock(name, -1, monkeypatch, uses_every=5, steps=12) as (run, streams):
         run.train(7)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import let_out
 from measured_models import BASE, LAYERS, SAVED, Machine, Net, batch
 
 from umem.capture.live import NO_BLOCK, Block, PhaseTracker, find_blocks
@@ -19,10 +20,6 @@ from umem.streaming.tune.named_plan import NamedPlan
 
 FORWARD_S = sum(1.0 + number for number in range(LAYERS))
 BACKWARD_S = sum(10.0 + number for number in range(LAYERS))
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 class Adversaries:
@@ -38,7 +35,7 @@ class Adversaries:
         self.meter = StepMeter(
             self.machine, self.machine, root, blocks, int, int, calls=lambda: self.calls
         )
-        self.tracker = PhaseTracker(root, blocks, HookErrors(_raise), self.meter)
+        self.tracker = PhaseTracker(root, blocks, HookErrors(let_out), self.meter)
         self.tracker.start()
 
     def _count(self, *_: object) -> None:

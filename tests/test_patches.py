@@ -20,7 +20,7 @@ from once import made_once
 
 import umem
 from umem import patches
-from umem.patches import PATCHES, PatchWay, table
+from umem.patches import PATCHES, PatchWay
 from umem.torch_compat import PRIVATE_NAMES
 
 PACKAGE = Path(umem.__file__).parent
@@ -151,9 +151,7 @@ def test_what_has_replaced_umems_since_stays(entry: str, monkeypatch: pytest.Mon
         assert vars(Library)["own"] is theirs
 
 
-def test_a_library_that_lacks_it_is_left_as_it_is(
-    entry: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_lacks_it_stays_as_is(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not patches.replace(entry, None, owner=Library, attribute="absent")
     assert not hasattr(Library, "absent")
     name = PATCHES["transformers_warmup"].path.partition(":")[0]
@@ -353,10 +351,3 @@ def test_each_entry_stands_where_it_is_made() -> None:
     for key in REPLACED:
         source = FILES[PATCHES[key].made_in]
         assert f'"{key}"' in source or f"{PATCHES[key].attribute}=" in source, key
-
-
-def test_the_page_has_the_table() -> None:
-    """`python benchmarks/fill_pages.py docs/architecture.md` writes it."""
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    _, _, rest = page.partition("<!-- python -m umem.patches -->\n")
-    assert rest.partition("<!-- end of report -->")[0].splitlines() == [*table()]

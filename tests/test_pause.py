@@ -153,9 +153,7 @@ def test_the_host_must_have_the_memory(
 
 
 @pytest.mark.slow
-def test_what_other_ranks_have_taken_counts_once(
-    allocator: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_other_ranks_took_counts_once(allocator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of eight ranks pauses too: the others' copies are in host memory already."""
     table, other = Table(allocator, TABLE_BYTES), Table(allocator, TABLE_BYTES, device=1)
     left_bytes = 2 * TABLE_BYTES
@@ -175,9 +173,7 @@ def test_what_other_ranks_have_taken_counts_once(
 
 
 @pytest.mark.slow
-def test_a_rank_takes_no_more_than_its_own_part(
-    allocator: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_takes_its_own_part_at_most(allocator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [Table(allocator, TABLE_BYTES) for _ in range(3)]  # more than the cap
     monkeypatch.setattr("umem.pausing.host_share", lambda: HostShare(1 << 30, 8, "RANKS", 1 << 40))
     with pytest.raises(umem.PauseError, match="host memory"):

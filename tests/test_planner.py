@@ -242,9 +242,7 @@ def test_a_window_looks_at_what_has_memory(
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(problem=problems(8 * BLOCK))
-def test_planning_is_deterministic(
-    random_trace: MakeTrace, machine: Hardware, problem: Any
-) -> None:
+def test_planning_repeats(random_trace: MakeTrace, machine: Hardware, problem: Any) -> None:
     made_of, spare = problem
     policy = policy_of(machine, working_set(random_trace(*made_of)) + spare)
     for planner in PLANNERS:
@@ -371,9 +369,7 @@ def rules() -> list[ClassRule]:
 
 
 @pytest.mark.slow
-def test_every_rule_can_be_planned_or_is_refused_by_name(
-    machine: Hardware, make_trace: MakeTrace
-) -> None:
+def test_every_rule_is_planned_or_refused_by_name(machine: Hardware, make_trace: MakeTrace) -> None:
     trace = training_step(make_trace, 2)
     combinations = rules()
     assert len(combinations) > 100
@@ -404,9 +400,7 @@ def test_map_stays_on_the_host(machine: Hardware, training: Trace) -> None:
 
 
 @pytest.mark.parametrize("rule", [{"mechanism": "keep"}, {"eviction": "never"}, {"kind": "device"}])
-def test_what_is_kept_never_leaves(
-    machine: Hardware, training: Trace, rule: dict[str, Any]
-) -> None:
+def test_what_is_kept_stays(machine: Hardware, training: Trace, rule: dict[str, Any]) -> None:
     policy = policy_of(machine, TIGHT, weights=rule)
     for planner in PLANNERS:
         schedule = plan(training, machine, policy, planner)
@@ -606,7 +600,7 @@ def test_a_budget_below_a_working_set_names_the_phase(
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_what_is_kept_counts_beside_a_working_set(
+def test_kept_memory_counts_beside_working_sets(
     machine: Hardware, training: Trace, planner: str
 ) -> None:
     message = (
@@ -627,9 +621,7 @@ def test_system_memory_needs_the_machine_for_it(machine: Hardware, training: Tra
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_more_than_the_host_holds_is_refused(
-    machine: Hardware, training: Trace, planner: str
-) -> None:
+def test_more_than_the_host_is_refused(machine: Hardware, training: Trace, planner: str) -> None:
     # 96 blocks live on, and at the end of the forward pass 36 of activations are there too.
     needed = (96 + 36 + 4) * BLOCK
     policy = policy_of(machine, TIGHT)

@@ -73,8 +73,7 @@ def test_evictions_alone_keep_the_budget(machine: Hardware, trace: Trace, blocks
 def test_a_window_that_wants_more_than_fits_keeps_it_too(
     machine: Hardware, trace: Trace, blocks: int
 ) -> None:
-    policy = policy_of(machine, blocks)
-    schedule = plan(trace, machine, policy, "lookahead", may_fault=False)
+    schedule = plan(trace, machine, policy_of(machine, blocks), "lookahead", may_fault=False)
     assert schedule.hint_count > 0
     assert peak_blocks(trace, schedule) <= blocks
 
@@ -91,8 +90,7 @@ def test_a_budget_is_not_left_to_the_driver(machine: Hardware, trace: Trace) -> 
     schedule = plan(trace, machine, policy, "planned", may_fault=False)
     assert schedule.hint_count > 0
     assert schedule.waits
-    report = simulate(trace, schedule, machine, policy)
-    assert report.moved_bytes("to_device", "fault") == 0
+    assert simulate(trace, schedule, machine, policy).moved_bytes("to_device", "fault") == 0
 
 
 def test_fixed_homes_win_over_the_policy(machine: Hardware, trace: Trace) -> None:

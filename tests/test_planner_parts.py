@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from random_steps import workloads
 
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
@@ -36,25 +37,13 @@ RandomTrace = Callable[..., Trace]
 
 def managed(machine: Hardware, budget_bytes: int | None = None) -> ResolvedPolicy:
     budget = None if budget_bytes is None else f"{budget_bytes} B"
-    policy = load_policy({"name": "test", "device_budget": budget})
-    return resolve(policy, machine, environ={})
+    return resolve(load_policy({"name": "test", "device_budget": budget}), machine, environ={})
 
 
 def uses(trace: Trace, phase: int) -> list[tuple[int, int]]:
     """Tensors and modes of a phase."""
     at = slice(trace.access_start[phase], trace.access_start[phase + 1])
     return list(zip(trace.access_tensor[at].tolist(), trace.access_mode[at].tolist(), strict=True))
-
-
-@st.composite
-def workloads(draw: st.DrawFn) -> tuple[list[tuple[int, bool]], list[list[tuple[int, int]]]]:
-    """Sizes and persistence of tensors, and the accesses of phases."""
-    sizes = draw(
-        st.lists(st.tuples(st.integers(1, 3 * BLOCK), st.booleans()), min_size=1, max_size=7)
-    )
-    access = st.tuples(st.integers(0, len(sizes) - 1), st.integers(1, 3))
-    phases = draw(st.lists(st.lists(access, max_size=3), min_size=1, max_size=10))
-    return sizes, phases
 
 
 # ------------------------------------------------------------------------- idle intervals
@@ -93,10 +82,8 @@ def test_idle_intervals_of_a_small_step(make_trace: MakeTrace) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(workload=workloads())
-def test_idle_intervals_are_those_found_by_walking(
-    random_trace: RandomTrace, workload: Any
-) -> None:
+@given(workload=workloads(7, 10))
+def test_idle_intervals_are_those_of_a_walk(random_trace: RandomTrace, workload: Any) -> None:
     trace = random_trace(*workload)
     gaps = find_gaps(trace)
     assert found_by_walking(trace) == [
@@ -414,7 +401,7 @@ def test_the_edge_of_the_step_counts(make_trace: MakeTrace) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
-@given(workload=workloads(), spare=st.integers(0, 6 * BLOCK))
+@given(workload=workloads(7, 10), spare=st.integers(0, 6 * BLOCK))
 def test_what_is_left_fits(random_trace: RandomTrace, workload: Any, spare: int) -> None:
     trace = random_trace(*workload)
     gaps = find_gaps(trace)
@@ -469,7 +456,7 @@ def test_one_copy_serves_all_departures_until_the_next_write(make_trace: MakeTra
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
-    workload=workloads(),
+    workload=workloads(7, 10),
     spare=st.integers(0, 6 * BLOCK),
     out_s=st.floats(0.1, 5.0),
     keeps=st.booleans(),
@@ -544,8 +531,7 @@ def test_a_rule_says_how_a_class_is_held(
     held = held_by(machine, trace, {"weights": RULES[rule]})
     assert held.residency.tolist() == [residency, ResidencyMode.MIGRATE]
     for name in ("movable", "copied", "kept_copy", "first"):
-        column = getattr(held, name)
-        assert column.tolist() == [name in flags, name == "movable"], name
+        assert getattr(held, name).tolist() == [name in flags, name == "movable"], name
 
 
 def test_streamed_state_is_host_memory_to_a_planner_of_pages(
@@ -567,9 +553,7 @@ def held_by(machine: Hardware, trace: Trace, classes: dict[str, Any]) -> TensorR
     return apply_policy(trace, machine, policy, {})
 
 
-def test_what_is_never_written_keeps_its_copy_on_the_host(
-    machine: Hardware, make_trace: MakeTrace
-) -> None:
+def test_what_is_only_read_keeps_its_host_copy(machine: Hardware, make_trace: MakeTrace) -> None:
     trace = make_trace(
         {"read": (BLOCK, "weights"), "written": (BLOCK, "weights")},
         [(1.0, ["read", "written"], ["written"])],
@@ -614,9 +598,7 @@ def test_the_planner_may_choose_for_classes_that_are_left_to_it(
     ]
 
 
-def test_system_memory_needs_a_machine_that_has_it(
-    machine: Hardware, make_trace: MakeTrace
-) -> None:
+def test_system_memory_needs_a_machine_with_it(machine: Hardware, make_trace: MakeTrace) -> None:
     trace = make_trace({"w": (BLOCK, "weights")}, [(1.0, ["w"], [])])
     without = dataclasses.replace(machine, ats=False)
     with pytest.raises(PlanError, match=r"classes\.weights\.kind: .* and round does not: use kind"):
@@ -653,7 +635,7 @@ def test_the_bound_of_a_step_that_uses_each_tensor_once(make_trace: MakeTrace) -
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
-    workload=workloads(),
+    workload=workloads(7, 10),
     spare=st.integers(0, 4 * BLOCK),
     hints=st.lists(
         st.tuples(

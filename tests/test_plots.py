@@ -10,87 +10,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_up_reports import PHASES, STEP_S, made_up_report
+from small_files import trace_of_phases
 
 from umem.core.classes import TensorClass
 from umem.core.errors import UmemError, UnsupportedError
-from umem.core.report import Cause, Direction, MigrationReport, Timeline, Traffic
 from umem.telemetry import residency_figure, save
-from umem.trace import Access, PhaseKind, Precision, Trace, ranges
+from umem.trace import Trace
 from umem.trace.published import published_share
 
 pytest.importorskip("matplotlib")
 
 GIB = 1 << 30
-PHASES = 8
-STEP_S = 0.4
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def moved(direction: Direction, cause: Cause, size_bytes: int, count: int) -> Traffic:
-    return Traffic(
-        direction, cause, TensorClass.OPTIMIZER_STATE, size_bytes, size_bytes / 300e9, count
-    )
-
-
-def made_up_report(
-    workload: str = "llama-2-7b-sft", planner: str = "planned", **changes: Any
-) -> MigrationReport:
-    start_s = np.arange(PHASES) * STEP_S / PHASES
-    resident = np.zeros((PHASES, len(TensorClass)), np.int64)
-    resident[:, TensorClass.WEIGHTS.number] = 12 * GIB
-    resident[:, TensorClass.OPTIMIZER_STATE.number] = 40 * GIB
-    resident[:, TensorClass.ACTIVATIONS.number] = np.arange(PHASES) * GIB
-    report = MigrationReport(
-        workload=workload,
-        hardware="gh200-96",
-        policy="sft",
-        planner=planner,
-        step_s=STEP_S,
-        ideal_s=0.39,
-        lower_bound_s=0.39,
-        traffic=(
-            moved("to_device", "hint", 4 * 10**9, 40),
-            moved("to_host", "hint", 3 * 10**9, 20),
-        ),
-        memory_ops_s=0.1,
-        memory_ops_bytes=7 * 10**9,
-        memory_ops_count=40,
-        fault_pages=0,
-        fault_batches=0,
-        hint_count=6,
-        hints_late=1,
-        hints_wasted=0,
-        stall_s={"prefetch": 0.01},
-        timeline=Timeline(
-            phase_start_s=start_s,
-            phase_end_s=start_s + STEP_S / PHASES,
-            resident_bytes=resident,
-            budget_bytes=60 * GIB,
-        ),
-    )
-    return replace(report, **changes)
 
 
 def trace_with_passes(words: list[str]) -> Trace:
     phases = len(words)
-    return Trace(
-        name="made up",
-        source="test",
-        tensor_names=("w",),
-        tensor_bytes=np.array([GIB]),
-        tensor_class=np.zeros(1, np.uint8),
-        persistent=np.ones(1, np.bool_),
-        first_phase=np.zeros(1, np.int32),
-        last_phase=np.full(1, phases - 1, np.int32),
+    return trace_of_phases(
+        phases,
         phase_names=tuple(f"{word} layer: mm" for word in words),
-        phase_kind=np.full(phases, PhaseKind.KERNEL, np.uint8),
-        phase_precision=np.full(phases, Precision.BF16, np.uint8),
-        flops=np.ones(phases),
-        memory_bytes=np.full(phases, GIB),
         duration_s=np.full(phases, STEP_S / phases),
-        access_start=ranges(np.ones(phases, np.int64)),
-        access_tensor=np.zeros(phases, np.int32),
-        access_mode=np.full(phases, Access.READ, np.uint8),
     )
 
 

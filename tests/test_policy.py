@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from command_line import umem_command
+from command_line import Run
 from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
@@ -147,9 +147,7 @@ def test_nothing_is_copied_onto_itself_in_one_pool(name: str, hardware: str) -> 
     ("budget", "size_bytes"),
     [(None, 85 * GIB), ("100%", 85 * GIB), (f"{90 * GIB} B", 85 * GIB), ("40GiB", 40 * GIB)],
 )
-def test_a_budget_of_one_pool_leaves_the_system_its_part(
-    budget: str | None, size_bytes: int
-) -> None:
+def test_a_budget_of_one_pool_leaves_the_system_some(budget: str | None, size_bytes: int) -> None:
     environment = {} if budget is None else {"UMEM_DEVICE_BUDGET": budget}
     pool = load_hardware("gb10")
     resolved = resolve(load_policy("sft"), pool, environment, free_bytes=100 * GIB)
@@ -161,16 +159,13 @@ def test_a_budget_of_one_pool_leaves_the_system_its_part(
 
 @pytest.mark.parametrize("hardware", [it for it in hardware_names() if it not in ONE_POOL])
 @pytest.mark.parametrize("name", BY_MACHINE)
-def test_presets_by_machine_take_memory_that_the_card_shows_as_free(
-    name: str, hardware: str
-) -> None:
+def test_presets_by_machine_take_memory_the_card_shows_as_free(name: str, hardware: str) -> None:
     resolved = resolve(load_policy(name), load_hardware(hardware), {})
     found = {
         member: (rule.kind, rule.mechanism)
         for member, rule in zip(TensorClass, resolved.rules, strict=True)
     }
-    state = found.pop(TensorClass.OPTIMIZER_STATE)
-    assert state == ("pinned", "stream")
+    assert found.pop(TensorClass.OPTIMIZER_STATE) == ("pinned", "stream")
     for member in (TensorClass.ACTIVATIONS, TensorClass.GRADIENTS):
         assert found.pop(member) == ("device", "copy")
     for member in (TensorClass.WEIGHTS, TensorClass.FROZEN_WEIGHTS):
@@ -611,8 +606,7 @@ def test_resolve_turns_a_percentage_into_bytes() -> None:
 
 
 def test_a_budget_is_at_most_the_device() -> None:
-    resolved = resolve(load_policy({"device_budget": "1TiB"}), CARD, {})
-    assert resolved.device_budget_bytes == 80 * GIB
+    assert resolve(load_policy({"device_budget": "1TiB"}), CARD, {}).device_budget_bytes == 80 * GIB
 
 
 @pytest.mark.parametrize(
@@ -675,8 +669,7 @@ def test_a_bad_variable_is_named(name: str, value: str) -> None:
 
 @pytest.mark.parametrize("planner", get_args(PolicyPlanner))
 def test_every_planner_can_be_chosen(planner: str) -> None:
-    policy = load_policy({"planner": planner})
-    assert resolve(policy, CARD, {}).planner == planner
+    assert resolve(load_policy({"planner": planner}), CARD, {}).planner == planner
     assert resolve(load_policy("managed"), CARD, {"UMEM_PLANNER": planner}).planner == planner
     # Without managed memory there are no pages to plan.
     assert resolve(load_policy("sft"), CARD, {"UMEM_PLANNER": planner}).planner == "none"
@@ -805,12 +798,8 @@ def test_docs_name_every_key_value_preset_and_variable() -> None:
         for value in get_args(choices)
     }
     variables = {
-        "UMEM_MANAGED_LIMIT",
-        "UMEM_DEVICE_BUDGET",
-        "UMEM_PLANNER",
-        "UMEM_WITHOUT",
-        "UMEM_POISON",
-        "UMEM_LOG",
+        *("UMEM_MANAGED_LIMIT", "UMEM_DEVICE_BUDGET", "UMEM_PLANNER", "UMEM_WITHOUT"),
+        *("UMEM_POISON", "UMEM_LOG"),
     }
     assert first_cells == fields | values | set(PRESETS) | variables
     assert all(f"`{library}`" in text for library in get_args(ShareLibrary))
@@ -922,15 +911,15 @@ def test_cli_show_for_a_machine(tmp_path: Path) -> None:
     ],
 )
 def test_cli_errors_are_plain(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     environment: dict[str, str],
     says: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    status, output, errors = umem_command(monkeypatch, capsys)("policy", *arguments)
+    status, output, errors = run("policy", *arguments)
     assert (status, output) == (2, "")
     assert says in errors
     assert len(errors.splitlines()) == 1

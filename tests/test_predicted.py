@@ -10,10 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from umem_bench.predicted import checks, heading, run_predicted, system_workload, tables
+from umem_bench.predicted import checks, run_predicted, system_workload
 from umem_bench.results import Measurement, Run, read_results
 from umem_bench.shapes import SYSTEMS
-from umem_bench.tables import markdown
 
 from umem import load_hardware, load_policy
 from umem.fit import Workload, fit_training, load_shape
@@ -58,12 +57,6 @@ def test_every_measured_row_is_in_it(run: Run) -> None:
         if header["benchmark"] in TIMED:
             rows[path.stem] = sum(it["state"] == "measured" for it in lines)
     assert Counter(it.case.partition(",")[0] for it in measurements(run)) == +rows
-
-
-def test_the_page_shows_it(run: Run) -> None:
-    """`python benchmarks/fill_pages.py docs/predicted.md` puts it there."""
-    page = (RESULTS.parents[1] / "docs" / "predicted.md").read_text(encoding="utf-8")
-    assert "\n\n".join([heading(run), *map(markdown, tables(run))]) in page
 
 
 @pytest.mark.slow

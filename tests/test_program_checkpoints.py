@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -40,18 +40,15 @@ Call = Callable[..., torch.Tensor]
 
 
 def around_the_block(layer: nn.Module, *args: Any, **options: Any) -> torch.Tensor:
-    y: torch.Tensor = checkpoint(layer, *args, use_reentrant=False, **options)
-    return y
+    return checkpoint(layer, *args, use_reentrant=False, **options)
 
 
 def around_its_call(layer: nn.Module, *args: Any, **options: Any) -> torch.Tensor:
-    y: torch.Tensor = checkpoint(partial(layer.__call__, **options), *args, use_reentrant=False)
-    return y
+    return checkpoint(partial(layer.__call__, **options), *args, use_reentrant=False)
 
 
 def around_another_function(layer: nn.Module, *args: Any, **options: Any) -> torch.Tensor:
-    y: torch.Tensor = checkpoint(lambda *args: layer(*args, **options), *args, use_reentrant=False)
-    return y
+    return checkpoint(lambda *args: layer(*args, **options), *args, use_reentrant=False)
 
 
 class Wrapped(Net):
@@ -68,16 +65,14 @@ class Wrapped(Net):
             options["mask"] = torch.ones(ROWS, ROWS).tril().bool()
         for number in self.order:
             x = 0.9 * self.call(self.layers[number], x, **options)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 class Within(Layer):
     """A layer with the checkpoint in its call, as transformers has it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return y
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class DroppingWithin(Layer):
@@ -89,15 +84,13 @@ class DroppingWithin(Layer):
         def call(x: torch.Tensor) -> torch.Tensor:
             return nn.functional.dropout(super(DroppingWithin, self).forward(x), 0.3, self.training)
 
-        y: torch.Tensor = checkpoint(call, x, use_reentrant=False, preserve_rng_state=self.restores)
-        return y
+        return checkpoint(call, x, use_reentrant=False, preserve_rng_state=self.restores)
 
 
 class Selective(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
-        return y
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
 
 
 TALLY = threading.local()
@@ -128,6 +121,15 @@ def left_out(activations: CopiedActivations) -> set[str]:
     return {name for name, it in activations.proofs.items() if it.checkpointed_bytes}
 
 
+def check(make: Callable[[], nn.Module], without: Iterable[str] = (), **options: bool) -> None:
+    """All bits are stock's, and the checkpoints of these blocks are left out."""
+    stock = run(make(), lambda _: None, **options)
+    model = make()
+    activations = managed(model)
+    assert run(model, plan(activations), **options) == stock
+    assert left_out(activations) == set(without)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "call", "autocast"),
@@ -139,40 +141,24 @@ def left_out(activations: CopiedActivations) -> set[str]:
     ),
 )
 def test_all_bits_are_stocks(kind: type[Layer], call: Call, autocast: bool) -> None:
-    stock = run(Wrapped(kind, call), lambda _: None, autocast=autocast)
-    model = Wrapped(kind, call)
-    activations = managed(model)
-    assert run(model, plan(activations), autocast=autocast) == stock
     # A second call changes buffers once more, and a result that is saved without the checkpoint
     # alone may change in place.
     may = kind in REPEATABLE and kind not in (Checkpointed, *CHANGING_BUFFERS)
-    assert left_out(activations) == (set(NAMES) if may else set())
+    check(lambda: Wrapped(kind, call), NAMES if may else (), autocast=autocast)
 
 
 @pytest.mark.parametrize("kind", [Within, DroppingWithin, Checkpointed])
 def test_checkpoints_within_a_block(kind: type[Layer]) -> None:
-    stock = run(Net(kind), lambda _: None)
-    model = Net(kind)
-    activations = managed(model)
-    assert run(model, plan(activations)) == stock
-    assert left_out(activations) == set(NAMES)
+    check(lambda: Net(kind), NAMES)
 
 
 def test_other_functions_may_do_more() -> None:
-    stock = run(Wrapped(Dropping, around_another_function), lambda _: None)
-    model = Wrapped(Dropping, around_another_function)
-    activations = managed(model)
-    assert run(model, plan(activations)) == stock
-    assert not left_out(activations)
+    check(lambda: Wrapped(Dropping, around_another_function))
 
 
 def test_one_that_does_not_restore_random_numbers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DroppingWithin, "restores", False)
-    stock = run(Net(DroppingWithin), lambda _: None)
-    model = Net(DroppingWithin)
-    activations = managed(model)
-    assert run(model, plan(activations)) == stock
-    assert not left_out(activations)
+    check(lambda: Net(DroppingWithin))
 
 
 class Rectified(Layer):
@@ -183,22 +169,11 @@ class Rectified(Layer):
 
 
 def test_results_may_change_in_place() -> None:
-    def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return around_the_block(layer, x).mul_(1.5)
-
-    stock = run(Wrapped(Rectified, call), lambda _: None)
-    model = Wrapped(Rectified, call)
-    activations = managed(model)
-    assert run(model, plan(activations)) == stock
-    assert not left_out(activations)
+    check(lambda: Wrapped(Rectified, lambda *given: around_the_block(*given).mul_(1.5)))
 
 
 def test_selective_ones_stay() -> None:
-    stock = run(Net(Selective), lambda _: None)
-    model = Net(Selective)
-    activations = managed(model)
-    assert run(model, plan(activations)) == stock
-    assert not left_out(activations)
+    check(lambda: Net(Selective))
 
 
 @pytest.mark.parametrize("call", [around_the_block, None])
@@ -266,8 +241,7 @@ def test_copies_of_what_is_saved_without_a_checkpoint() -> None:
     def begin_and_copy(number: int) -> None:
         begin(number)
         if number == 1:
-            copied = dict.fromkeys(NAMES[:2])
-            activations.set_plan(copied, 1, is_measuring=False, left_out=NAMES)
+            activations.set_plan(dict.fromkeys(NAMES[:2]), 1, is_measuring=False, left_out=NAMES)
 
     assert run(model, begin_and_copy) == run(stock, lambda _: None)
     assert activations.statistics.tensors_out > 2 * 2 * 3
@@ -300,11 +274,6 @@ def test_checkpoints_stay_where_a_model_has_recurrent_layers_that_drop() -> None
             self.cells = nn.LSTM(4, 4, 2, dropout=0.3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.cells(super().forward(x))[0]
-            return y
+            return self.cells(super().forward(x))[0]
 
-    stock = run(Ending(), lambda _: None)
-    model = Ending()
-    activations = managed(model)
-    assert run(model, plan(activations)) == stock
-    assert not any(it.checkpointed_bytes for it in activations.proofs.values())
+    check(Ending)

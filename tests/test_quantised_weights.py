@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_lanes import HostStateMemory, LazyLanes
+from lazy_lanes import HostStateMemory, LazyLanes, NoRoom
 from streamed_models import adamw_of_trained
-from streamed_programs import WIDTH, Net, NoRoom, Program, bits, compare
+from streamed_programs import WIDTH, Net, Program, bits, compare
 from streamed_uses import USES
 from torch import nn
 
@@ -180,9 +180,7 @@ def run(make: Callable[[str], Any], folder: str, eagerness: float | None) -> tup
 @pytest.mark.parametrize(
     "make", [nf4, nested_nf4, nested_fp4, repacked_nf4, ao_int8, ao_int4, loaded_ao_int8, ao_nf4]
 )
-def test_generation_keeps_its_bits(
-    make: Callable[[str], Any], eagerness: float, checkpoint: str
-) -> None:
+def test_generation_is_exact(make: Callable[[str], Any], eagerness: float, checkpoint: str) -> None:
     stock, again = (run(make, checkpoint, None)[0] for _ in range(2))
     assert bits(stock) == bits(again)
     streamed, weights = run(make, checkpoint, eagerness)
@@ -256,8 +254,7 @@ class Quantised(nn.Module):
         self.down = make(4 * WIDTH, WIDTH, compress_statistics=nested)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(self.up(x).relu())
-        return y
+        return self.down(self.up(x).relu())
 
 
 class QLoRA(Net):
@@ -307,8 +304,7 @@ class Training(Program):
 
     def batch(self) -> torch.Tensor:
         self.steps += 1
-        generator = torch.Generator().manual_seed(self.steps)
-        return torch.randint(3, 97, (2, 9), generator=generator)
+        return torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(self.steps))
 
     def backward(self) -> None:
         tokens = self.batch()

@@ -232,8 +232,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     from mkdocs.config import load_config
 
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))
-    index = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert 'href="out-of-memory.html"' in index
+    assert 'href="out-of-memory.html"' in (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "umem.swap.enable" in (tmp_path / "api.html").read_text(encoding="utf-8")
     first_hour = (tmp_path / "newcomer.html").read_text(encoding="utf-8")
     assert '<code>umem run <span class="whole">--fallback</span></code>' in first_hour
@@ -262,6 +261,24 @@ ms and 6.8B {stock}
     ]
     with pytest.raises(SystemExit, match="has no row llama-2-7b-lora: lost"):
         list(fill_pages.problems(umem.replace("umem", "lost")))
+
+
+REPORTS = [it for it in DOCS if "<!-- end of report -->" in it.read_text() and it.stem != "systems"]
+"""Pages with reports of committed results. Those of systems take long."""
+
+
+@pytest.mark.parametrize("page", REPORTS, ids=lambda it: it.stem)
+def test_reports_on_pages_are_what_the_commands_print(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python benchmarks/fill_pages.py docs/*.md` puts them there."""
+    monkeypatch.chdir(ROOT)
+    text = page.read_text(encoding="utf-8")
+    report = re.compile(r"(<!-- (?:umem|python) [^>]*-->\n).*?(<!-- end of report -->)", re.DOTALL)
+    empty = tmp_path / page.name
+    empty.write_text(report.sub(r"\1\2", text), encoding="utf-8")
+    assert fill_pages.main([str(empty)]) == 0
+    assert empty.read_text(encoding="utf-8") == text
 
 
 def test_texts_on_pages_are_the_committed_ones() -> None:

@@ -92,8 +92,7 @@ def test_an_eighth_runs_again_where_that_is_best() -> None:
 
 
 def test_copies_that_hide_are_not_replaced(machine: Hardware) -> None:
-    units = blocks(forward_s=20 * MS, backward_s=40 * MS)
-    best = planned(units, 1_600, machine)
+    best = planned(blocks(forward_s=20 * MS, backward_s=40 * MS), 1_600, machine)
     assert best.recomputed == frozenset()
     assert best.stream.copied
 

@@ -189,8 +189,7 @@ def test_the_graph_alone_holds_what_is_saved() -> None:
             for layer in self.layers:
                 x = layer(x)
                 seen.append(weakref.ref(x.untyped_storage()))
-            y: torch.Tensor = self.head(x)
-            return y
+            return self.head(x)
 
     seen: list[weakref.ref[torch.UntypedStorage]] = []
     model = Noting(Layer)
@@ -215,8 +214,7 @@ def test_an_argument_that_changes_afterwards_is_an_error_of_autograd() -> None:
             y = self.layers[0](x)
             if self.changes:
                 x.add_(1.0)
-            z: torch.Tensor = self.head(self.layers[1](y))
-            return z
+            return self.head(self.layers[1](y))
 
     class Scaled(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -267,8 +265,7 @@ def test_arguments_leave_and_come_back(kind: type[Layer]) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first = self.stem(x)
-            y: torch.Tensor = self.head(super().forward(x).sum() + first)
-            return y
+            return self.head(super().forward(x).sum() + first)
 
     stock = run(Skipping(kind), lambda _: None)
     model = Skipping(kind)
@@ -293,8 +290,7 @@ def test_an_argument_that_has_left_is_held_by_nothing() -> None:
             for layer in self.layers:
                 arguments.append(weakref.ref(x.untyped_storage()))
                 x = 0.9 * layer(x)
-            y: torch.Tensor = self.head(x)
-            return y
+            return self.head(x)
 
     arguments: list[weakref.ref[torch.UntypedStorage]] = []
     model = Noting(Layer)
@@ -338,8 +334,7 @@ def test_an_argument_that_comes_twice_does_so_again() -> None:
             x = self.stem(x)
             for layer in self.layers:
                 x = 0.9 * layer(x, other=x)
-            y: torch.Tensor = self.head(x)
-            return y
+            return self.head(x)
 
     stock = run(Twice(Asking), lambda _: None)
     model = Twice(Asking)
@@ -408,8 +403,7 @@ def test_a_block_that_reads_what_others_have_put_into_a_cache_does_not_run_twice
             cache, x = transformers.DynamicCache(), self.stem(x)
             for layer in self.layers:
                 x = layer(x, cache)
-            y: torch.Tensor = self.head(x)
-            return y
+            return self.head(x)
 
     model = Cached(Reading)
     activations = managed(model)

@@ -73,8 +73,7 @@ class Language(nn.Module):
                 hidden = layer(hidden)
             else:
                 hidden = checkpoint(layer, hidden, use_reentrant=self.reentrant)
-        logits: torch.Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
 
 class Training:
@@ -145,14 +144,8 @@ def test_a_step_small_enough_to_check_by_hand() -> None:
     check_trace(trace, "test")
     assert trace.name == "by hand"
     assert trace.phase_names == (
-        "forward Sequential",
-        "forward 0",
-        "forward 1",
-        "forward loss",
-        "backward loss",
-        "backward 1",
-        "after backward",
-        "optimizer 1",
+        *("forward Sequential", "forward 0", "forward 1", "forward loss", "backward loss"),
+        *("backward 1", "after backward", "optimizer 1"),
     )
     between, result = "forward 0: result 16x4 float32", "forward 1: result 16x2 float32"
     loss, gradient = "forward loss: loss float32", "backward loss: gradient 16x2 float32"
@@ -342,8 +335,7 @@ def test_the_backward_pass_of_a_frozen_block_belongs_to_its_neighbour() -> None:
     # Nothing before the first trained parameter has a backward pass.
     assert "backward layers.1" in trace.phase_names
     assert "backward layers.0" not in trace.phase_names
-    phase = trace.phase_names.index("backward layers.1")
-    used = accesses(trace, phase)
+    used = accesses(trace, trace.phase_names.index("backward layers.1"))
     assert used["layers.1.norm.weight.grad"] == WRITE
     assert used["layers.1.mlp.0.weight"] == READ  # for the gradient of its input
     assert "layers.1.mlp.0.weight.grad" not in used

@@ -34,8 +34,7 @@ def test_layers_and_what_lies_between_them() -> None:
 
 
 def test_a_wrapper_changes_the_names_only() -> None:
-    wrapped = nn.Sequential(nn.Identity(), Decoder())
-    assert names(wrapped)[:2] == ["1.embed", "1.layers.0"]
+    assert names(nn.Sequential(nn.Identity(), Decoder()))[:2] == ["1.embed", "1.layers.0"]
 
 
 def test_all_disjoint_chains_are_cut() -> None:

@@ -247,8 +247,7 @@ def test_an_error_leaves_no_hooks_of_the_memory_tracker() -> None:
         training.model(torch.ones(2, WIDTH))
         assert str(training.errors[0]) == "first"
         assert saved_tensor_hooks.innermost() is None
-        inner = training.model.layers[0][0]
-        assert not inner._forward_pre_hooks
+        assert not training.model.layers[0][0]._forward_pre_hooks
         assert all(not it._post_accumulate_grad_hooks for it in training.model.parameters())
 
 
@@ -332,8 +331,7 @@ def test_a_recording_maps_reported_phases_to_those_of_the_trace(reentrant: bool 
         training.step()
     assert [phase.label for phase in recording.phases] == log.phases
     numbers = np.array([phase.phase for phase in recording.phases])
-    steps = np.diff(numbers)
-    assert set(steps.tolist()) <= {0, 1}
+    assert set(np.diff(numbers).tolist()) <= {0, 1}
     assert numbers[0] == 0
     names = recording.trace.phase_names
     assert names[numbers[-1]].startswith("optimizer")

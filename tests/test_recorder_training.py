@@ -99,12 +99,8 @@ def hook_count(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         getattr(owner, name)
         for owner in owners
         for name in (
-            "_optimizer_step_pre_hooks",
-            "_optimizer_step_post_hooks",
-            "_forward_pre_hooks",
-            "_forward_hooks",
-            "_forward_hooks_with_kwargs",
-            "_forward_hooks_always_called",
+            *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_forward_pre_hooks"),
+            *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
         )
         if hasattr(owner, name)
     ]

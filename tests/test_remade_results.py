@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import LazyMover
+from faults import let_out
 from measured_memory import MemoryMeter, train_within
 from torch import nn
 
@@ -50,8 +51,7 @@ class Block(nn.Module):
         self.body = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True), *between, conv())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.body(self.first(self.act(self.norm(x))))
-        return y
+        return x + self.body(self.first(self.act(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -66,8 +66,7 @@ class Net(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def images(number: int) -> torch.Tensor:
@@ -85,13 +84,9 @@ def step(model: nn.Module, number: int, *, autocast: bool = False) -> list[bytes
     return [it.numpy().tobytes() for it in found if it is not None]
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 def managed(model: nn.Module) -> CopiedActivations:
     store = ActivationStore("cpu", LazyMover(), min_bytes=1024)
-    return CopiedActivations(model, find_blocks(model), store, _raise, may_recompute=True)
+    return CopiedActivations(model, find_blocks(model), store, let_out, may_recompute=True)
 
 
 def measure(activations: CopiedActivations, model: nn.Module, **options: bool) -> int:
@@ -151,8 +146,7 @@ class OneChain(nn.Module):
         self.chain = nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU(), conv())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.chain(x)
-        return y
+        return self.chain(x)
 
 
 @pytest.mark.parametrize("large_bytes", [sys.maxsize, 1])
@@ -296,7 +290,7 @@ def test_nothing_lives_longer_than_the_graph() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unseen")
-def test_a_training_makes_results_again_where_its_budget_is_small(
+def test_a_training_makes_results_again_in_small_budgets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planning, "_SLACK_SHARES", (1.0,))
@@ -414,8 +408,7 @@ class WithSet(Block):
 def a_rate_of_dropout(model: Any) -> torch.Tensor:
     for block in model.blocks:
         block.body[2].rate = 0.4
-    loss: torch.Tensor = model(images(0)).square().mean()
-    return loss
+    return model(images(0)).square().mean()
 
 
 def another_number_afterwards(model: Any) -> torch.Tensor:
@@ -427,8 +420,7 @@ def another_number_afterwards(model: Any) -> torch.Tensor:
 
 def other_parameters(model: Any) -> torch.Tensor:
     others = {name: 1.5 * it for name, it in model.named_parameters()}
-    loss: torch.Tensor = torch.func.functional_call(model, others, (images(0),)).square().mean()
-    return loss
+    return torch.func.functional_call(model, others, (images(0),)).square().mean()
 
 
 @pytest.mark.parametrize(

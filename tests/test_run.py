@@ -329,9 +329,7 @@ def test_child_process_inherits_the_policy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [["spawning.py"], ["-m", "spawning"]])
-def test_spawned_workers_import_the_program_and_do_not_swap(
-    tmp_path: Path, program: list[str]
-) -> None:
+def test_spawned_workers_import_it_and_do_not_swap(tmp_path: Path, program: list[str]) -> None:
     write(tmp_path / "spawning.py", SPAWN)
     done = umem_run(tmp_path, "--fallback", *program)
     assert done.returncode == 0, done.stderr

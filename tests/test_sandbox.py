@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 UNSHARE = ("unshare", "--mount", "--map-root-user")
 
 READ_ONLY = r"""
@@ -75,21 +77,18 @@ def umem(*words: str) -> tuple[str, ...]:
     return (str(Path(sys.executable).with_name("umem")), *words)
 
 
-@pytest.mark.slow
 def test_a_training_runs(script: Path, tmp_path: Path) -> None:
     done = run_read_only(tmp_path, *umem("run", "--fallback", str(script)))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "the same bits"
 
 
-@pytest.mark.slow
 def test_commands_answer(tmp_path: Path) -> None:
     done = run_read_only(tmp_path, *umem("fit", "llama-2-7b", "--gpu", "h100-sxm"))
     assert done.returncode == 0, done.stderr
     assert "host memory" in done.stdout
 
 
-@pytest.mark.slow
 def test_the_doctor_says_whether_umem_works(tmp_path: Path) -> None:
     done = run_read_only(tmp_path, *umem("doctor", "--json"))
     assert done.returncode == 1 - json.loads(done.stdout)["swap_works"], done.stderr

@@ -83,9 +83,7 @@ def test_what_fits_costs_nothing(machine: Hardware, swapping: Trace) -> None:
     assert report.um_time_share == report.um_ops_share == report.um_bytes_share == 0
 
 
-def test_faults_cost_latency_service_eviction_and_transfer(
-    machine: Hardware, swapping: Trace
-) -> None:
+def test_faults_cost_latency_service_eviction_transfer(machine: Hardware, swapping: Trace) -> None:
     report = simulate(swapping, schedule_of(swapping), machine, policy_of(machine, 10))
     # Ten blocks make 170 faults, below the 256 of a batch: one batch for each of the two swaps.
     swap_s = (
@@ -215,9 +213,7 @@ def test_both_directions_share_the_link(machine: Hardware, make_trace: MakeTrace
     assert report.stall_s["prefetch"] == pytest.approx(2 * 8 * BLOCK / rate)
 
 
-def test_mapped_memory_is_read_and_written_over_the_link(
-    machine: Hardware, swapping: Trace
-) -> None:
+def test_mapped_memory_is_used_over_the_link(machine: Hardware, swapping: Trace) -> None:
     residencies = {"b": ResidencyMode.MAP}
     report = simulate(
         swapping, schedule_of(swapping, residencies=residencies), machine, policy_of(machine, 10)
@@ -249,16 +245,13 @@ def test_what_is_read_in_place_has_the_link_once_nothing_is_written(
     trace = make_trace(
         {"a": (20 * BLOCK, "weights"), "b": (5 * BLOCK, "weights")}, [(0.0, ["a"], ["b"])]
     )
-    in_place = dict.fromkeys("ab", ResidencyMode.MAP)
-    schedule = schedule_of(trace, residencies=in_place)
+    schedule = schedule_of(trace, residencies=dict.fromkeys("ab", ResidencyMode.MAP))
     report = simulate(trace, schedule, machine, policy_of(machine))
     # 15 blocks a millisecond each way, then 20 one way.
     assert report.step_s == pytest.approx((5 / 15 + 15 / 20) * 1e-3)
 
 
-def test_copies_of_what_is_only_read_leave_for_nothing(
-    machine: Hardware, make_trace: MakeTrace
-) -> None:
+def test_copies_of_what_is_read_leave_for_nothing(machine: Hardware, make_trace: MakeTrace) -> None:
     tensors = {"a": (10 * BLOCK, "frozen_weights"), "b": (10 * BLOCK, "frozen_weights")}
     residencies = {"a": ResidencyMode.DUPLICATE, "b": ResidencyMode.DUPLICATE}
     read = make_trace(tensors, [(0.1, ["a"], []), (0.1, ["b"], [])])
@@ -306,9 +299,7 @@ def test_the_copy_kernel_has_its_own_rates_and_slows_compute(
     assert report.um_time_share == 0
 
 
-def test_pages_slow_the_computation_that_they_move_beside(
-    machine: Hardware, make_trace: MakeTrace
-) -> None:
+def test_pages_slow_computation_beside_them(machine: Hardware, make_trace: MakeTrace) -> None:
     machine = dataclasses.replace(machine, page_slowdown_s_per_byte=1e-3 / BLOCK)
     trace = make_trace(
         {"a": (8 * BLOCK, "activations")}, [(0.1, ["a"], ["a"]), (0.1, [], []), (0.1, [], [])]
@@ -325,9 +316,7 @@ def test_pages_slow_the_computation_that_they_move_beside(
     assert report.step_s == pytest.approx(0.3 + 8e-3 + waited_s)
 
 
-def test_memory_in_place_slows_the_computation_beside_it(
-    machine: Hardware, swapping: Trace
-) -> None:
+def test_memory_in_place_slows_computation_beside_it(machine: Hardware, swapping: Trace) -> None:
     """A phase takes as long as its bytes need, or as its slowed kernel: whichever is longer."""
 
     def step_of(trace: Trace, slowdown_s: float) -> MigrationReport:
@@ -391,9 +380,7 @@ def test_a_write_ends_what_was_written_back(machine: Hardware, make_trace: MakeT
     assert bytes_of(report, "to_host", "hint") == 11 * BLOCK
 
 
-def test_copies_both_ways_share_a_link_of_their_own(
-    machine: Hardware, make_trace: MakeTrace
-) -> None:
+def test_copies_both_ways_share_their_own_link(machine: Hardware, make_trace: MakeTrace) -> None:
     """Ten blocks each way at once, at 20 and 20 a millisecond alone."""
     trace = make_trace(
         {"a": (10 * BLOCK, "weights"), "b": (10 * BLOCK, "weights")},
@@ -429,8 +416,7 @@ def test_the_driver_evicts_in_its_order(
     )
     sim = build(trace, schedule_of(trace), machine, policy_of(machine, 8))
     assert _engine.run_step(sim)
-    number = trace.tensor_names.index(evicted)
-    states = sim.blocks["state"][sim.blocks["tensor"] == number]
+    states = sim.blocks["state"][sim.blocks["tensor"] == trace.tensor_names.index(evicted)]
     assert set(states) == {_engine.HOST}
 
 
@@ -450,9 +436,7 @@ def test_own_addresses_move_the_dead_too(machine: Hardware, make_trace: MakeTrac
     assert own.moved_bytes("to_host") == own.moved_bytes("to_device") == 16 * BLOCK
 
 
-def test_counters_may_ask_for_a_block_in_every_phase(
-    machine: Hardware, make_trace: MakeTrace
-) -> None:
+def test_counters_may_ask_for_a_block_each_phase(machine: Hardware, make_trace: MakeTrace) -> None:
     # b finds no room, so that each of its 40 accesses in a step asks for it anew.
     machine = dataclasses.replace(machine, ats=True, access_counter_threshold=1)
     trace = make_trace(

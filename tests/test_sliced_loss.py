@@ -150,8 +150,7 @@ def changed_after_the_loss(logits: Logits, target: torch.Tensor) -> list[torch.T
 
 
 def changed_through_a_view(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
-    rows = flat(logits)
-    loss = cross_entropy(rows, target)
+    loss = cross_entropy(flat(logits), target)
     logits.detach().zero_()
     return ending(loss)
 
@@ -317,38 +316,13 @@ def chunked(logits: Logits, target: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "program",
     [
-        ignoring(0),
-        ignoring(-1),
-        all_ignored,
-        of_a_module,
-        shifted,
-        a_view_of_some_rows,
-        tempered_in_place,
-        changed_after_the_loss,
-        changed_through_a_view,
-        changed_through_an_earlier_view,
-        changed_between,
-        changed_as_data,
-        read_after_the_loss,
-        as_integers,
-        cast_again,
-        with_others_before,
-        with_others_behind,
-        two_losses,
-        two_losses_without_a_cast,
-        retaining,
-        gradient_of_the_copy,
-        hooked,
-        hooked_and_dropped,
-        hooked_at_the_cast,
-        at_an_edge,
-        in_inference_mode,
-        twice_backward,
-        twice_differentiated,
-        scaled_later,
-        saved_elsewhere,
-        checkpointed,
-        chunked,
+        *(ignoring(0), ignoring(-1), all_ignored, of_a_module, shifted, a_view_of_some_rows),
+        *(tempered_in_place, changed_after_the_loss, changed_through_a_view),
+        *(changed_through_an_earlier_view, changed_between, changed_as_data, read_after_the_loss),
+        *(as_integers, cast_again, with_others_before, with_others_behind, two_losses),
+        *(two_losses_without_a_cast, retaining, gradient_of_the_copy, hooked, hooked_and_dropped),
+        *(hooked_at_the_cast, at_an_edge, in_inference_mode, twice_backward, twice_differentiated),
+        *(scaled_later, saved_elsewhere, checkpointed, chunked),
     ],
 )
 def test_whatever_a_program_does_with_its_logits(losses: SlicedLosses, program: Program) -> None:
@@ -486,9 +460,7 @@ def test_small_logits_and_other_devices_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(24, False), (26, True)])
-def test_a_loss_that_takes_a_quarter_of_the_budget_is_sliced_at_once(
-    percent: int, expected: bool
-) -> None:
+def test_a_loss_of_a_quarter_of_the_budget_is_sliced_at_once(percent: int, expected: bool) -> None:
     budget_bytes = 12 * ROWS * VOCABULARY * 100 // percent
     seen = []
 

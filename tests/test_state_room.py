@@ -48,8 +48,7 @@ def born(memory: Allocator, megabytes: int) -> str:
 @pytest.mark.parametrize("foreach", [False, None])
 def test_state_gets_what_passes_have_left(foreach: bool | None) -> None:
     memory = allocator()
-    needed = memory.malloc(512 * MIB)
-    memory.free(needed)  # the next pass needs it again
+    memory.free(memory.malloc(512 * MIB))  # the next pass needs it again
     room, opt = StateRoom(memory, [BUDGET_BYTES]), optimizer(foreach=foreach)
     assert born(memory, 16) == "pinned"
     temporary = 0 if foreach is False else PARAMETER_BYTES

@@ -284,9 +284,7 @@ def test_streams_of_other_devices_are_as_they_were(
 
 
 @pytest.mark.parametrize("kind", [Stream, AnyStream])
-def test_a_fork_of_a_capture_has_no_event_from_outside(
-    training: Stream, kind: type[AnyStream]
-) -> None:
+def test_a_captures_fork_has_no_event_from_outside(training: Stream, kind: type[AnyStream]) -> None:
     AnyStream.captured.add(training.stream_id)
     forked = kind()
     forked.wait_stream(training)

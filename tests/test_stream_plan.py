@@ -519,9 +519,7 @@ def test_what_fits_is_resident(machine: Hardware) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.99, 1.0])
 @pytest.mark.parametrize("spare_mib", [90, 250, 10_000])
-def test_a_share_of_the_state_may_be_resident(
-    machine: Hardware, spare_mib: int, share: float
-) -> None:
+def test_a_share_of_state_may_be_resident(machine: Hardware, spare_mib: int, share: float) -> None:
     """A large unit is resident beside smaller slots only where the share allows it."""
     units = [unit(30), *[unit(20)] * 6, unit(44), unit(0)]
     all_bytes = sum(it.state_bytes for it in units)
@@ -578,9 +576,7 @@ def test_no_other_number_of_resident_units_and_slots_is_faster(two_way: Hardware
 
 
 @pytest.mark.parametrize("large_mib", [52, 160])
-def test_a_large_unit_stays_where_smaller_slots_pay_for_it(
-    machine: Hardware, large_mib: int
-) -> None:
+def test_a_large_unit_stays_if_smaller_slots_pay_for_it(machine: Hardware, large_mib: int) -> None:
     units = [unit(large_mib), *[unit(40)] * 12]
     plan = planned(machine, units, 320)
     assert 0 in plan.resident
@@ -783,7 +779,7 @@ def test_the_memory_of_the_step_bounds_state_but_in_the_backward_pass(two_way: H
         fastest(units, step_peak_bytes=400 * MIB, **settings)
 
 
-def test_resident_units_are_spread_where_updates_are_in_the_backward_pass(
+def test_resident_units_are_spread_if_updates_are_in_the_backward_pass(
     two_way: Hardware,
 ) -> None:
     """The copies of neighbours would hold up the backward pass, and then nothing be copied."""
@@ -927,7 +923,7 @@ def test_gradients_come_back_where_activations_have_made_room(
     assert plan.predicted.to_device_bytes == {TensorClass.GRADIENTS: back_bytes}
 
 
-def test_gradients_come_back_for_later_batches_where_there_is_room_for_some(
+def test_gradients_come_back_for_later_batches_if_some_have_room(
     machine: Hardware,
 ) -> None:
     """Weights take 100 MiB, and each of sixteen units makes 40 MiB of gradients."""
@@ -941,8 +937,7 @@ def test_gradients_come_back_for_later_batches_where_there_is_room_for_some(
     assert plan.peak_bytes <= 460 * MIB
     # At the pass's end fewer do, and one has room to stay.
     assert plan.returning_gradients == {3: 3}
-    moved = plan.predicted.to_host_bytes[TensorClass.GRADIENTS]
-    assert moved == (3 * 13 - 1) * 40 * MIB
+    assert plan.predicted.to_host_bytes[TensorClass.GRADIENTS] == (3 * 13 - 1) * 40 * MIB
     least = fastest(units, budget_bytes=300 * MIB, **settings)
     assert least.adds_at_home
     assert least.predicted.step_s > plan.predicted.step_s

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Run, umem_command
+from command_line import Run
 
 from umem.core.classes import TensorClass
 from umem.core.errors import HardwareError, PlanError, TraceError
@@ -38,12 +38,6 @@ SLACK = 256 * MIB
 
 MakeTrace = Callable[..., Trace]
 StepOf = MakeTrace
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`umem`."""
-    return umem_command(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -173,8 +167,7 @@ def test_a_layer_that_saves_most_is_cut_as_in_a_training(
     all_bytes = max(unit.backward_peak_bytes for unit in step.units)
     assert all_bytes > (words - 1) * SAVED * MIB
     # A plan for less than that moves some.
-    prediction = predict_stream(trace, machine, with_budget(policy, 52))
-    assert prediction.plan.copied
+    assert predict_stream(trace, machine, with_budget(policy, 52)).plan.copied
 
 
 @pytest.mark.parametrize("streams_weights", [False, True])
@@ -311,9 +304,7 @@ def test_an_embedding_is_a_table_of_rows(
     assert {bool(unit.gathered) for unit in step.weights.values()} == {is_table}
 
 
-def test_a_trace_without_a_forward_pass_is_an_error(
-    make_trace: MakeTrace, policy: ResolvedPolicy
-) -> None:
+def test_a_trace_without_forward_is_an_error(make_trace: MakeTrace, policy: ResolvedPolicy) -> None:
     trace = make_trace({"a": (MIB, "weights", True)}, [(1e-3, ["a"], [])])
     with pytest.raises(TraceError, match="'forward'"):
         streamed_step(trace, policy, STATE * MIB)
@@ -456,7 +447,7 @@ def test_a_step_in_the_backward_pass_has_one_batch(
         predict_stream(step_of(2), machine, policy, in_backward=True)
 
 
-def test_speed_leaves_out_recomputation(
+def test_speed_without_recomputing(
     step_of: StepOf, machine: Hardware, policy: ResolvedPolicy
 ) -> None:
     trace = step_of()

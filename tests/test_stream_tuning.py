@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import LazyMover
+from faults import let_out
 from host_updates import StockHost
 from lazy_lanes import HostStateMemory, LazyLanes
 from measured_models import (
@@ -87,7 +88,7 @@ class Measured:
         self.meter = StepMeter(
             machine, machine, root, blocks, lambda: placed_bytes, lambda: machine.away()
         )
-        self.tracker = PhaseTracker(root, blocks, HookErrors(_raise), self.meter)
+        self.tracker = PhaseTracker(root, blocks, HookErrors(let_out), self.meter)
         self.tracker.start()
 
     def step(self, batches: int = 1, clipping_s: float = 0.0) -> MeasuredStep | None:
@@ -98,10 +99,6 @@ class Measured:
         self.machine.now_s += 100.0  # the updates
         self.tracker.optimizer_ends()
         return self.meter.take()
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 @pytest.mark.parametrize("batches", [1, 3])
@@ -729,8 +726,7 @@ class WithHead(Net):
         x = super().forward(x)
         compute: Any = Compute.apply
         # For eight rows.
-        logits: torch.Tensor = compute(x.repeat(1, HEAD_COLUMNS // WIDTH), self)
-        return logits
+        return compute(x.repeat(1, HEAD_COLUMNS // WIDTH), self)
 
 
 HEAD_COLUMNS = 4 * LAYER_STATE // (8 * 4 * 5 // 2) // WIDTH * WIDTH
@@ -750,7 +746,7 @@ def read_weights_after_each_step(run: Training) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("have_wait", [never_defer, read_weights_after_each_step])
-def test_a_step_that_waits_has_slots_where_activations_were(
+def test_steps_that_wait_have_slots_of_activations(
     have_wait: Callable[[Training], None],
 ) -> None:
     rows = 8
@@ -961,7 +957,7 @@ def test_steps_that_are_always_slow_when_they_are_measured_lead_to_few_plans() -
 
 
 @pytest.mark.slow
-def test_a_plan_of_a_slow_time_is_looked_at_again_when_steps_have_become_fast(
+def test_a_plan_of_a_slow_time_is_looked_at_again_when_steps_are_fast(
     monkeypatch: Patch,
 ) -> None:
     """No matter how many plans were replaced at once."""
@@ -1122,9 +1118,7 @@ def test_blocks_run_twice_until_times_are_of_steps_that_nothing_has_slowed() -> 
 
 
 @pytest.mark.slow
-def test_a_plan_stays_where_another_one_promises_longer_steps(
-    monkeypatch: Patch, caplog: Log
-) -> None:
+def test_a_plan_stays_if_another_promises_longer_steps(monkeypatch: Patch, caplog: Log) -> None:
     caplog.set_level(logging.INFO, "umem")
     run = running_twice(SlowMachine(ROOM_TO_REPEAT), monkeypatch)
     before, asked = run.status, without_repetition(monkeypatch)
@@ -1329,9 +1323,7 @@ class WithOneFlatPartition(WithFlatPartitions):
     ("more_bytes", "resident"),
     [(4 * LAYER_STATE + 2 * SAVED, 1), (5 * LAYER_STATE + 2 * SAVED, 3), (10**9, 9)],
 )
-def test_a_flat_partition_is_on_the_device_as_a_whole_or_not(
-    more_bytes: int, resident: int
-) -> None:
+def test_a_flat_partition_is_on_the_device_whole_or_not(more_bytes: int, resident: int) -> None:
     run = exact(Machine(more_bytes), make_model=WithOneFlatPartition)
     status = run.status
     assert status.plan.slot_bytes == (0 if resident == 9 else LAYER_STATE)
@@ -1374,8 +1366,7 @@ def test_parameters_that_no_module_holds_leave_where_nothing_else_makes_room(
     run = with_unheld_parameters(more_bytes)
     unheld_bytes = sum(it.nbytes for it in run.model.unheld)
     assert run.run(12) == Training(make_model=WithUnheldParameters).run(12)
-    status = run.status
-    assert status.state == TuningState.PLANNED
+    assert run.status.state == TuningState.PLANNED
     assert [run.memory.is_home(it) for it in run.model.unheld] == [must_leave] * 3
     weights = sum(it.trained_weight_bytes for it in run.tuner._planning.units)
     assert weights == unheld_bytes * must_leave
@@ -1403,8 +1394,7 @@ def test_a_training_that_is_closed_is_stock() -> None:
     expected.run(8)
     run.training.close()
     assert run.run(3) == expected.run(3)
-    status = run.status
-    assert status.state == TuningState.OFF
+    assert run.status.state == TuningState.OFF
     assert not run.model._forward_hooks
     assert not run.model._forward_pre_hooks
 
@@ -1415,8 +1405,7 @@ def test_an_error_of_a_measurement_does_not_reach_the_training(caplog: Log) -> N
             raise RuntimeError("no figures")
 
     run = exact(Broken(), 6)
-    status = run.status
-    assert status.state == TuningState.OFF
+    assert run.status.state == TuningState.OFF
     assert len([it for it in caplog.messages if "no figures" in it]) == 1
 
 

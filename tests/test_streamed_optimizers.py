@@ -193,8 +193,7 @@ class Mixed(Mixin, torch.optim.AdamW):
 
 
 def test_a_subclass_with_the_same_step_is_streamed() -> None:
-    run = compare(make_optimizer=OwnArguments)
-    assert run.training.counts.streamed == 4
+    assert compare(make_optimizer=OwnArguments).training.counts.streamed == 4
 
 
 @pytest.mark.parametrize("kind", [OwnStep, OwnPart, Mixed])
@@ -292,8 +291,7 @@ class Late(Net):
         x = self.stem(x) * self.scale
         for layer in self.layers[: 3 if self.calls < 4 else 4]:
             x = x + torch.tanh(layer(x))
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 @pytest.mark.parametrize(("foreach", "expected"), [(None, 1), (False, 0)])

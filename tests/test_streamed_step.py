@@ -125,8 +125,7 @@ class Turned(Net):
         x = self.stem(x) * self.scale
         for layer in reversed(self.layers) if self.is_turned else self.layers:
             x = x + torch.tanh(layer(x))
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 def test_state_leaves_the_device_after_many_steps_without_work() -> None:
@@ -257,8 +256,7 @@ def test_groups_across_blocks(eagerness: float) -> None:
         groups: list[dict[str, Any]] = [{"params": flat, "weight_decay": 0.0}, {"params": wide}]
         return torch.optim.AdamW(groups, lr=1e-2)
 
-    run = compare(make_optimizer=make, eagerness=eagerness)
-    assert run.training.counts.waited == 0
+    assert compare(make_optimizer=make, eagerness=eagerness).training.counts.waited == 0
 
 
 @pytest.mark.parametrize("eagerness", EAGERNESS)
@@ -267,8 +265,7 @@ def test_two_optimizers_of_one_model(eagerness: float) -> None:
         if program.kept is None:
             program.extra = nn.Linear(16, 16)
             program.kept = torch.optim.AdamW([*program.extra.parameters()], lr=1e-2)
-            loss = program.model(program.extra(program.batch())).sum()
-            loss.backward()
+            program.model(program.extra(program.batch())).sum().backward()
             program.kept.step()
             if program.lanes is not None:
                 wrapped = nn.Sequential(program.extra, program.model)
@@ -351,8 +348,7 @@ def closures(program: Program) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("eagerness", EAGERNESS)
 def test_steps_with_closures_are_streamed(eagerness: float) -> None:
-    run = compare(closures, eagerness=eagerness)
-    counts = run.training.counts
+    counts = compare(closures, eagerness=eagerness).training.counts
     # Four plain ones, and nine of which one fails before its step.
     assert (counts.streamed, counts.in_line, counts.waited) == (4 + 9 - 1, 0, 0)
 

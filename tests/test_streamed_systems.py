@@ -267,8 +267,7 @@ def gradient_of_a_function(program: Program) -> None:
 )
 def test_compilers_and_transforms_see_updated_weights(change: Callable[[Program], None]) -> None:
     # More steps than torch compiles the same code again.
-    run = compare(change, steps=10)
-    assert run.training.counts.in_line == 0
+    assert compare(change, steps=10).training.counts.in_line == 0
 
 
 def test_transforms_do_not_end_measurements(monkeypatch: pytest.MonkeyPatch) -> None:

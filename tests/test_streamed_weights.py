@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import let_out
 from fresh_attributes import forget_guards
 from lazy_lanes import HostStateMemory, LazyLanes
 from pairs import pairs
@@ -32,11 +33,11 @@ from streamed_programs import (
     Program,
     WeightProgram,
     bits,
-    fail,
     nothing,
     stream_weights,
 )
 from streamed_programs import compare as compare_programs
+from streamed_uses import backward_twice, differentiate_twice, turn_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -212,9 +213,7 @@ def by_an_operator(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
-def test_what_a_block_writes_to_its_weights_stays(
-    slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_block_writes_to_weights_stays(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reaching.Layer, "do", staticmethod(by_an_operator), raising=False)
     compare(make_model=Reaching, slots=slots, eagerness=0.5)
 
@@ -356,7 +355,7 @@ def test_weights_may_be_swapped_while_copies_wait(eagerness: float) -> None:
                 torch.utils.swap_tensors(layer.weight, nn.Parameter(other, requires_grad=False))
 
 
-def test_attributes_are_torchs_own_again_without_streamed_weights(
+def test_attributes_are_torchs_again_without_streamed_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forget_guards(monkeypatch)
@@ -384,8 +383,7 @@ class Pairs(nn.Module):
                 nn.init.normal_(weight)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = torch.tanh(x @ self.first) @ self.second
-            return y
+            return torch.tanh(x @ self.first) @ self.second
 
     def __init__(self, gap_bytes: int) -> None:
         super().__init__()
@@ -429,9 +427,7 @@ def test_homes_next_to_each_other_are_copied_together(gap_bytes: int, copies: in
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_ctrl_c_amid_the_first_copies_leaves_none_out(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_amid_first_copies_loses_none(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Pairs(64)
     x = torch.randn(3, 16)
     with torch.no_grad():
@@ -537,12 +533,6 @@ def replace_data_amid_a_pass(program: Program) -> None:
     program.seen.append(x.grad)
 
 
-def turn_in_place(program: Program) -> None:
-    """The same memory in another layout."""
-    for layer in program.model.layers:
-        layer.weight.data = layer.weight.data.mT
-
-
 def keep_views(program: Program) -> None:
     """A view that is made in the forward pass lives on while buffers get other contents."""
     kept: list[torch.Tensor] = []
@@ -556,24 +546,6 @@ def keep_views(program: Program) -> None:
     program.seen.append([it.clone() for it in kept])
     for hook in hooks:
         hook.remove()
-
-
-def backward_twice(program: Program) -> None:
-    program.optimizer.zero_grad()
-    loss = program.model(program.batch()).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def differentiate_twice(program: Program) -> None:
-    program.optimizer.zero_grad()
-    loss = program.model(program.batch()).square().mean()
-    loss.backward(create_graph=True)
-    trained = [it for it in program.model.parameters() if it.requires_grad]
-    norm: Any = sum(it.grad.square().sum() for it in trained)
-    norm.backward()
-    for it in trained:
-        it.grad = it.grad.detach()
 
 
 def two_graphs(program: Program) -> None:
@@ -656,23 +628,11 @@ def per_sample(program: Program) -> None:
 
 
 CHANGES = [
-    write_past_versions,
-    write_by_an_old_alias,
-    replace_data,
-    replace_data_amid_a_pass,
-    turn_in_place,
-    keep_views,
-    backward_twice,
-    differentiate_twice,
-    two_graphs,
-    gradient_of_inputs,
-    fail_in_a_layer,
-    fail_in_the_backward_pass,
-    modify_behind_the_forward_pass,
-    hooks_of_another,
-    to_other_types,
-    functional_call,
-    per_sample,
+    *(write_past_versions, write_by_an_old_alias, replace_data, replace_data_amid_a_pass),
+    *(turn_weights, keep_views, backward_twice, differentiate_twice, two_graphs),
+    *(gradient_of_inputs, fail_in_a_layer, fail_in_the_backward_pass),
+    *(modify_behind_the_forward_pass, hooks_of_another, to_other_types),
+    *(functional_call, per_sample),
 ]
 
 
@@ -746,8 +706,7 @@ class Mixture(Net):
         x = self.stem(x) * self.scale
         for layer in self.layers:
             x = x + torch.tanh(layer(x, x.argmax(-1)))
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 class MixtureBesideDense(Mixture):
@@ -903,7 +862,7 @@ def test_experts_alone_need_no_buffer() -> None:
         if isinstance(it.module, Experts)
     ]
     memory = HostStateMemory(most_buffers=0)
-    weights = StreamedWeights(LazyLanes(model), memory, ActivationStore("cpu"), fail)
+    weights = StreamedWeights(LazyLanes(model), memory, ActivationStore("cpu"), let_out)
     weights.set_blocks(blocks, 2)
     with torch.no_grad():
         for _ in range(3):
@@ -993,14 +952,12 @@ def test_a_whole_copy_serves_few_tokens_and_one_without_experts_not_many() -> No
 
 @pytest.mark.parametrize("most_buffers", [0, 1])
 def test_without_room_for_buffers_weights_are_used_at_home(most_buffers: int) -> None:
-    program = compare(most_buffers=most_buffers)
-    assert (program.counts.in_place > 0) == (most_buffers == 0)
+    assert (compare(most_buffers=most_buffers).counts.in_place > 0) == (most_buffers == 0)
 
 
 def test_saved_weights_keep_no_buffer() -> None:
     """Between the passes, the buffers serve other blocks: nothing new is allocated."""
-    program = compare(steps=6, slots=2)
-    assert len(program.memory.buffers) == 2
+    assert len(compare(steps=6, slots=2).memory.buffers) == 2
 
 
 @pytest.mark.parametrize("make_model", [Net, Mixture, MixtureBesideDense])
@@ -1122,7 +1079,7 @@ def test_weights_that_wrap_others_are_streamed(eagerness: float) -> None:
         if streams:
             memory = HostStateMemory()
             lanes = LazyLanes(model, eagerness)
-            weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
+            weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), let_out)
             blocks = [
                 StreamedBlock(it.name, it.module, list(plain_tensors(weight)))
                 for it in find_blocks(model)
@@ -1188,8 +1145,7 @@ class CheckpointedKeptByFunctions(KeptByFunctions):
         x = self.stem(x) * self.scale
         for layer in self.layers:
             x = x + torch.tanh(checkpoint(layer, x, use_reentrant=False))
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 def change_packed(program: Program) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_lanes import HostStateMemory, LazyLanes
+from lazy_lanes import HostStateMemory, LazyLanes, NoRoom
 from pairs import pairs
-from streamed_programs import NoRoom
 
 from umem.core.classes import TensorClass
 from umem.offloading import ActivationStore

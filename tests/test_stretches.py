@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import LazyMover
+from faults import let_out
 from measured_memory import HostBesideMover, MemoryMeter, train_within
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -113,8 +114,7 @@ class Recurrent(nn.Module):
         h = c = torch.zeros(ROWS, WIDTH)
         for word in words:
             h, c = self.cell(word, h, c)
-        y: torch.Tensor = self.decoder(h)
-        return y
+        return self.decoder(h)
 
 
 class Whole(nn.Module):
@@ -140,8 +140,7 @@ class Wrapped(nn.Module):
         self.net = Whole()
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.net(self.encoder(words))
-        return y
+        return self.net(self.encoder(words))
 
 
 MODELS: dict[str, type[nn.Module]] = {
@@ -170,10 +169,6 @@ def train(model: nn.Module, *batches: torch.Tensor) -> list[bytes]:
     return gradients(model)
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 class Cut:
     """A model whose pass is cut, and all of whose activations are copied."""
 
@@ -182,11 +177,10 @@ class Cut:
         model: nn.Module,
         fetch_ahead: int = 1,
         mover: LazyMover | None = None,
-        on_error: Callable[[Exception], None] = _raise,
+        on_error: Callable[[Exception], None] = let_out,
     ) -> None:
         self.store = ActivationStore("cpu", mover or LazyMover(), min_bytes=64)
-        blocks = find_blocks(model)
-        self.activations = CopiedActivations(model, blocks, self.store, on_error)
+        self.activations = CopiedActivations(model, find_blocks(model), self.store, on_error)
         assert self.measure(model), "cuts were found"
         assert not self.measure(model)
         self.saved_bytes: dict[str, int] = dict(self.activations.saved_bytes)
@@ -337,7 +331,7 @@ def test_blocks_run_twice_in_a_pass_that_is_cut(use_reentrant: bool | None) -> N
         return LargeEnd(use_reentrant)
 
     model, store = made(), ActivationStore("cpu", LazyMover(), min_bytes=64)
-    activations = CopiedActivations(model, find_blocks(model), store, _raise, may_recompute=True)
+    activations = CopiedActivations(model, find_blocks(model), store, let_out, may_recompute=True)
     found = []
     for number in range(3):
         activations.begin_step()
@@ -351,8 +345,7 @@ def test_blocks_run_twice_in_a_pass_that_is_cut(use_reentrant: bool | None) -> N
     proved = [name for name in names if name in activations.proofs]
     for again in (proved, proved[:2], []):
         kept = dict.fromkeys(name for name in names[:-1] if name not in again)
-        recomputed = dict.fromkeys(again)
-        activations.set_plan(kept, 1, is_measuring=False, recomputed=recomputed)
+        activations.set_plan(kept, 1, is_measuring=False, recomputed=dict.fromkeys(again))
         model.zero_grad()
         assert train(model, batch(5)) == train(made(), batch(5))
     assert store.statistics.bytes_out > 0

@@ -258,12 +258,8 @@ def test_activities_become_records() -> None:
         activity(10),  # a kernel
     )
     assert records.kind.tolist() == [
-        RecordKind.CPU_FAULT,
-        RecordKind.GPU_FAULT,
-        RecordKind.TO_DEVICE,
-        RecordKind.TO_HOST,
-        RecordKind.MEMCPY,
-        RecordKind.MEMSET,
+        *(RecordKind.CPU_FAULT, RecordKind.GPU_FAULT, RecordKind.TO_DEVICE, RecordKind.TO_HOST),
+        *(RecordKind.MEMCPY, RecordKind.MEMSET),
     ]
     assert records.bytes.tolist() == [0, 0, 2 * MIB, 64 * KIB, 4096, 512]
     # A host fault's value is the program counter of what faulted: it is one fault.
@@ -378,9 +374,7 @@ def test_concatenated_records_are_ordered_by_start() -> None:
 
 
 @pytest.mark.slow
-def test_the_collector_enables_the_activities_that_it_reads(
-    cupti: StandInCupti, make: Make
-) -> None:
+def test_the_collector_enables_the_activities_it_reads(cupti: StandInCupti, make: Make) -> None:
     cupti.buffers = [
         [copy(8, 50, 60, 1)],
         [counter(1, MIB, 20, 30, 1 << 40, 1), memory_set(4, 70, 71)],
@@ -397,14 +391,7 @@ def test_the_collector_enables_the_activities_that_it_reads(
     assert dropped == 5
     names = [name for name, _ in groupby(call[0] for call in cupti.calls)]
     assert names == [
-        "register",
-        "flush",
-        "configure",
-        "enable",
-        "flush",
-        "disable",
-        "flush",
-        "dropped",
+        *("register", "flush", "configure", "enable", "flush", "disable", "flush", "dropped"),
     ]
     settings = next(call[1] for call in cupti.calls if call[0] == "configure")
     assert sorted(kind for _, kind, _, _ in settings) == [1, 2, 3, 4]
@@ -692,9 +679,7 @@ def test_records_that_do_not_end_are_reported_as_incomplete(
 
 
 @pytest.mark.slow
-def test_late_records_are_lost_and_not_given_to_the_next_recording(
-    cupti: StandInCupti, make: Make
-) -> None:
+def test_late_records_are_lost_and_are_not_the_next_runs(cupti: StandInCupti, make: Make) -> None:
     with Profile(make()) as first:
         first.step()
     assert first.recording.dropped == 0

@@ -410,9 +410,7 @@ def test_migrations_come_from_the_driver_and_copies_from_cupti(kernel: StandInKe
 
 
 @pytest.mark.parametrize("fails", ["start", "stop"])
-def test_the_driver_alone_records_migrations_without_copies(
-    fails: str, kernel: StandInKernel
-) -> None:
+def test_the_driver_alone_records_migrations_not_copies(fails: str, kernel: StandInKernel) -> None:
     profile = recorded(kernel, Copies(fails))
     report = profile.report()
     assert (report.source, report.collected, report.has_copies) == ("driver_only", True, False)

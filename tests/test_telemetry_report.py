@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
+from made_up_reports import made_up_report
 from recordings import make_recording
 
 from umem.core.classes import TensorClass
-from umem.core.report import MigrationReport
 from umem.predict.prediction import report_row
 from umem.telemetry import MeasuredRun, measured_row, run_of
 
@@ -164,31 +164,9 @@ def test_tensors_by_bytes_moved() -> None:
     assert recording(ROWS, []).tensors[0].bytes == 8192 + (1 << 20)
 
 
-def predicted() -> MigrationReport:
-    return MigrationReport(
-        workload="w",
-        hardware="h",
-        policy="p",
-        planner="fault",
-        step_s=1.0,
-        traffic=(),
-        memory_ops_s=0.0,
-        memory_ops_bytes=0,
-        memory_ops_count=0,
-        fault_pages=0,
-        ideal_s=1.0,
-        lower_bound_s=1.0,
-        fault_batches=0,
-        hint_count=0,
-        hints_late=0,
-        hints_wasted=0,
-        stall_s={},
-    )
-
-
 def test_rows_have_the_keys_of_predictions() -> None:
     row = measured_row(recording(ROWS, [(0, 1000), (1000, 1999)]))
-    assert set(report_row(predicted())) <= set(row)
+    assert set(report_row(made_up_report())) <= set(row)
     assert row["planner"] == "measured"
     assert row["lower_bound_s"] is None
     assert row["bytes"] == {"to_device": {"fault": {"weights": 1024}}}
@@ -211,9 +189,9 @@ def test_a_prediction_is_not_below_its_bounds_by_rounding() -> None:
     there, back = sum([0.1, 0.2, 0.3]), sum([0.3, 0.2, 0.1])
     assert back < there
     for step_s, floor_s in ((back, there), (there, back)):
-        report = replace(predicted(), step_s=step_s, ideal_s=floor_s, lower_bound_s=floor_s)
+        report = made_up_report(step_s=step_s, ideal_s=floor_s, lower_bound_s=floor_s)
         assert (report.regret, report.exposed_stall_s) == (1.0, 0.0)
-    longer = replace(predicted(), step_s=3.0, ideal_s=1.0, lower_bound_s=2.0)
+    longer = made_up_report(step_s=3.0, ideal_s=1.0, lower_bound_s=2.0)
     assert (longer.regret, longer.exposed_stall_s) == (1.5, 2.0)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Run, umem_command
+from command_line import Run
 
 from umem.core.errors import UnsupportedError
 from umem.runtime import live_socket
@@ -28,10 +28,8 @@ WAIT = "import sys; print('ready', flush=True); sys.stdin.read()"
 
 
 @pytest.fixture
-def top(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], runtime_folder: Path
-) -> Run:
-    return partial(umem_command(monkeypatch, capsys), "top")
+def top(run: Run, runtime_folder: Path) -> Run:
+    return partial(run, "top")
 
 
 @pytest.fixture

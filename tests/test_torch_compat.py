@@ -104,7 +104,7 @@ class TestMissing:
     def test_this_torch_has_all(self) -> None:
         assert missing() == []
 
-    def test_names_that_this_torch_cannot_have_are_not_missed(
+    def test_names_this_torch_cannot_have_are_not_missed(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hide("accelerator_stats", monkeypatch)
@@ -113,9 +113,7 @@ class TestMissing:
         monkeypatch.setattr(torch.version, "cuda", None)
         assert missing() == []
 
-    def test_a_torch_without_distributed_lacks_nothing(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_distributed_torch_lacks_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hide("ProcessGroupBackend", monkeypatch)
         monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
         assert missing() == []
@@ -328,14 +326,11 @@ class TestFSDP:
         fsdp = SimpleNamespace(FSDPModule=Wrapped)
         monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", fsdp)
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), Wrapped(state))
-        modules = torch_compat.fsdp_modules(model)
-        groups = torch_compat.fsdp_groups(modules)
+        groups = torch_compat.fsdp_groups(torch_compat.fsdp_modules(model))
         return [(torch_compat.fsdp_flats(it), torch_compat.fsdp_streams(it)) for it in groups]
 
     @pytest.mark.parametrize("is_new", [False, True])
-    def test_groups_of_older_and_newer_versions(
-        self, is_new: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_groups_of_other_versions(self, is_new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         state = SimpleNamespace(_fsdp_param_group=self.group)
         if is_new:
             state = SimpleNamespace(_fsdp_param_groups=[self.group, self.group])
@@ -355,9 +350,7 @@ class TestFSDP:
     ) -> None:
         assert [it for it in self.groups_of(state, monkeypatch) if any(it)] == []
 
-    def test_gathering_that_has_another_name_is_not_ordered(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_gathering_of_another_name_has_no_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         name = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
         for module in (SimpleNamespace(), SimpleNamespace(FSDPParamGroup=type("Other", (), {}))):
             monkeypatch.setitem(sys.modules, name, module)

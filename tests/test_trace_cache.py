@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Run, umem_command
+from command_line import Run
 from fingerprints import trace_fingerprint
 
 from umem.capture.offline.trace_cache import cache_trace, cached_trace
@@ -144,10 +144,9 @@ def test_the_newest_files_stay(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_its_cached_trace_and_its_file_give_the_same_answer(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    home: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    run: Run = umem_command(monkeypatch, capsys)
     words = ("--model", "llama-tiny", "--mode", "sft", "--batch", "1", "--seq", "64")
     file = tmp_path / "tiny.npz"
     assert run("trace", *words, "--output", file)[0] == 0

@@ -198,9 +198,7 @@ def test_a_trace_comes_back_bit_for_bit(trace: Trace, tmp_path: Path) -> None:
     ]
 
 
-def test_the_same_trace_gives_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_traces_give_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_trace(small_trace(), tmp_path / "a.npz")
     monkeypatch.setattr(time, "time", lambda: 2e9)
     other_order = dict(reversed(list(small_trace().metadata.items())))

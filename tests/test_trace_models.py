@@ -101,8 +101,7 @@ def test_lora_trains_adapters_only(lora: Trace) -> None:
 @pytest.mark.slow
 def test_lora_never_writes_frozen_weights(lora: Trace) -> None:
     frozen = lora.tensor_class == TensorClass.FROZEN_WEIGHTS.number
-    modes = lora.access_mode[frozen[lora.access_tensor]]
-    assert set(modes.tolist()) == {1}
+    assert set(lora.access_mode[frozen[lora.access_tensor]].tolist()) == {1}
     assert frozen[np.unique(lora.access_tensor)].sum() == frozen.sum()  # and each is read
 
 
@@ -149,9 +148,7 @@ def test_the_fused_kernel_runs_as_causal_without_a_mask(sft: Trace) -> None:
 @pytest.mark.parametrize(
     ("precision", "weight_bytes", "state_bytes"), [("bf16", 2, 4), ("fp32-autocast", 4, 8)]
 )
-def test_precisions_of_weights_and_state(
-    precision: str, weight_bytes: int, state_bytes: int
-) -> None:
+def test_types_of_weights_and_state(precision: str, weight_bytes: int, state_bytes: int) -> None:
     trace = model_trace("llama-tiny", "sft", batch=BATCH, seq=SEQ, precision=precision)
 
     def bytes_of(tensor_class: TensorClass) -> int:

@@ -56,20 +56,14 @@ def test_the_example_trains(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_function_has_a_default_name(tmp_path: Path) -> None:
-    assert script_trace(write(tmp_path, STEP)).name == "train"
-
-
-@pytest.mark.slow
 def test_another_function_is_part_of_the_name(tmp_path: Path) -> None:
+    assert script_trace(write(tmp_path, STEP)).name == "train"
     spec = write(tmp_path, STEP.replace("make_step", "large")) + ":large"
     assert script_trace(spec).name == "train-large"
 
 
 @pytest.mark.slow
-def test_modules_beside_the_script_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_beside_a_script_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, STEP, "umem_test_neighbour.py")
     spec = write(
         tmp_path,
@@ -82,24 +76,28 @@ def test_modules_beside_the_script_are_found(
     assert not any(name.startswith("_umem_script") for name in sys.modules)
 
 
-@pytest.mark.slow
-def test_the_part_for_main_does_not_run(tmp_path: Path) -> None:
-    text = STEP + "\nif __name__ == '__main__':\n    raise RuntimeError('ran')\n"
-    assert script_trace(write(tmp_path, text)).phase_count
+DATACLASS = """
+from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Options:
+    width: int = 4
+"""
+ON_A_GPU = STEP.replace("ar(4, 4)", "ar(4, 4).cuda()").replace("s(2, 4)", "s(2, 4, device='cuda')")
 
 
 @pytest.mark.slow
-def test_dataclasses_work_in_a_script(tmp_path: Path) -> None:
-    header = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-    text = header + "@dataclass\nclass Options:\n    width: int = 4\n" + STEP
-    assert script_trace(write(tmp_path, text)).phase_count
-
-
-@pytest.mark.slow
-def test_a_script_for_a_gpu_needs_none(tmp_path: Path) -> None:
-    text = STEP.replace("Linear(4, 4)", "Linear(4, 4).cuda()").replace(
-        "zeros(2, 4)", "zeros(2, 4, device='cuda')"
-    )
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(
+            STEP + "\nif __name__ == '__main__':\n    exit('ran')\n", id="main does not run"
+        ),
+        pytest.param(DATACLASS + STEP, id="dataclasses"),
+        pytest.param(ON_A_GPU, id="needs no GPU"),
+    ],
+)
+def test_a_script_is_recorded(text: str, tmp_path: Path) -> None:
     assert script_trace(write(tmp_path, text)).phase_count
 
 

@@ -361,9 +361,7 @@ def test_an_error_counts_weights_that_always_stay(machine: Hardware) -> None:
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_frozen_weights_stay_where_the_loss_needs_memory(
-    machine: Hardware, is_trained: bool
-) -> None:
+def test_frozen_weights_stay_if_the_loss_needs_memory(machine: Hardware, is_trained: bool) -> None:
     units, weights = training([([10, 10, 10, 10], is_trained)] * 8)
     units = [
         replace(it, forward_s=0.25 * MS, forward_peak_bytes=0, backward_peak_bytes=0)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_lanes import HostStateMemory, LazyLanes
-from streamed_programs import NoRoom, bits
+from lazy_lanes import HostStateMemory, LazyLanes, NoRoom
+from streamed_programs import bits
 
 from umem.offloading import ActivationStore
 from umem.streaming.weights import ModelWeights

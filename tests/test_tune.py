@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Run, umem_command
+from command_line import Run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,12 +17,6 @@ from umem.predict.tuning import Candidate, Point, TunedWorkload, front
 
 TINY = ("tune", "--model", "llama-tiny", "--seq", "64", "--hardware", "h100-sxm")
 WHERE = ("step_s", "device_bytes", "host_bytes")
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`umem`."""
-    return umem_command(monkeypatch, capsys)
 
 
 def costs(row: dict[str, Any]) -> tuple[float, int, int]:
@@ -45,7 +39,7 @@ def points_of(figures: list[tuple[int, int, int]]) -> list[Point]:
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=30))
-def test_the_front_has_each_point_that_no_other_one_outdoes(
+def test_the_front_has_each_point_none_outdoes(
     figures: list[tuple[int, int, int]],
 ) -> None:
     points = points_of(figures)

@@ -16,7 +16,7 @@ import umem_bench
 import umem_bench.card
 import umem_bench.verify
 from cards import H200
-from command_line import Run, umem_command
+from command_line import Run
 from umem_bench.card import Card
 from umem_bench.results import Migration
 from umem_bench.verify import PAGE, RECORD, Verification
@@ -182,12 +182,6 @@ def test_managed_memory_beyond_what_is_safe_is_refused(
     monkeypatch.setenv("UMEM_MANAGED_LIMIT", limit)
     with pytest.raises(UmemError, match=words):
         verification(tmp_path)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`umem`."""
-    return umem_command(monkeypatch, capsys)
 
 
 @pytest.mark.slow

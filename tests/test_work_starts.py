@@ -88,8 +88,7 @@ def capture_average(program: Program) -> None:
 
 
 def test_a_replay_reads_updated_weights() -> None:
-    streamed = compare(average_by_a_graph, prepare=capture_average)
-    assert streamed.training.counts.early > 0
+    assert compare(average_by_a_graph, prepare=capture_average).training.counts.early > 0
 
 
 def change_by_a_graph(program: Program) -> None:
@@ -296,7 +295,7 @@ def penalty_of_an_older_graph(program: Program) -> None:
     ],
     ids=lambda it: it.__name__,
 )
-def test_a_backward_pass_into_an_older_graph(
+def test_a_backward_pass_into_an_old_graph(
     use: Callable[[Program], None], eagerness: float
 ) -> None:
     compare(use, eagerness, make_optimizer=fused)
@@ -313,14 +312,12 @@ def scripted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def differentiated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The gradient of a penalty, by ``torch.func``."""
-    y: torch.Tensor = x + torch.func.grad(lambda it: (it**3).sum())(weight).sum(0)
-    return y
+    return x + torch.func.grad(lambda it: (it**3).sum())(weight).sum(0)
 
 
 def mapped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Row by row, by ``torch.vmap``."""
-    y: torch.Tensor = torch.vmap(lambda row, it: row + torch.tanh(it).sum(0), (0, None))(x, weight)
-    return y
+    return torch.vmap(lambda row, it: row + torch.tanh(it).sum(0), (0, None))(x, weight)
 
 
 @pytest.mark.parametrize("function", [scripted, differentiated, mapped])

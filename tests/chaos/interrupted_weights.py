@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from faults import Interrupt, Signal, mend_torch_modes
-from lazy_lanes import HostStateMemory, LazyLanes
+from lazy_lanes import HostStateMemory, LazyLanes, NoRoom
 from random_training import MODELS
-from streamed_programs import WIDTH, NoRoom, bits
+from streamed_programs import WIDTH, bits
 from torch import nn
 
 from umem.offloading import ActivationStore

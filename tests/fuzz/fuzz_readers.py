@@ -214,8 +214,7 @@ def _profile_document() -> dict[str, Any]:
         residency=Residency(np.array([10, 20]), np.arange(12).reshape(2, 6)),
     )
     save_run(run_of(recording), FOLDER / "seed-profile.json")
-    document: dict[str, Any] = json.loads((FOLDER / "seed-profile.json").read_bytes())
-    return document
+    return json.loads((FOLDER / "seed-profile.json").read_bytes())
 
 
 def _hardware_document() -> dict[str, Any]:

@@ -14,8 +14,17 @@ import torch
 from gpu_jobs import Job, Start
 
 import umem
+from umem.runtime.hints import HintEngine
 
 MANAGED_LIMIT = "8GiB"
+
+
+@pytest.hookimpl(tryfirst=True)  # before others choose by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all tests of this folder."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,6 +78,15 @@ def class_of() -> Callable[[torch.Tensor], umem.TensorClass | None]:
         return next((b.tensor_class for b in umem.tensors() if b.address == address), None)
 
     return find
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[HintEngine]:
+    """One engine for all tests of a module: a second context takes long to create."""
+    torch.zeros(1, device="cuda")
+    with HintEngine.on_cuda() as made:
+        made.start(0)
+        yield made
 
 
 @pytest.fixture(scope="module")

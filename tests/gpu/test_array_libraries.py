@@ -7,8 +7,6 @@ import importlib.util
 import pytest
 from gpu_jobs import Job, Start
 
-pytestmark = pytest.mark.gpu
-
 MIB = 1 << 20
 SHARED = """
 extends: managed

@@ -18,7 +18,7 @@ from umem.core.classes import TensorClass
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
+pytestmark = pytest.mark.usefixtures("settled")
 
 MIB = 1 << 20
 VOCABULARY = 4096
@@ -52,8 +52,7 @@ def tokens() -> torch.Tensor:
 
 def loss_of(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
     ids = tokens() if ids is None else ids
-    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
+    return model(input_ids=ids, labels=ids).loss
 
 
 def address(tensor: torch.Tensor) -> int:

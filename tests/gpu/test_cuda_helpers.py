@@ -20,8 +20,6 @@ from umem.cuda import Advice, Location, Range, bindings
 from umem.hardware.capabilities import detect
 from umem.runtime.native_library import native
 
-pytestmark = pytest.mark.gpu
-
 MIB = 1 << 20
 MANAGED_BYTES = 64 * MIB
 DEVICE = Location.device(0)

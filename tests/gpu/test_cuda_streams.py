@@ -16,8 +16,6 @@ from umem.cuda import bindings  # noqa: E402
 from umem.runtime.cuda_streams import own_stream, run_on  # noqa: E402
 from umem.streaming.stage import CudaLanes, Lane, cuda_lanes  # noqa: E402
 
-pytestmark = pytest.mark.gpu
-
 
 def _used_bytes() -> int:
     torch.cuda.synchronize()

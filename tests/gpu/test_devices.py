@@ -10,7 +10,6 @@ import umem
 from umem.cuda import Location, preferred_location
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
     pytest.mark.usefixtures("settled"),
 ]

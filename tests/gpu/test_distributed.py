@@ -11,7 +11,6 @@ import torch
 from gpu_jobs import DETERMINISTIC, Job, Start
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 

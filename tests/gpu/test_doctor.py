@@ -8,10 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
 import torch
-
-pytestmark = pytest.mark.gpu
 
 RUN = "from umem.cli.doctor import app; app()"
 

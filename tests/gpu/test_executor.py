@@ -9,8 +9,6 @@ from gpu_jobs import DETERMINISTIC, Job, Start, under
 
 from umem.policy import Refusable
 
-pytestmark = pytest.mark.gpu
-
 SHARE = 0.6
 STEPS = 24
 PLANNERS = ("planned", "lookahead", "fault")

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from gpu_jobs import DETERMINISTIC, Start
 
-pytestmark = pytest.mark.gpu
-
 MIB = 1 << 20
 BUDGET_MIB = 1536  # 1,280 MiB of tensors, and what lies between them
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from umem.streaming.weights import make_cached_table
 
-pytestmark = pytest.mark.gpu
-
 EXPERTS = 40
 
 

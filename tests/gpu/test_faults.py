@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from gpu_jobs import DETERMINISTIC, Job, Start, under
 
-pytestmark = pytest.mark.gpu
-
 STEPS, MANY = 20, 200
 
 

@@ -18,7 +18,6 @@ import pytest
 
 # peft is not imported here: it imports bitsandbytes, which starts CUDA before the tests' swap.
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed"),
 ]
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from gpu_jobs import DETERMINISTIC, Job, Start
 
-pytestmark = pytest.mark.gpu
-
 NEEDED = {
     "trainer": ("transformers", "accelerate"),
     "lightning": ("transformers", "lightning"),

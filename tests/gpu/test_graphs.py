@@ -15,14 +15,13 @@ from torch.testing import assert_close
 from umem.core.classes import TensorClass
 from umem.runtime.state import runtime
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
+pytestmark = pytest.mark.usefixtures("settled")
 
 MIB = 1 << 20
 
 
 def stat(name: str) -> int:
-    value: int = torch.cuda.memory_stats()[name]
-    return value
+    return torch.cuda.memory_stats()[name]
 
 
 def pools() -> list[dict[str, Any]]:

@@ -18,8 +18,6 @@ from umem.core.schedule import HintOp
 from umem.cuda import Location, Range
 from umem.runtime.hints import HintBatch, HintEngine, HintOutcome
 
-pytestmark = pytest.mark.gpu
-
 MIB = 1 << 20
 GIB = 1 << 30
 DEVICE = Location.device(0)
@@ -33,15 +31,6 @@ MakeManaged = Callable[[int], Range]
 def runtime() -> Any:
     """cuda-python's runtime, which other machines may lack."""
     return pytest.importorskip("cuda.bindings.runtime")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[HintEngine]:
-    """One engine for all tests: a second context takes long to create."""
-    torch.zeros(1, device="cuda")
-    with HintEngine.on_cuda() as made:
-        made.start(0)
-        yield made
 
 
 @pytest.fixture

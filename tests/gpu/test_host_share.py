@@ -20,8 +20,6 @@ from umem.streaming.host_share import (
     prove,
 )
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda", 0)
 
 NO_FORM = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from gpu_jobs import Job, Start
 
-pytestmark = pytest.mark.gpu
-
 MIB = 1 << 20
 
 KINDS = """

@@ -32,7 +32,6 @@ pytest.importorskip("cupti")
 
 # peft is not imported here: it imports bitsandbytes, which starts CUDA before the tests' swap.
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed"),
 ]
@@ -105,12 +104,8 @@ def table(found: Runs) -> Table:
                 *map(
                     format_bytes,
                     (
-                        facts.fault_bytes,
-                        facts.moved_bytes,
-                        facts.predicted_bytes,
-                        facts.frozen_in_bytes,
-                        facts.frozen_out_bytes,
-                        facts.peak_bytes,
+                        *(facts.fault_bytes, facts.moved_bytes, facts.predicted_bytes),
+                        *(facts.frozen_in_bytes, facts.frozen_out_bytes, facts.peak_bytes),
                     ),
                 ),
             )
@@ -119,20 +114,9 @@ def table(found: Runs) -> Table:
         "A training step. Targets: SFT planned 3 times as fast as fault, its stall at most a third "
         "of fault's and its share no more; faults at most 1 %; LoRA planned share 0.2 %",
         (
-            "run",
-            "state",
-            "records",
-            "step, ms",
-            "stall, ms",
-            "share by time / count / bytes, %",
-            "fault batches",
-            "faults",
-            "by faults",
-            "moved",
-            "planned to move, in any way",
-            "frozen in",
-            "frozen out",
-            "allocated",
+            *("run", "state", "records", "step, ms", "stall, ms"),
+            *("share by time / count / bytes, %", "fault batches", "faults", "by faults", "moved"),
+            *("planned to move, in any way", "frozen in", "frozen out", "allocated"),
         ),
         tuple(rows),
     )

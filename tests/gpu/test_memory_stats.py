@@ -15,7 +15,7 @@ from poisoned import NOT_POISONED
 import umem
 from umem.runtime.state import runtime
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
+pytestmark = pytest.mark.usefixtures("settled")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LONG_CYCLES = 400_000_000
@@ -27,8 +27,7 @@ def empty(size_bytes: int) -> torch.Tensor:
 
 
 def stat(name: str) -> int:
-    value: int = torch.cuda.memory_stats()[name]
-    return value
+    return torch.cuda.memory_stats()[name]
 
 
 def managed_limit_bytes() -> int:

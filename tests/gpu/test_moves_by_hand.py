@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from gpu_jobs import SIDE_BY_SIDE, Start, start_pair, under
 
-pytestmark = pytest.mark.gpu
-
 MIB = 1 << 20
 VALUES = ("losses", "weights", "state")
 BUDGETS = {"state": "1400MiB", "weights": "1GiB"}

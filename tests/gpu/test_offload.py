@@ -11,8 +11,6 @@ from gpu_jobs import Start
 
 from umem.offloading import ActivationStore, CudaMover
 
-pytestmark = pytest.mark.gpu
-
 MIB = 1 << 20
 
 

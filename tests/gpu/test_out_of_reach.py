@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
+pytestmark = pytest.mark.usefixtures("settled")
 
 
 def compiled(mode: str) -> float:
@@ -25,8 +25,7 @@ def compiled(mode: str) -> float:
     for _ in range(4):
         outputs = fast(inputs)
         outputs.sum().backward()
-    distance: float = (outputs - module(inputs)).abs().max().item()
-    return distance
+    return (outputs - module(inputs)).abs().max().item()
 
 
 def convolve(channels: int, *, benchmark: bool) -> torch.Size:
@@ -35,8 +34,7 @@ def convolve(channels: int, *, benchmark: bool) -> torch.Size:
         layer = nn.Conv2d(channels, 32, 3).cuda()
         outputs = layer(torch.randn(4, channels, 32, 32, device="cuda"))
         outputs.sum().backward()
-    shape: torch.Size = outputs.shape
-    return shape
+    return outputs.shape
 
 
 def test_compile_works() -> None:

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from gpu_jobs import SIDE_BY_SIDE, Start, under
 
-pytestmark = pytest.mark.gpu
-
 MIB = 1 << 20
 VALUES = ("losses", "weights", "state", "doubled")
 CASES = {"state": ("state", "1400MiB"), "weights": ("weights", "1GiB"), "all": ("state", "8GiB")}

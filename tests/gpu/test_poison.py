@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from gpu_jobs import Start
 
-pytestmark = pytest.mark.gpu
-
 ALL = 1000
 
 

@@ -10,8 +10,6 @@ from gpu_jobs import Job, Start
 
 import umem
 
-pytestmark = pytest.mark.gpu
-
 
 class Ending(NamedTuple):
     """How a process must end."""

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 from gpu_jobs import SIDE_BY_SIDE, Pairs, Start, facts_of, start_pair, under
 
-pytestmark = pytest.mark.gpu
-
-
 BUDGETS = {
     "nf4": "640MiB",
     "qlora": "640MiB",

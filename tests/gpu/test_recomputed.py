@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gpu_jobs import SIDE_BY_SIDE, Start, under
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 MODES = ("dropout", "accumulated", "float32", "recurrent")
 SHARE = 0.6

@@ -18,7 +18,7 @@ from umem.trace import Trace, check_trace
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
+pytestmark = pytest.mark.usefixtures("settled")
 
 VOCABULARY, SEQ = 2048, 256
 
@@ -161,8 +161,7 @@ def test_durations_are_the_devices() -> None:
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             torch.cuda._sleep(cycles)
-            result: torch.Tensor = self.linear(hidden)
-            return result
+            return self.linear(hidden)
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), Busy(), torch.nn.Linear(64, 64)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.gpu
-
 UMEM = str(Path(sys.executable).with_name("umem"))
 
 TRAIN = """

@@ -11,8 +11,6 @@ import pytest
 import torch
 from gpu_jobs import SIDE_BY_SIDE, Start, under
 
-pytestmark = pytest.mark.gpu
-
 STEPS, SHARE = 22, 0.6
 """A share of stock's memory that not all of the state has room in."""
 

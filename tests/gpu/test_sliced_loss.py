@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from umem.streaming.activations import SlicedLosses
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
+pytestmark = pytest.mark.usefixtures("settled")
 
 WIDTH = 64
 cross_entropy = functional.cross_entropy

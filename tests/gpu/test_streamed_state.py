@@ -13,35 +13,15 @@ from gpu_jobs import SIDE_BY_SIDE, Pairs, Start, facts_of, start_pair, under
 
 from umem.core.units import parse_bytes
 
-pytestmark = pytest.mark.gpu
-
 STEPS = 16
 """A plan of slowed steps may be replaced at the tenth or so."""
 STREAMED_MODES = (
-    "plain",
-    "averaged",
-    "averaged_beside",
-    "averaged_behind_an_event",
-    "read_behind_a_host_wait",
-    "norm_logged",
-    "saved_and_loaded",
-    "in_a_thread",
-    "captured",
-    "graphed",
-    "graphed_block",
-    "gradients_copied",
-    "gradients_clipped",
-    "accumulated",
-    "buffers_filled_late",
-    "in_backward",
-    "averaged_by_a_graph",
-    "evaluated_by_a_graph",
-    "captured_with_a_fork",
-    "copied_behind_any_event",
-    "graphed_late",
-    "scaled",
-    "rate_changed",
-    "storages_kept",
+    *("plain", "averaged", "averaged_beside", "averaged_behind_an_event"),
+    *("read_behind_a_host_wait", "norm_logged", "saved_and_loaded", "in_a_thread", "captured"),
+    *("graphed", "graphed_block", "gradients_copied", "gradients_clipped", "accumulated"),
+    *("buffers_filled_late", "in_backward", "averaged_by_a_graph", "evaluated_by_a_graph"),
+    *("captured_with_a_fork", "copied_behind_any_event", "graphed_late", "scaled"),
+    *("rate_changed", "storages_kept"),
 )
 POISONED_MODES = (
     *("averaged_beside", "captured", "gradients_clipped", "accumulated", "scaled"),

@@ -9,8 +9,6 @@ from gpu_jobs import SIDE_BY_SIDE, Pairs, Start, facts_of, start_pair, under
 
 from umem.core.units import parse_bytes
 
-pytestmark = pytest.mark.gpu
-
 WEIGHT_BYTES = 24 * 4 * 8 * 1024**2
 """Of all matrices of the layers."""
 

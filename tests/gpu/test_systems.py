@@ -17,7 +17,7 @@ import torch
 from matrix import FIELDS, is_installed
 from matrix import SYSTEMS as EVERY
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 DIVIDED = "transformer_lens_two_devices"

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from umem.telemetry import (
 
 pytest.importorskip("cupti")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settled")]
+pytestmark = pytest.mark.usefixtures("settled")
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -159,15 +159,6 @@ def test_heavy_faulting_is_counted() -> None:
     assert report.unattributed_bytes <= 0.05 * GIB
     seconds = sum(it.seconds for it in brought)
     print(f"faulted in at {GIB / seconds / 1e9:.1f} GB/s of link time, step {report.step_s:.3f} s")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[HintEngine]:
-    """One engine for all tests: a second context takes a while to make."""
-    torch.zeros(1, device="cuda")
-    with HintEngine.on_cuda() as made:
-        made.start(0)
-        yield made
 
 
 def rounds(engine: HintEngine, tensor: torch.Tensor, profile: Profile, count: int) -> None:

@@ -11,7 +11,6 @@ from gpu_jobs import DETERMINISTIC, Job, Start, under
 from umem.hardware.host_memory import PINNED_SHARE
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 

@@ -12,8 +12,6 @@ from torch import nn
 from umem.streaming.stage import find_spans
 from umem.streaming.step import PER_PARAMETER_OPTIMIZERS, is_elementwise
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = "cuda"
 SHAPES = [(1000, 257), (33, 1024), (4096,), (7,), (256, 256), (1_000_003,)]
 SPAN_BYTES = 1024 * 77 * 4

@@ -13,7 +13,6 @@ import pytest
 
 # They are not imported here: peft imports bitsandbytes, which starts CUDA before the tests' swap.
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.skipif(
         not (find_spec("peft") and find_spec("transformers")), reason="peft is not installed"

@@ -9,9 +9,10 @@ import functools
 from typing import Any
 
 from activation_chain import LazyMover
-from lazy_lanes import HostStateMemory, LazyLanes
+from faults import let_out
+from lazy_lanes import HostStateMemory, LazyLanes, NoRoom
 from small_trainings import HOST_SIZE, Run, Size
-from streamed_programs import STAGED_BYTES, NoRoom
+from streamed_programs import STAGED_BYTES
 
 from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore
@@ -111,7 +112,7 @@ class LateRun(Run):
 def _copied(model: Any) -> CopiedActivations:
     blocks = find_blocks(model)
     store = ActivationStore("cpu", LazyMover(), min_bytes=64)
-    activations = CopiedActivations(model, blocks, store, _raise)
+    activations = CopiedActivations(model, blocks, store, let_out)
     activations.set_plan({it.name: None for it in blocks[1::2]}, 1, is_measuring=False)
     return activations
 
@@ -133,7 +134,7 @@ class RepeatedRun(LateRun):
         for model, optimizers in self.trained[len(self._activations) :]:
             store = ActivationStore("cpu", LazyMover(), min_bytes=64)
             blocks = find_blocks(model)
-            its = CopiedActivations(model, blocks, store, _raise, may_recompute=True)
+            its = CopiedActivations(model, blocks, store, let_out, may_recompute=True)
             its.set_plan({}, 1, is_measuring=True)
             its.begin_step()
             self._activations.append(its)
@@ -153,7 +154,3 @@ class RepeatedRun(LateRun):
 
 def _update_begins(activations: CopiedActivations, *_: object) -> None:
     activations.update_begins()
-
-
-def _raise(error: Exception) -> None:
-    raise error

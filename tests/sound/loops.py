@@ -67,8 +67,7 @@ class _Convolutions(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + torch.tanh(block(x))
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 @program()
@@ -98,8 +97,7 @@ class _Skipping(Net):
         for number in torch.randperm(len(self.blocks), generator=chance).tolist():
             if number == 0 or torch.rand((), generator=chance) < 0.7:
                 x = self.blocks[number](x)
-        y: torch.Tensor = self.head(self.blocks[1](x))
-        return y
+        return self.head(self.blocks[1](x))
 
 
 @program()
@@ -120,8 +118,7 @@ class _Adapted(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normal = self.norm(x)
         inner = self.up(normal) + normal @ self.a.t() @ self.b.t()
-        y: torch.Tensor = x + self.down(nn.functional.gelu(inner))
-        return y
+        return x + self.down(nn.functional.gelu(inner))
 
 
 @program(budget=0.5)
@@ -325,8 +322,7 @@ class _Embeddings(nn.Module):
         self.net = Net(Size(size.width, size.layers // 2 + 1, size.rows, size.steps, size.late))
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.net(self.renormed(numbers) + self.sparse(numbers))
-        return y
+        return self.net(self.renormed(numbers) + self.sparse(numbers))
 
 
 @program()
@@ -366,8 +362,7 @@ def transformer_evaluated(run: Run) -> None:
             self.head = nn.Linear(size.width, 16)
 
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.head(self.encoder(x, src_key_padding_mask=mask))
-            return y
+            return self.head(self.encoder(x, src_key_padding_mask=mask))
 
     model, optimizer = run.model(Encoder)
     sequences = 16 if run.is_cuda else 2

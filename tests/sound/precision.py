@@ -123,8 +123,7 @@ class _ManyTypes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = (x.to(torch.complex64) @ self.waves).abs() + (x.double() @ self.precise).float()
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(mixed))) * 0.1
-        return y
+        return x + self.down(torch.tanh(self.up(mixed))) * 0.1
 
 
 @program()
@@ -161,14 +160,12 @@ class _NormedConvolutions(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def _in_channels_last(size: Size) -> nn.Module:
     model: Any = _NormedConvolutions(size)
-    moved: nn.Module = model.to(memory_format=torch.channels_last)
-    return moved
+    return model.to(memory_format=torch.channels_last)
 
 
 @program()

@@ -117,7 +117,7 @@ def _changes(function: _OfTensor) -> None:
     _writes(change)
 
 
-def _add_all(kind: Callable[[_OfTensor], object], **functions: _OfTensor) -> None:
+def _add_all(kind: Callable[[Any], object], **functions: Callable[..., Any]) -> None:
     """One line each."""
     for name, function in functions.items():
         function.__name__ = name
@@ -312,10 +312,9 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
-        made: Wrapper = torch.Tensor._make_wrapper_subclass(
+        return torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, dtype=inner.dtype, device=inner.device
         )
-        return made
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.held = inner
@@ -544,9 +543,10 @@ def _sample(model: Any) -> torch.Tensor:
     return torch.ones(2, weight.shape[1], device=weight.device)
 
 
-@_reads_a_training
-def classes_of_weights(model: Any, _optimizer: Any, _tensor: Any) -> Any:
-    return [type(weight) is nn.Parameter for weight in model.parameters()]
+_add_all(
+    _reads_a_training,
+    classes_of_weights=lambda model, *_: [type(it) is nn.Parameter for it in model.parameters()],
+)
 
 
 @_reads_a_training
@@ -557,19 +557,14 @@ def average_of_weights(model: Any, _optimizer: Any, _tensor: Any) -> Any:
     return means
 
 
-@_reads_a_training
-def norm_of_gradients(model: Any, _optimizer: Any, _tensor: Any) -> Any:
-    return get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
-
-
-@_reads_a_training
-def which_gradients(model: Any, _optimizer: Any, _tensor: Any) -> Any:
-    return [weight.grad is None for weight in model.parameters()]
-
-
-@_reads_a_training
-def dictionary_of_weights(model: Any, _optimizer: Any, _tensor: Any) -> Any:
-    return model.blocks[-1].state_dict()
+_add_all(
+    _reads_a_training,
+    norm_of_gradients=lambda model, *_: get_total_norm(
+        [each.grad for each in model.parameters() if each.grad is not None]
+    ),
+    which_gradients=lambda model, *_: [weight.grad is None for weight in model.parameters()],
+    dictionary_of_weights=lambda model, *_: model.blocks[-1].state_dict(),
+)
 
 
 @_reads_a_training
@@ -580,19 +575,16 @@ def dictionary_saved(model: Any, _optimizer: Any, _tensor: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@_reads_a_training
-def block_copied(model: Any, _optimizer: Any, _tensor: Any) -> Any:
-    return copy.deepcopy(model.head).state_dict()
-
-
-@_reads_a_training
-def state_copied(model: Any, optimizer: Any, _tensor: Any) -> Any:
-    return copy.deepcopy(dict(optimizer.state[model.head.weight]))
-
-
-@_reads_a_training
-def dictionary_of_the_optimizer(_model: Any, optimizer: Any, _tensor: Any) -> Any:
-    return list(optimizer.state_dict()["state"].values())[-2:]
+_add_all(
+    _reads_a_training,
+    block_copied=lambda model, *_: copy.deepcopy(model.head).state_dict(),
+    state_copied=lambda model, optimizer, _: copy.deepcopy(
+        dict(optimizer.state[model.head.weight])
+    ),
+    dictionary_of_the_optimizer=lambda _model, optimizer, _tensor: list(
+        optimizer.state_dict()["state"].values()
+    )[-2:],
+)
 
 
 @_reads_a_training
@@ -613,14 +605,11 @@ def evaluation_in_inference_mode(model: Any, _optimizer: Any, _tensor: Any) -> A
         return model(_sample(model)).clone()
 
 
-@_calls_the_model
-def one_block(model: Any, _optimizer: Any, _tensor: Any) -> Any:
-    return model.blocks[-1](_sample(model))
-
-
-@_calls_the_model
-def one_layer(model: Any, _optimizer: Any, _tensor: Any) -> Any:
-    return model.blocks[-1].up(_sample(model))
+_add_all(
+    _calls_the_model,
+    one_block=lambda model, *_: model.blocks[-1](_sample(model)),
+    one_layer=lambda model, *_: model.blocks[-1].up(_sample(model)),
+)
 
 
 @_calls_the_model
@@ -629,9 +618,12 @@ def called_with_other_weights(model: Any, _optimizer: Any, _tensor: Any) -> Any:
     return torch.func.functional_call(model.head, weights, (_sample(model),))
 
 
-@_calls_the_model
-def gradient_of_a_further_pass(model: Any, _optimizer: Any, _tensor: Any) -> Any:
-    return torch.autograd.grad(model(_sample(model)).sum(), [model.head.weight])
+_add_all(
+    _calls_the_model,
+    gradient_of_a_further_pass=lambda model, *_: torch.autograd.grad(
+        model(_sample(model)).sum(), [model.head.weight]
+    ),
+)
 
 
 # ---- begun before the step ----

@@ -70,8 +70,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return y
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -85,8 +84,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 # ---- runs ----
@@ -156,8 +154,7 @@ class Run:
         """A module with the run's own random numbers, on its device."""
         self._seed_device(1)
         module: Any = make()
-        moved: _T = module.to(self.device)
-        return moved
+        return module.to(self.device)
 
     def _seed_device(self, number: int) -> None:
         # Of this device alone: `torch.manual_seed` puts the stack into words, for CUDA's start.

@@ -24,6 +24,11 @@ _autograd: Any = torch._C._autograd
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 
 
+def let_out(error: Exception) -> None:
+    """Raise an error of umem's that would else be logged."""
+    raise error
+
+
 def came_in_update(error: BaseException) -> bool:
     """Whether an optimizer of torch's was updating parameters where an error came.
 

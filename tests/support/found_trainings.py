@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from activation_chain import LazyMover
-from lazy_lanes import HostStateMemory, LazyLanes
+from faults import let_out
+from lazy_lanes import HostStateMemory, LazyLanes, NoRoom
 from rank_processes import WarningLines
-from streamed_programs import NoRoom
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -25,7 +25,7 @@ from umem.offloading import ActivationStore
 from umem.runtime.model_parts import optimizer_parameters
 from umem.streaming import StreamedStatus, StreamedTraining
 from umem.streaming.activations import CopiedActivations
-from umem.streaming.stage import DeviceRoom, Ring
+from umem.streaming.stage import Ring
 from umem.streaming.step import refusal
 from umem.streaming.tune import StreamTuner, planning
 from umem.streaming.weights import ModelWeights
@@ -41,11 +41,7 @@ _SLOTS = 2
 """For the state of that many units, beside weights."""
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
-class Room(Clock, DeviceRoom):
+class Room(Clock, NoRoom):
     """A device whose memory is always as full, and a clock that ticks when it is read."""
 
     def __init__(self, more_bytes: int) -> None:
@@ -56,17 +52,8 @@ class Room(Clock, DeviceRoom):
         self._now += 1000
         return self._now
 
-    def find_homes(self) -> None:
-        pass
-
     def take_peak_bytes(self) -> int:
         return _BASE
-
-    def spilled_bytes(self) -> int:
-        return 0
-
-    def trim(self) -> None:
-        pass
 
 
 class Streams:
@@ -178,7 +165,7 @@ class Streams:
     def _run_again(self, model: nn.Module, optimizer: Optimizer, store: ActivationStore) -> None:
         """Prove in the next step which blocks may run twice, which they do from then on."""
         blocks = find_blocks(model)
-        activations = CopiedActivations(model, blocks, store, _raise, may_recompute=True)
+        activations = CopiedActivations(model, blocks, store, let_out, may_recompute=True)
         if self._remakes and activations.remade is not None:
             activations.remade.begin()
         activations.set_plan({}, 1, is_measuring=True)

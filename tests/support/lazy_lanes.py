@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from umem.core.classes import TensorClass
 from umem.runtime.guard import can_guard
 from umem.runtime.unguarded import PastGuards, Unguarded
-from umem.streaming.stage import Copy, Lane, Lanes, StateMemory, is_whole, untraced
+from umem.streaming.stage import Copy, DeviceRoom, Lane, Lanes, StateMemory, is_whole, untraced
 
 _Gradients = tuple[Sequence[nn.Parameter], Sequence[torch.Tensor | None]]
 """All parameters, and the gradient of each."""
@@ -409,6 +409,24 @@ class HostStateMemory(StateMemory):
         if isinstance(self._lanes, LazyLanes):
             self._lanes.fill(self.buffers[-1])
         return self.buffers[-1]
+
+
+class NoRoom(DeviceRoom):
+    """A device with a budget of nothing, on which nothing is."""
+
+    budget_bytes = 0
+
+    def take_peak_bytes(self) -> int:
+        return 0
+
+    def find_homes(self) -> None:
+        pass
+
+    def spilled_bytes(self) -> int:
+        return 0
+
+    def trim(self) -> None:
+        pass
 
 
 class CountedMemory(HostStateMemory):

@@ -63,8 +63,7 @@ class HostLoadingMemory:
             self._of_thread.buffers = [
                 torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)
             ]
-        made: list[torch.Tensor] = self._of_thread.buffers
-        return made
+        return self._of_thread.buffers
 
     def send(self, to: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         """Copy when it is waited for."""

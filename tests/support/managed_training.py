@@ -56,8 +56,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def host_machine(budget_bytes: int | str, policy: Any = "managed", **hints: Any) -> Machine:
@@ -95,8 +94,7 @@ class Checkpointed(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 @cache
@@ -143,8 +141,7 @@ class Training:
 
     def forward(self, rows: int = 2) -> torch.Tensor:
         """The loss of the next batch."""
-        loss: torch.Tensor = self.model(self.batch(rows)).square().mean()
-        return loss
+        return self.model(self.batch(rows)).square().mean()
 
     def step(self, rows: int = 2, *, gradients_stay: bool = False) -> None:
         """Train on the next batch."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from activation_chain import LazyMover
-from lazy_lanes import HostStateMemory, LazyLanes
+from lazy_lanes import HostStateMemory, LazyLanes, NoRoom
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -18,7 +18,6 @@ from umem.core.classes import TensorClass
 from umem.hardware import load_hardware
 from umem.offloading import ActivationStore
 from umem.streaming import StreamedTraining
-from umem.streaming.stage import DeviceRoom
 from umem.streaming.tune import StreamTuner, TuningStatus
 
 __all__ = ["SCALAR_BYTES", "HostBesideMover", "MeasuredRoom", "MemoryMeter", "train_within"]
@@ -86,7 +85,7 @@ class HostBesideMover(LazyMover):
         return memory
 
 
-class MeasuredRoom(Clock, DeviceRoom):
+class MeasuredRoom(Clock, NoRoom):
     """A device with the memory that a meter counts, and a clock that ticks when it is read."""
 
     def __init__(self, meter: MemoryMeter, limit_bytes: int, slack_bytes: int) -> None:
@@ -103,15 +102,9 @@ class MeasuredRoom(Clock, DeviceRoom):
         """The most since the last call."""
         return self._meter.take_peak_bytes()
 
-    def find_homes(self) -> None:
-        """Nothing is at home."""
-
     def spilled_bytes(self) -> int:
         """What the fullest moment of the step had beyond the limit."""
         return max(0, self._meter.most_bytes - self._limit_bytes)
-
-    def trim(self) -> None:
-        """Nothing is cached."""
 
 
 def train_within(

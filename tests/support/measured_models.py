@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lazy_lanes import NoRoom
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import Clock
-from umem.streaming.stage import DeviceRoom
 
 WIDTH, ROWS, LAYERS = 32, 128, 6
 LAYER_STATE = 2 * 4 * (2 * WIDTH * 2 * WIDTH)
@@ -24,7 +24,7 @@ BASE = 10**6
 SLACK = 256 << 20
 
 
-class Machine(Clock, DeviceRoom):
+class Machine(Clock, NoRoom):
     """A clock and a device's memory, which the layers of a model move."""
 
     def __init__(self, more_bytes: int = 10**9) -> None:
@@ -44,9 +44,6 @@ class Machine(Clock, DeviceRoom):
 
     def mark(self) -> int:
         return int(self.now_s * 1e9)
-
-    def find_homes(self) -> None:
-        pass
 
     def take_peak_bytes(self) -> int:
         peak, self.peak = self.peak, self.live - self.away()
@@ -75,7 +72,7 @@ class Machine(Clock, DeviceRoom):
         self.spilled = max(self.spilled, over)
 
 
-class RoomOfMachine(DeviceRoom):
+class RoomOfMachine(NoRoom):
     """The same memory, for one of several that read its peak."""
 
     def __init__(self, machine: Machine) -> None:
@@ -84,18 +81,9 @@ class RoomOfMachine(DeviceRoom):
         self._machine = machine
         machine.readers.append(self)
 
-    def find_homes(self) -> None:
-        pass
-
     def take_peak_bytes(self) -> int:
         peak, self.peak = self.peak, self._machine.live - self._machine.away()
         return peak + self._machine.placed()
-
-    def spilled_bytes(self) -> int:
-        return 0
-
-    def trim(self) -> None:
-        pass
 
 
 class Compute(torch.autograd.Function):
@@ -125,8 +113,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.compute.apply(self.up(x), self)
-        y: torch.Tensor = self.down(nn.functional.gelu(hidden))
-        return y
+        return self.down(nn.functional.gelu(hidden))
 
 
 class ComputeAgain(torch.autograd.Function):

@@ -13,13 +13,14 @@ BLOCK = 2**21
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[list[tuple[int, bool]], list[list[tuple[int, int]]]]:
+def workloads(
+    draw: st.DrawFn, most_tensors: int = 8, most_phases: int = 12
+) -> tuple[list[tuple[int, bool]], list[list[tuple[int, int]]]]:
     """What makes a random trace: sizes and persistence of tensors, and accesses of phases."""
-    sizes = draw(
-        st.lists(st.tuples(st.integers(1, 3 * BLOCK), st.booleans()), min_size=1, max_size=8)
-    )
+    tensor = st.tuples(st.integers(1, 3 * BLOCK), st.booleans())
+    sizes = draw(st.lists(tensor, min_size=1, max_size=most_tensors))
     access = st.tuples(st.integers(0, len(sizes) - 1), st.integers(1, 3))
-    phases = draw(st.lists(st.lists(access, max_size=3), min_size=1, max_size=12))
+    phases = draw(st.lists(st.lists(access, max_size=3), min_size=1, max_size=most_phases))
     return sizes, phases
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from activation_chain import LazyMover
+from faults import let_out
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,8 +33,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return y
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Dropping(Layer):
@@ -109,8 +109,7 @@ class SaveUnset(torch.autograd.Function):
 class WithUnsetMemory(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         apply: Any = SaveUnset.apply
-        y: torch.Tensor = apply(super().forward(x))
-        return y
+        return apply(super().forward(x))
 
 
 class DroppingWithUnsetMemory(WithUnsetMemory):
@@ -132,8 +131,7 @@ class SaveUnused(SaveUnset):
 class DroppingWithUnusedMemory(Dropping):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         apply: Any = SaveUnused.apply
-        y: torch.Tensor = apply(super().forward(x))
-        return y
+        return apply(super().forward(x))
 
 
 class Recurrent(Layer):
@@ -144,8 +142,7 @@ class Recurrent(Layer):
         self.cells = nn.GRU(WIDTH, WIDTH, 2, dropout=0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.cells(super().forward(x))[0]
-        return y
+        return self.cells(super().forward(x))[0]
 
 
 class Counting(Layer):
@@ -330,12 +327,8 @@ OTHERS = [
     *(SavingItsBuffer, InPlaceHead, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),
     *(DroppingWithUnsetMemory, Drifting, CountingInAGlobal, SummingInAGlobal, Hooked),
     *(
-        CountingInAnObject,
-        CountingInASlot,
-        CountingInAClass,
-        CountingByAFunction,
-        Iterating,
-        Recurrent,
+        *(CountingInAnObject, CountingInASlot, CountingInAClass, CountingByAFunction),
+        *(Iterating, Recurrent),
     ),
 ]
 
@@ -356,18 +349,12 @@ class Net(nn.Module):
             options["mask"] = torch.ones(ROWS, ROWS).tril().bool()
         for number in self.order:
             x = 0.9 * self.layers[number](x, **options)
-        y: torch.Tensor = self.head(x)
-        return y
-
-
-def _raise(error: Exception) -> None:
-    raise error
+        return self.head(x)
 
 
 def managed(model: nn.Module) -> CopiedActivations:
     store = ActivationStore("cpu", LazyMover(), min_bytes=64)
-    blocks = find_blocks(model)
-    return CopiedActivations(model, blocks, store, _raise, may_recompute=True)
+    return CopiedActivations(model, find_blocks(model), store, let_out, may_recompute=True)
 
 
 def plan(activations: CopiedActivations) -> Callable[[int], None]:

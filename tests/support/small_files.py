@@ -15,7 +15,7 @@ from umem.core.classes import TensorClass
 from umem.core.report import HintReport, HintUse, Traffic
 from umem.telemetry import run_of, save_run
 from umem.telemetry.records import Residency
-from umem.trace import Trace
+from umem.trace import Access, PhaseKind, Precision, Trace
 
 MIB = 1 << 20
 WEIGHTS, STATE = TensorClass.WEIGHTS, TensorClass.OPTIMIZER_STATE
@@ -44,6 +44,27 @@ def small_trace(**changes: Any) -> Trace:
         metadata={"batch": 8, "loss": 0.1, "model": "tiny"},
     )
     return dataclasses.replace(trace, **changes)
+
+
+def trace_of_phases(phases: int, **columns: Any) -> Trace:
+    """A trace whose phases each read the one tensor, with other columns than the usual ones."""
+    usual: dict[str, Any] = {
+        "tensor_bytes": np.array([4096]),
+        "tensor_class": np.zeros(1, np.uint8),
+        "persistent": np.ones(1, np.bool_),
+        "first_phase": np.zeros(1, np.int32),
+        "last_phase": np.full(1, phases - 1, np.int32),
+        "phase_names": tuple(map(str, range(phases))),
+        "phase_kind": np.full(phases, PhaseKind.KERNEL, np.uint8),
+        "phase_precision": np.full(phases, Precision.BF16, np.uint8),
+        "flops": np.ones(phases),
+        "memory_bytes": np.full(phases, 4096),
+        "duration_s": np.ones(phases),
+        "access_start": np.arange(phases + 1, dtype=np.int64),
+        "access_tensor": np.zeros(phases, np.int32),
+        "access_mode": np.full(phases, Access.READ, np.uint8),
+    }
+    return Trace(name="phases", source="by hand", tensor_names=("x",), **(usual | columns))
 
 
 def exchange(**changes: Any) -> dict[str, Any]:

@@ -14,15 +14,8 @@ from umem.runtime.native_library import native
 from umem.torch_compat import PRIVATE_NAMES
 
 _ENTRY_POINTS = (
-    "malloc",
-    "free",
-    "record_stream",
-    "empty_cache",
-    "memory_fraction",
-    "base_allocation",
-    "begin_pool",
-    "end_pool",
-    "release_pool",
+    *("malloc", "free", "record_stream", "empty_cache", "memory_fraction", "base_allocation"),
+    *("begin_pool", "end_pool", "release_pool"),
 )
 
 

@@ -103,8 +103,7 @@ class Cached(Net):
         x = self.stem(x) * self.scale
         for layer in self.layers:
             x = x + torch.tanh(layer(x, is_first))
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 # ---- frozen weights of four bits under adapters ----

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from activation_chain import LazyMover
-from faults import Interrupt, came_in_update
+from faults import Interrupt, came_in_update, let_out
 from host_updates import StockHost
-from lazy_lanes import HostStateMemory, LazyLanes
+from lazy_lanes import HostStateMemory, LazyLanes, NoRoom
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +24,6 @@ from umem.offloading import ActivationStore
 from umem.runtime.model_parts import plain_tensors
 from umem.streaming import StreamedTraining
 from umem.streaming.activations import CopiedActivations
-from umem.streaming.stage import DeviceRoom
 from umem.streaming.step import TemporaryPlan
 from umem.streaming.tune import StreamTuner
 from umem.streaming.weights import (
@@ -75,8 +74,7 @@ class Net(nn.Module):
         x = self.stem(x) * self.scale
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 class NetWithFlat(Net):
@@ -95,8 +93,7 @@ class Tied(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers[1](super().forward(x) @ self.head.weight)
-        y: torch.Tensor = nn.functional.linear(self.layers[1](x), self.stem.weight)
-        return y
+        return nn.functional.linear(self.layers[1](x), self.stem.weight)
 
 
 class Branches(Net):
@@ -111,8 +108,7 @@ class Branches(Net):
         x = self.stem(x) * self.scale
         for number in ((0, 1), (3, 1, 2), (2,), (1, 0, 3))[self.calls % 4]:
             x = x + self.layers[number](x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 class Checkpointed(Net):
@@ -125,8 +121,7 @@ class Checkpointed(Net):
         for layer in self.layers:
             called: Any = checkpoint(layer, x, use_reentrant=self.use_reentrant)
             x = x + torch.tanh(called)
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 class Gated(nn.Linear):
@@ -164,34 +159,11 @@ class Adapters(Net):
         x = self.stem(x) * self.scale
         for layer, adapter in zip(self.layers, self.adapters, strict=True):
             x = x + torch.tanh(layer(x) + x @ adapter)
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
-
-
-class NoRoom(DeviceRoom):
-    """A device with a budget of nothing."""
-
-    budget_bytes = 0
-
-    def take_peak_bytes(self) -> int:
-        return 0
-
-    def find_homes(self) -> None:
-        pass
-
-    def spilled_bytes(self) -> int:
-        return 0
-
-    def trim(self) -> None:
-        pass
+        return self.head(self.norm(x))
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 @dataclass(eq=False)
@@ -302,7 +274,7 @@ class Program:
                 self.model,
                 find_blocks(self.model),
                 ActivationStore("cpu", LazyMover(), min_bytes=64),
-                _raise,
+                let_out,
                 may_recompute=True,
             )
             self.activations.set_plan({}, 1, is_measuring=True)
@@ -399,11 +371,6 @@ class Program:
         return [it.detach().clone() for it in tensors]
 
 
-def fail(error: Exception) -> None:
-    """Let an error of streamed weights out."""
-    raise error
-
-
 def stream_weights(
     model: nn.Module,
     lanes: Any,
@@ -413,7 +380,7 @@ def stream_weights(
     cached_share: float = 0.0,
 ) -> StreamedWeights:
     """Stage all weights of a model that can be."""
-    weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), fail)
+    weights = StreamedWeights(lanes, memory, ActivationStore("cpu"), let_out)
     owners = [it for block in find_blocks(model) for it in set(block.module.parameters())]
     blocks = []
     for block in find_blocks(model):

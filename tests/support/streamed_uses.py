@@ -37,10 +37,7 @@ def _average(program: Program, kind: str, make: Callable[[], Any]) -> Any:
 
 def _copies(program: Program, kind: str) -> list[torch.Tensor]:
     weights = program.model.parameters()
-    copies: list[torch.Tensor] = _average(
-        program, kind, lambda: [it.detach().clone() for it in weights]
-    )
-    return copies
+    return _average(program, kind, lambda: [it.detach().clone() for it in weights])
 
 
 @torch.no_grad()
@@ -319,8 +316,7 @@ def keep_state_dict(program: Program) -> None:
 
 
 def copy_optimizer(program: Program) -> None:
-    other = copy.deepcopy(program.optimizer)
-    program.seen.append(other.state_dict()["state"])
+    program.seen.append(copy.deepcopy(program.optimizer).state_dict()["state"])
 
 
 def load_one_step_count(program: Program) -> None:
@@ -414,6 +410,23 @@ def delete_gradients(program: Program) -> None:
         if parameter.grad is not None:
             del parameter.grad
         program.seen.append(parameter.grad is None)
+
+
+def backward_twice(program: Program) -> None:
+    program.optimizer.zero_grad()
+    loss = program.model(program.batch()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def differentiate_twice(program: Program) -> None:
+    program.optimizer.zero_grad()
+    program.model(program.batch()).square().mean().backward(create_graph=True)
+    trained = [it for it in program.model.parameters() if it.requires_grad]
+    norm: Any = sum(it.grad.square().sum() for it in trained)
+    norm.backward()
+    for it in trained:
+        it.grad = it.grad.detach()
 
 
 def scale_one_gradient(program: Program) -> None:

@@ -118,18 +118,6 @@ def made_up_header(benchmark: Any, settings: Any) -> Header:
 
 
 def made_up_run(*results: TrainingResult, **changes: Any) -> Run:
-    """Of these results, or of some."""
-    off = "phases[3] uses 8 GiB at once, and the device budget is 3 GiB"
-    results = results or (
-        result("stock"),
-        result("umem-planned", 0.2, percent=60.0, plan_running=True, predicted_step_s=0.19),
-        result("umem-planned", 0.4, percent=30.0, plan_running=False, migration=MIGRATION),
-        result("umem-fault", percent=30.0, state="off", reason=off, steps_s=(), losses_hex=()),
-        result("umem-optimizer-host", 0.3, host_state_bytes=2 * GIB),
-        result("save-on-cpu", 0.5, 6 * GIB),
-        result("torchao-offload", 0.8, 7 * GIB, notes=("made up",)),
-        result("deepspeed-offload", steps_s=(), state="not installed", reason="no such package"),
-        result("rmm-pool", 0.125, None, migration=MIGRATION),
-    )
+    """Of these results."""
     shape = LlamaShape(batch=1, tokens=1000)
     return Run(made_up_header("training", settings(shape, **changes)), results)

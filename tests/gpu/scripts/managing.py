@@ -44,8 +44,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(WIDE, HIDDEN)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return y
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -57,8 +56,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def manager_facts(manager: Manager) -> dict[str, Any]:
@@ -99,8 +97,7 @@ class Training:
     def forward(self) -> torch.Tensor:
         torch.manual_seed(100 + len(self.losses))
         batch = torch.randn(self.tokens, HIDDEN, device="cuda")
-        loss: torch.Tensor = self.model(batch).square().mean()
-        return loss
+        return self.model(batch).square().mean()
 
     def step(self) -> None:
         loss = self.forward()

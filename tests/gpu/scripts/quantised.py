@@ -42,8 +42,7 @@ class Adapted(nn.Module):
         ).to("cuda", torch.bfloat16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x) + self.adapter(x)
-        return y
+        return self.layer(x) + self.adapter(x)
 
 
 class Layer(nn.Module):
@@ -58,8 +57,7 @@ class Layer(nn.Module):
         self.up, self.down = made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return y
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):

@@ -69,8 +69,7 @@ class Model(nn.Module):
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         if self.cells is not None:
             x = x + self.cells(x)[0]
-        y: torch.Tensor = self.head(self.norm(x))
-        return y
+        return self.head(self.norm(x))
 
 
 def plan_for_a_slow_link() -> None:

@@ -22,8 +22,7 @@ COUNT = 1 << 20
 
 
 def address_of(array: Any) -> int:
-    address: int = array.__cuda_array_interface__["data"][0]
-    return address
+    return array.__cuda_array_interface__["data"][0]
 
 
 def look_at(

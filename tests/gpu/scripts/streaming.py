@@ -56,8 +56,7 @@ class Layer(nn.Module):
         hidden = self.up(normal)
         if self.adapter is not None:
             hidden = hidden + self.adapter(normal)
-        y: torch.Tensor = x + self.down(nn.functional.gelu(hidden))
-        return y
+        return x + self.down(nn.functional.gelu(hidden))
 
 
 class Training:

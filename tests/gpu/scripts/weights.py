@@ -46,8 +46,7 @@ class Model(nn.Module):
                 x = checkpoint(layer, x, use_reentrant=False)
             else:
                 x = layer(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def batch(seed: int, rows: int = 256) -> torch.Tensor:

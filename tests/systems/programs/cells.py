@@ -39,8 +39,7 @@ class Net(nn.Module):
         h = c = torch.zeros(texts, width, device=text.device)
         for x in self.encoder(text):
             h, c = program.block(self.cell, x, h, c)
-        logits: torch.Tensor = self.decoder(h)
-        return logits
+        return self.decoder(h)
 
 
 model = Net().to(program.device)

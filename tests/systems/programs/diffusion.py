@@ -36,8 +36,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         y = self.first(self.act(self.norms[0](x))) + self.time(time)[:, :, None, None]
-        found: torch.Tensor = self.skip(x) + self.second(self.act(self.norms[1](y)))
-        return found
+        return self.skip(x) + self.second(self.act(self.norms[1](y)))
 
 
 class UNet(nn.Module):
@@ -68,8 +67,7 @@ class UNet(nn.Module):
         for block, larger in zip(self.up, self.larger, strict=True):
             x = larger(interpolate(x, scale_factor=2.0))
             x = program.block(block, torch.cat([x, skips.pop()], 1), time)
-        noise: torch.Tensor = self.head(x)
-        return noise
+        return self.head(x)
 
 
 model = UNet().to(program.device)

@@ -41,8 +41,7 @@ class Generator(nn.Module):
         x = self.stem(x).view(-1, levels[-1], first, first)
         for each in self.stages:
             x = program.block(each, x)
-        image: torch.Tensor = self.head(x).tanh()
-        return image
+        return self.head(x).tanh()
 
 
 class Discriminator(nn.Module):
@@ -55,8 +54,7 @@ class Discriminator(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for each in self.stages:
             x = program.block(each, x)
-        logits: torch.Tensor = self.head(x.flatten(1)).squeeze(1)
-        return logits
+        return self.head(x.flatten(1)).squeeze(1)
 
 
 def loss_of(logits: torch.Tensor, label: float) -> torch.Tensor:

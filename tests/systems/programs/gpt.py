@@ -31,8 +31,7 @@ class Attention(nn.Module):
         q, k, v = self.inputs(x).unflatten(-1, (3, shape.heads, -1)).permute(2, 0, 3, 1, 4)
         dropped = DROPOUT if self.training else 0.0
         y = scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=True)
-        found: torch.Tensor = self.drop(self.output(y.transpose(1, 2).flatten(2)))
-        return found
+        return self.drop(self.output(y.transpose(1, 2).flatten(2)))
 
 
 class Block(nn.Module):
@@ -49,8 +48,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norms[0](x))
-        y: torch.Tensor = x + self.perceptron(self.norms[1](x))
-        return y
+        return x + self.perceptron(self.norms[1](x))
 
 
 class GPT(nn.Module):

@@ -38,8 +38,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = dropout(program.block(self.layers[0], x).relu(), training=self.training)
-        logits: torch.Tensor = program.block(self.layers[1], x)
-        return logits
+        return program.block(self.layers[1], x)
 
 
 source, target = program.numbers(nodes, 2, edges)

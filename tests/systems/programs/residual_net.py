@@ -59,8 +59,7 @@ class Net(nn.Module):
         x = self.stem(x).relu()
         for block in self.blocks:
             x = program.block(block, x)
-        logits: torch.Tensor = self.head(x.mean((2, 3)))
-        return logits
+        return self.head(x.mean((2, 3)))
 
 
 model: Any = Net()

@@ -36,8 +36,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norms[0](x)
         x = x + self.attention(y, y, y, need_weights=False)[0]
-        found: torch.Tensor = x + self.perceptron(self.norms[1](x))
-        return found
+        return x + self.perceptron(self.norms[1](x))
 
 
 class Net(nn.Module):
@@ -55,8 +54,7 @@ class Net(nn.Module):
         x = torch.cat([self.token.expand(len(x), 1, width), x], 1) + self.places
         for block in self.blocks:
             x = program.block(block, x)
-        logits: torch.Tensor = self.head(self.norm(x[:, 0]))
-        return logits
+        return self.head(self.norm(x[:, 0]))
 
 
 model = Net().to(program.device)

@@ -53,8 +53,7 @@ class UNet(nn.Module):
         x = program.block(self.middle, x)
         for larger, each in zip(self.larger, self.up, strict=True):
             x = program.block(each, torch.cat([larger(x), skips.pop()], 1))
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def dice_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
