@@ -471,7 +471,7 @@ def test_what_a_later_layer_saves_too_leaves_with_that_and_nothing_else(
     expected = train(Rectified(), 0, 1)
     model = Rectified()
     store = LoggedStore(LazyMover())
-    activations = CopiedActivations(model, find_blocks(model), store, _raise, may_recompute=True)
+    activations = CopiedActivations(model, find_blocks(model), store, let_out, may_recompute=True)
     activations.set_plan({}, 1, is_measuring=True)
     for _ in range(2):  # the first one proves that layers may run twice
         model.zero_grad()

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from activation_chain import LazyMover
+from faults import let_out
 from measured_memory import SCALAR_BYTES, train_within
 from torch import nn
 from torch.nn.functional import interpolate
@@ -60,10 +61,6 @@ class UNet(nn.Module):
         for block in self.up:
             x = block(torch.cat([interpolate(x, scale_factor=2.0), skips.pop()], 1))
         return self.head(x)
-
-
-def fail(error: Exception) -> None:
-    raise error
 
 
 def images(number: int) -> torch.Tensor:
@@ -127,7 +124,7 @@ def test_as_much_is_copied_as_the_units_save_whatever_runs_twice(
 ) -> None:
     choice, model = random.Random(seed), make()
     store = ActivationStore("cpu", LazyMover(), min_bytes=1024)
-    activations = CopiedActivations(model, find_blocks(model), store, fail, may_recompute=True)
+    activations = CopiedActivations(model, find_blocks(model), store, let_out, may_recompute=True)
     activations.set_plan({}, 1, is_measuring=True)
 
     def train() -> None:
