@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from umem.runtime.model_parts import tensors_in
+from umem.runtime.torch_hooks.saved_tensors import is_lent
 from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues
 from umem.streaming.activations.call_states import CallState
 from umem.streaming.activations.random_states import RandomStates
-from umem.torch_compat import InferenceMode, begin_checkpoint
+from umem.torch_compat import InferenceMode, begin_checkpoint, storage_address
 
-__all__ = ["RecomputedCall", "SecondRun"]
+__all__ = ["RecomputedCall", "SecondRun", "is_second_run"]
 
 
 class SecondRun:
@@ -46,26 +49,36 @@ class SecondRun:
         kind = next((it.device.type for it in tensors), "cpu")
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._saves: list[torch.Tensor] | None = None
+        self._has_begun = False
         self.on_late: Callable[[], None] | None = None
         """Called where it comes behind an update of weights."""
 
     def __call__(self, *_: object) -> None:
         """Have autograd save what the first run has saved."""
         if self._saves is None:
+            self._has_begun = True
             self._run()
             return
         if self.on_late is not None:
             self.on_late()
-        _save(self._saves)
+        _save([it.detach() for it in self._saves])
+
+    def is_to_read(self, parameter: torch.Tensor) -> bool:
+        """Whether it is still to come, and to read a parameter."""
+        is_to_come = self._saves is None and not self._has_begun
+        return is_to_come and any(it is parameter for it in self._state.parameters)
 
     def make_now(self) -> None:
         """Run now, ahead of a change of weights: the run to come gets what this one saves."""
         if self._saves is not None:
             return
         saves: list[torch.Tensor] = []
+        # A graph has a parameter itself, also once the program has given it other memory.
+        known = {_layout(it): it for it in self._state.parameters}
 
         def note(tensor: torch.Tensor) -> None:
-            saves.append(tensor.detach())
+            parameter = None if is_lent(tensor) else known.get(_layout(tensor))
+            saves.append(tensor.detach() if parameter is None else parameter)
 
         with (
             torch.enable_grad(),
@@ -77,6 +90,7 @@ class SecondRun:
 
     def _run(self) -> None:
         with (
+            _noted_as_running(),
             InferenceMode(False),  # the backward pass may be in one
             self._state.put_back(),
             BufferValues.of(self._before.buffers).put_back_at_end(),
@@ -85,6 +99,27 @@ class SecondRun:
             args, kwargs = self._given.with_tensors(self._saved.grad_fn.saved_tensors)
             self._before.put_back()
             self._module(*args, **kwargs)
+
+
+class _Running(threading.local):
+    count = 0
+
+
+_running = _Running()
+
+
+@contextmanager
+def _noted_as_running() -> Iterator[None]:
+    _running.count += 1
+    try:
+        yield
+    finally:
+        _running.count -= 1
+
+
+def is_second_run() -> bool:
+    """Whether a block's call runs again in this thread."""
+    return _running.count > 0
 
 
 class RecomputedCall:
@@ -144,6 +179,11 @@ def _save(tensors: Iterable[torch.Tensor]) -> Any:
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
         return _Saved.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    place = storage_address(tensor), tensor.storage_offset()
+    return *place, tensor.size(), tensor.stride(), tensor.dtype
 
 
 def _refuse(_: object) -> torch.Tensor:
