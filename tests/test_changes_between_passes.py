@@ -4,6 +4,8 @@ that run twice do in the second call what they did in the first."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,6 +276,60 @@ def test_weights_that_change_by_hand_for_the_first_time_are_an_error_of_autograd
     _descend_by_hand(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def by_data_in_place(parameter: Any) -> None:
+    parameter.data.mul_(1.5)
+
+
+def by_other_data(parameter: Any) -> None:
+    parameter.data = parameter.detach() * 1.5
+
+
+@pytest.mark.parametrize("first", [0, 2], ids=["always", "at last"])
+@pytest.mark.parametrize("change", [by_data_in_place, by_other_data])
+def test_weights_that_change_without_a_count(change: Callable[[Any], None], first: int) -> None:
+    """Stock's backward pass has results of the old weights, and multiplies by the new ones."""
+
+    def program(model: Any, number: int) -> torch.Tensor:
+        loss = loss_of(model, number)
+        for layer in model.layers if number >= first else ():
+            change(layer.up.weight)
+            change(layer.norm.weight)
+        return loss
+
+    check(Layer, program, runs_twice=first > 0)
+
+
+def test_weights_that_hooks_change_by_data_have_been_used_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a step in the backward pass does: no block runs before its turn, or once more."""
+    model, plain = Net(Layer), Net(Layer)
+    begin = plan(managed(model))
+    turns: list[str] = []
+
+    def descend(name: str, parameter: Any) -> None:
+        turns.append(name)
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+
+    def forward(layer: Layer, x: torch.Tensor, of: Any = Layer.forward) -> torch.Tensor:
+        turns.append("forward")
+        result: torch.Tensor = of(layer, x)
+        return result
+
+    for it in (model, plain):
+        for name, parameter in it.named_parameters():
+            parameter.register_post_accumulate_grad_hook(partial(descend, name))
+    found = [train(model, loss_of, begin), train(plain, loss_of, lambda _: None)]
+    assert found[0] == found[1]
+    monkeypatch.setattr(Layer, "forward", forward)
+    turns.clear()
+    loss_of(model, 5).backward()
+    between = [it for it in turns[len(model.layers) :] if it == "forward" or "layers" in it]
+    assert turns.count("forward") == 2 * len(model.layers)
+    places = [place for place, it in enumerate(between) if it == "forward"]
+    assert all(after - before > 1 for before, after in pairwise(places))
 
 
 # ------------------------------------------------------------------ forward mode

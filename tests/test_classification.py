@@ -203,6 +203,20 @@ def test_parameters_are_hooked_once(witness: Witness) -> None:
     assert len(witness.gradients) == 3  # one weight for both layers, and two biases
 
 
+def test_hooks_stay_with_parameters_whose_contents_are_swapped(witness: Witness) -> None:
+    """The program's later hooks are called, as if umem had none."""
+    model, heard = Spy(witness), []
+    backward(model)
+    model.zero_grad()
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+        parameter.register_post_accumulate_grad_hook(lambda it: heard.append(id(it)))
+    witness.gradients.clear()
+    backward(model)
+    every = {id(it) for it in model.parameters()}
+    assert {id(it) for it in witness.gradients} == every == set(heard)
+
+
 def test_frozen_parameters_are_not_hooked(witness: Witness) -> None:
     model = nn.Sequential(Spy(witness), Spy(witness))
     model[0].requires_grad_(False)

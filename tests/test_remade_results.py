@@ -202,6 +202,25 @@ def test_averages_change_once() -> None:
     assert int(own.body[0].num_batches_tracked) == before + 1
 
 
+@pytest.mark.parametrize("large_bytes", [sys.maxsize, 1])
+def test_weights_that_change_without_a_count_before_the_backward_pass(large_bytes: int) -> None:
+    """Stock's has results of the old ones."""
+
+    def step_late(model: Any) -> list[bytes]:
+        model.zero_grad()
+        loss = model(images(0)).square().mean()
+        for block in model.blocks:
+            block.norm.weight.data.mul_(1.5)
+            block.body[0].bias.data.add_(0.5)
+        loss.backward()
+        return [it.grad.numpy().tobytes() for it in model.parameters() if it.grad is not None]
+
+    made, plain = Remade(large_bytes=large_bytes), Net()
+    plain.load_state_dict(made.model.state_dict())
+    assert step_late(made.model) == step_late(plain)
+    made.check(Net())
+
+
 class Scaled(nn.Module):
     """Another scale each time."""
 

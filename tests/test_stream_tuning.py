@@ -1205,6 +1205,19 @@ def test_gradients_are_copied_where_activations_alone_leave_too_little_room(capl
     assert found == Training().run(8, batches=2)
 
 
+@pytest.mark.parametrize("moves", [True, False])
+def test_memory_on_the_device_is_nobodys_once_the_program_has_replaced_it(moves: bool) -> None:
+    memory, tensor = HostStateMemory(), torch.zeros(WIDTH, WIDTH)
+    memory.place(tensor, on_device=True)
+    assert memory.device_bytes == tensor.nbytes
+    if moves:
+        tensor.data = tensor.data.clone()
+    else:
+        tensor = torch.zeros(WIDTH, WIDTH)
+    assert memory.device_bytes == 0
+    assert memory.is_home(tensor)
+
+
 @pytest.mark.slow
 def test_a_training_that_was_moved_away_goes_on_by_its_plan(monkeypatch: Patch) -> None:
     """Coming back puts more on the host than steps do; they run no shorter of memory for that."""

@@ -51,7 +51,7 @@ NEEDS_GRADIENTS = frozenset(
         *("logged_norms", "zero_in_place", "step_again", "convert", "skip_a_step"),
         *("accumulate_into_old_gradients", "step_with_a_closure", "view_of_gradients"),
         *("hook_before_step", "new_group", "share_state", "clip_late", "scale_one_gradient"),
-        *("restore_weights_from_state",),
+        *("restore_weights_from_state", "convert_by_swapping"),
     )
 )
 """Uses that need gradients behind a step, or another number of steps than of backward passes."""
@@ -62,7 +62,7 @@ OF_FLOATS = frozenset(
         *("from_one_vector", "hooks_on_gradients", "new_parameter", "old_graph", "replace_data"),
         *("share_state", "use_a_weight_elsewhere", "ema_by_hand", "ema_of_diffusers"),
         *("foreach_ema_of_diffusers", "ema_of_timm", "ema_of_torch", "turn_weights"),
-        *("restore_weights_from_state",),
+        *("restore_weights_from_state", "convert_by_swapping", "swap_weights"),
     )
 )
 """Uses of weights that are plain parameters of floating point numbers, and trained."""

@@ -246,6 +246,13 @@ PATCHES: Mapping[str, Patch] = {
         },
     ),
     **_patches(
+        "runtime/known_tensors.py",
+        "`umem.enable`, or the first state that is streamed",
+        _NEVER,
+        "`torch.utils.swap_tensors` would raise: umem has weak references to parameters",
+        {"swap_tensors": "torch.utils:swap_tensors"},
+    ),
+    **_patches(
         "runtime/torch_hooks/memory_access.py",
         "the same, in each subclass of a program or of another library",
         "the end of the last guard and the last such memory",

@@ -51,6 +51,7 @@ __all__ = [
     "PrivateName",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "accumulation_hooks",
     "every_call_is_seen",
     "fsdp_flats",
     "fsdp_groups",
@@ -63,6 +64,7 @@ __all__ = [
     "missing",
     "require",
     "runs_compiled",
+    "set_accumulation_hooks",
     "set_allocator_functions",
 ]
 
@@ -367,6 +369,11 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         },
     ),
     **_names(
+        "hooks that torch.utils.swap_tensors would leave with what is swapped out",
+        "gradients of parameters that are swapped would not be seen any more",
+        {"accumulation_hooks": "torch:Tensor._post_accumulate_grad_hooks"},
+    ),
+    **_names(
         "saved_tensors_hooks without a `with` block: left in any order, and only if innermost",
         "activations could not be followed or offloaded",
         {
@@ -621,6 +628,19 @@ def hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[Any], None]) 
         node._register_hook_dict(tensor)  # the node holds the dictionary from now on
     finally:
         tensor._backward_hooks = others
+
+
+def accumulation_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """The hooks of ``Tensor.register_post_accumulate_grad_hook``; None for a tensor without."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    found: dict[int, Any] | None = hooks
+    return found
+
+
+def set_accumulation_hooks(tensor: torch.Tensor, hooks: dict[int, Any] | None) -> None:
+    """Have a tensor's gradient heard by these hooks, which handles may refer to."""
+    its: Any = tensor
+    its._post_accumulate_grad_hooks = hooks
 
 
 def fx_is_tracing() -> bool:

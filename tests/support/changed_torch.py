@@ -104,6 +104,7 @@ USES: dict[str, Callable[[], object]] = {
     "untyped_storage": lambda: tensor().untyped_storage(),
     "data": lambda: tensor().data,
     "swap_contents": lambda: torch.utils.swap_tensors(tensor(), tensor()),
+    "swap_tensors": lambda: torch.utils.swap_tensors(tensor(), tensor()),
     "scripted_function": lambda: scripted(tensor()),
     "subclass_operators": lambda: Wrapper.__torch_dispatch__(torch.neg, (), (tensor(),)),
     "new_subclasses": lambda: type("Another", (torch.Tensor,), {}),

@@ -328,7 +328,7 @@ class HostStateMemory(StateMemory):
         self._most_buffers = most_buffers
         self._min_bytes = min_bytes
         self._on_device: dict[int, int] = {}
-        """Bytes by address."""
+        """Bytes by address, as long as the memory is in use."""
         self._homes: dict[int, bytearray] = {}
         """Memory by address, kept so that nothing else gets an address."""
         self.buffers: list[torch.Tensor] = []
@@ -358,10 +358,12 @@ class HostStateMemory(StateMemory):
         if on_device == self.is_home(tensor) and not self.refuses():
             self._on_device.pop(tensor.data_ptr(), None)
             tensor.data = tensor.clone()
-            # Memory of an earlier tensor on the device may be anybody's by now.
-            self._on_device.pop(tensor.data_ptr(), None)
             if on_device:
-                self._on_device[tensor.data_ptr()] = tensor.nbytes
+                address = tensor.data_ptr()
+                self._on_device[address] = tensor.nbytes
+                # Freed, it may be anybody's: also where the program has replaced the tensor.
+                free = self._on_device.pop
+                weakref.finalize(tensor.untyped_storage(), free, address, None).atexit = False
 
     @property
     def device_bytes(self) -> int:

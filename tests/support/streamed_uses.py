@@ -186,6 +186,25 @@ def convert(program: Program) -> None:
     program.model.to(torch.float64).to(torch.float32)
 
 
+def convert_by_swapping(program: Program) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        program.model.to(torch.float64).to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def swap_weights(program: Program) -> None:
+    for parameter in program.model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 0.99))
+
+
+def swap_state(program: Program) -> None:
+    for values in program.optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.utils.swap_tensors(values[name], values[name] * 0.75)
+
+
 def freeze(program: Program) -> None:
     program.model.layers[1].requires_grad_(False)
 
@@ -449,4 +468,5 @@ USES: list[Callable[[Program], None]] = [
     *(clip_late, hooks_on_gradients, norms_of_state, replace_values_of_state, replace_state),
     *(exchange_names_of_state, read_counts, view_of_counts, delete_gradients),
     *(scale_one_gradient, load_one_step_count, turn_weights, restore_weights_from_state),
+    *(convert_by_swapping, swap_weights, swap_state),
 ]

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from umem import patches
 from umem.core.classes import TensorClass
+from umem.runtime.known_tensors import KnownTensors, hook_accumulation
 from umem.runtime.model_parts import (
     buffers_of,
     optimizer_parameters,
@@ -93,7 +94,7 @@ class Classifier:
         self._seen_modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._first_inside: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """What roots call first whose ``forward`` the program calls itself: no hook sees them."""
-        self._hooked_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._hooked_parameters: KnownTensors[bool] = KnownTensors()
         self._known_states: dict[int, tuple[int, int] | None] = {}
         """By ``id`` of the optimizer, until its end."""
         self._moving = threading.local()
@@ -262,7 +263,7 @@ class Classifier:
             classes.update(dict.fromkeys(_cuda_addresses(parameter), tensor_class))
             is_hooked = parameter in self._hooked_parameters
             if parameter.requires_grad and parameter.is_leaf and not is_hooked:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                hook_accumulation(parameter, self._on_gradient)
                 self._hooked_parameters[parameter] = True
         for address, tensor_class in classes.items():
             self._allocator.retag(address, tensor_class.number)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,12 +24,14 @@ from umem import patches, torch_compat
 from umem.torch_compat import tree_leaves
 
 __all__ = [
+    "DataListener",
     "Owner",
     "on_export",
     "original_data",
     "original_storage",
     "owner_of",
     "wait_at_attributes",
+    "watch_data",
     "watch_exports",
     "watch_lent",
 ]
@@ -46,6 +48,14 @@ _is_watched = False
 _is_complete = True
 """Whether all are replaced, or put back."""
 _listeners: list[Callable[[torch.Tensor], None]] = []
+_of_data: weakref.WeakSet[DataListener] = weakref.WeakSet()
+
+
+class DataListener(Protocol):
+    """Told of tensors whose changes may not be counted from now on."""
+
+    def data_is_taken(self, tensor: torch.Tensor) -> None:
+        """The program is about to read or to set a tensor's ``data``."""
 
 
 class Owner:
@@ -103,9 +113,15 @@ def watch_lent(
     _watch()
 
 
+def watch_data(listener: DataListener, is_on: bool) -> None:
+    """Have a listener told of each ``data``, or no more. Only a weak reference is kept."""
+    (_of_data.add if is_on else _of_data.discard)(listener)
+    _watch()
+
+
 def _watch() -> None:
     global _is_watched, _is_complete
-    is_watched = _wait is not None or _give_own is not None
+    is_watched = _wait is not None or _give_own is not None or bool(_of_data)
     if is_watched == _is_watched and _is_complete:
         return
     _is_complete = False  # what an interrupt cuts short, another call completes
@@ -180,7 +196,14 @@ def _swap(tensor: Any) -> None:
         _let_go(tensor)
 
 
+def _tell_of_data(tensor: Any) -> None:
+    if _of_data and isinstance(tensor, torch.Tensor):
+        for listener in list(_of_data):
+            listener.data_is_taken(tensor)
+
+
 def _get_data(tensor: Any) -> Any:
+    _tell_of_data(tensor)
     _use(tensor)
     alias = original_data.__get__(tensor)
     if _note_alias is not None:
@@ -189,6 +212,7 @@ def _get_data(tensor: Any) -> Any:
 
 
 def _put_data(tensor: Any, value: Any) -> None:
+    _tell_of_data(tensor)
     owner = _owners.pop(id(tensor), None)
     if owner is None:
         _use(tensor)

@@ -53,6 +53,11 @@ class CallState:
         parameters = (p for it in own for p in it["_parameters"].values() if p is not None)
         self._flags = [(it, it.requires_grad) for it in parameters]
 
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters as they were noted."""
+        return [it for it, _ in self._flags]
+
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Have all as it was noted, and in the end as it is now."""

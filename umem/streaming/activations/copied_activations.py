@@ -35,6 +35,7 @@ from umem.runtime.model_parts import buffer_at, buffers_of, tensors_in
 from umem.runtime.program_waits import program_waits
 from umem.runtime.torch_hooks.backward import nodes_of
 from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
+from umem.runtime.torch_hooks.memory_access import watch_data
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
 from umem.streaming.activations import program_checkpoints
@@ -42,7 +43,7 @@ from umem.streaming.activations.call_states import versions_of
 from umem.streaming.activations.held_by_program import HeldByProgram, HeldBytes
 from umem.streaming.activations.program_checkpoints import ProgramCheckpoint
 from umem.streaming.activations.reachable import ReachableBeside
-from umem.streaming.activations.recomputed import RecomputedCall, SecondRun
+from umem.streaming.activations.recomputed import RecomputedCall, SecondRun, is_second_run
 from umem.streaming.activations.remade_results import RemadeResults
 from umem.streaming.activations.repeatable import (
     CallProof,
@@ -267,6 +268,8 @@ class CopiedActivations(Listener):
         self.recomputed: frozenset[str] = frozenset()
         """Blocks whose calls run again in the backward pass."""
         self._left_out: frozenset[str] = frozenset()
+        self._unconfirmed: dict[str, list[nn.Parameter]] = {}
+        """Weights of proved calls in a measured step whose backward pass is to come."""
         self._names = weakref.WeakKeyDictionary({b.module: n for n, b in self._blocks.items()})
         self._unproved = set(self._blocks) if may_recompute else set()
         self._has_dropping_cells = any(map(drops_between_cells, model.modules()))
@@ -347,6 +350,7 @@ class CopiedActivations(Listener):
         self._stop_hearing()
         model = self._model()
         listens = self._copied or self._left_out or is_measuring or self._remakes
+        watch_data(self, bool(self._may_recompute and listens))
         if listens and model is not None:
             self._store.keep(model.parameters(), permanent=True)
             self._with_buffers = weakref.WeakSet(
@@ -358,6 +362,25 @@ class CopiedActivations(Listener):
     @property
     def _remakes(self) -> bool:
         return self.remade is not None and self.remade.is_on
+
+    def data_is_taken(self, tensor: torch.Tensor) -> None:
+        """A weight may be about to change without a count, as stock's backward pass would use it.
+
+        What is to be computed again from it is computed now. Where that comes in a measured step,
+        its blocks do not run again under a plan.
+        """
+        is_in_pass = self._running.forward is not None or is_second_run()
+        if is_in_pass or not isinstance(tensor, nn.Parameter):
+            return
+        for name, parameters in list(self._unconfirmed.items()):
+            if any(it is tensor for it in parameters):
+                self.proofs.pop(name, None)
+        # An error, as of memory, reaches the program: the backward pass would have other bits.
+        for run in list(self._second_runs):
+            if run.is_to_read(tensor):
+                run.make_now()
+        if self.remade is not None:
+            self.remade.make_now_by(tensor)
 
     def begin_step(self) -> None:
         """Count what is away from now on; nothing is between steps."""
@@ -377,11 +400,13 @@ class CopiedActivations(Listener):
     def close(self) -> None:
         """Copy nothing more and give host memory back; graphs that are alive keep working."""
         self._stop_hearing()
+        watch_data(self, False)
         if self.remade is not None:
             self.remade.end()
         self._store.close()
 
     def _stop_hearing(self) -> None:
+        self._unconfirmed.clear()
         if self._hearing is not None:
             self._hearing.close()
             self._hearing = None
@@ -652,8 +677,10 @@ class CopiedActivations(Listener):
         with program_waits:  # steps under a plan do not look
             unchanged = versions_of(module, but=changing)
             beside = ReachableBeside(module)
+            self._unconfirmed[name] = list(module.parameters())
 
         def confirm(_gradients: object) -> None:
+            self._unconfirmed.pop(name, None)
             with program_waits:
                 are_changed = any(version_counter(it) != version for it, version in unchanged)
                 if are_changed or not beside.is_unchanged():

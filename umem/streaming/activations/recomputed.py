@@ -6,23 +6,25 @@ is proved repeatable needs no record of what it saves but the order.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from umem.runtime.model_parts import tensors_in
-from umem.runtime.torch_hooks.saved_tensors import pop_if_innermost
+from umem.runtime.torch_hooks.saved_tensors import is_lent, pop_if_innermost
 from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues
 from umem.streaming.activations.call_states import CallState
 from umem.streaming.activations.random_states import RandomStates
-from umem.torch_compat import InferenceMode, push_saved_tensor_hooks
+from umem.torch_compat import InferenceMode, push_saved_tensor_hooks, storage_address
 
-__all__ = ["RecomputedCall", "SecondRun"]
+__all__ = ["RecomputedCall", "SecondRun", "is_second_run"]
 
 
 class _Place:
@@ -33,6 +35,21 @@ class _Place:
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
         self.tensor: torch.Tensor | None = None
+
+
+_NOTHING: Mapping[tuple[object, ...], torch.Tensor] = MappingProxyType({})
+
+
+class _Running(threading.local):
+    count = 0
+
+
+_running = _Running()
+
+
+def is_second_run() -> bool:
+    """Whether a block's call runs again in this thread."""
+    return _running.count > 0
 
 
 class _AllIsSaved(Exception):  # noqa: N818
@@ -67,7 +84,7 @@ class SecondRun:
         self._autocast = {kind: _autocast_of(kind) for kind in kinds}
         # Those of a tensor that no node holds any more are gone.
         self._places: list[weakref.ref[_Place]] = []
-        self._is_early = False
+        self._is_early = self._has_begun = False
         self.on_late: Callable[[], None] | None = None
         """Called where what was made ahead of an update of weights is used behind it."""
 
@@ -80,20 +97,29 @@ class SecondRun:
     def unpack(self, place: _Place) -> torch.Tensor:
         """The tensor, from the second run."""
         while (tensor := place.tensor) is None:  # of a retained graph, at each use
+            self._has_begun = True
             self._run()
         if not self._is_early:
             place.tensor = None
-        elif self.on_late is not None:
+            return tensor
+        if self.on_late is not None:
             self.on_late()
-        return tensor
+        return tensor.detach()
+
+    def is_to_read(self, parameter: torch.Tensor) -> bool:
+        """Whether it is still to come, and to read a parameter."""
+        is_over = self._is_early or self._has_begun
+        return not is_over and any(it is parameter for it in self._state.parameters)
 
     def make_now(self) -> None:
         """Run now, ahead of a change of weights."""
         if not self._is_early:
-            self._run()
+            # A graph has a parameter itself, also once the program has given it other memory.
+            self._run({_layout(it): it for it in self._state.parameters})
             self._is_early = True
 
-    def _run(self) -> None:
+    def _run(self, itself: Mapping[tuple[object, ...], torch.Tensor] = _NOTHING) -> None:
+        """Run, and have places those tensors `itself` whose layout one has that is saved."""
         places, reached = self._places, 0
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,6 +128,8 @@ class SecondRun:
             reached += 1
             tensor = tensor.detach() if tensor.requires_grad else tensor
             if place is not None:
+                if itself and not is_lent(tensor):
+                    tensor = itself.get(_layout(tensor), tensor)
                 if place.shape != tensor.shape:
                     raise self._differs(f"{[*tensor.shape]} in place of {[*place.shape]}")
                 place.tensor = tensor
@@ -123,6 +151,7 @@ class SecondRun:
             args, kwargs = self._given.with_tensors(self._saved.grad_fn.saved_tensors)
             self._before.put_back()
             hooks = pack, _as_it_is
+            _running.count += 1
             push_saved_tensor_hooks(*hooks)
             try:
                 self._module(*args, **kwargs)
@@ -130,6 +159,7 @@ class SecondRun:
                 return
             finally:
                 pop_if_innermost(hooks, _do_nothing)
+                _running.count -= 1
             raise self._differs(f"fewer tensors, {reached} of {len(places)}")
 
     def _differs(self, how: str) -> RuntimeError:
@@ -205,6 +235,11 @@ def _autocast_of(kind: str) -> tuple[torch.dtype, bool, bool]:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    place = storage_address(tensor), tensor.storage_offset()
+    return *place, tensor.size(), tensor.stride(), tensor.dtype
 
 
 def _do_nothing() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -103,6 +103,16 @@ class _Call:
             return self._function(x)
         with torch.no_grad(), torch.autocast(self._kind, *self._autocast, cache_enabled=False):
             return self._function(x)
+
+    def chain(self) -> Iterator[_Call]:
+        """The calls that make the result: this one, that of its argument if it is made, and so on.
+
+        None where the result is there already.
+        """
+        call: Any = self
+        while isinstance(call, _Call) and call._made is None:
+            yield call
+            call = getattr(call.find_argument, "__self__", None)
 
     def make(self) -> torch.UntypedStorage:
         """The result in new memory, which is the caller's."""
@@ -196,6 +206,16 @@ class RemadeResults(Listener):
         """Make all results that autograd may ask for: weights are about to change."""
         for call in list(self._to_come):
             call.find()
+
+    def make_now_by(self, parameter: torch.Tensor) -> None:
+        """Make those that are still to be made with a parameter: it may be about to change."""
+        for call in list(self._to_come):
+            if any(self._has(it.name, parameter) for it in call.chain()):
+                call.find()
+
+    def _has(self, name: str, parameter: torch.Tensor) -> bool:
+        module = self._modules.get(name)
+        return module is not None and any(it is parameter for it in module.parameters())
 
     def pass_begins(self, now: Pass, args: object, kwargs: object) -> None:
         """Forget what an interrupt has left."""

@@ -21,10 +21,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.core.interrupts import call_all
 from umem.runtime.guard import Guard, are_plain, guard_of, settle
+from umem.runtime.known_tensors import KnownTensors
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.stage.lanes import Lanes, Moment
 from umem.torch_compat import (
@@ -83,7 +83,7 @@ class ClippedGradients(Guard):
     def __init__(self, lanes: Lanes) -> None:
         super().__init__(_nothing)
         self._lanes = lanes
-        self._held: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._held: KnownTensors[_Held] = KnownTensors()
         """What is known of each held gradient lives as long as the tensor."""
         self._lock = threading.RLock()
         self._order: float | None = None
@@ -155,8 +155,7 @@ class ClippedGradients(Guard):
         return () if held is None else tuple(held.factors)
 
     def _known(self, gradient: torch.Tensor) -> _Held | None:
-        held: _Held | None = self._held.get(gradient)
-        return held
+        return self._held.get(gradient)
 
     def _end(self, gradient: torch.Tensor) -> None:
         """Multiply a gradient where it is, if it is to be, and guard it no more."""

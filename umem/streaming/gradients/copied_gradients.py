@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from umem.core.classes import TensorClass
 from umem.runtime.guard import Guard, are_plain
 from umem.runtime.held_memory import note_export
+from umem.runtime.known_tensors import hook_accumulation
 from umem.runtime.unguarded import Unguarded
 from umem.streaming.gradients.clipped_gradients import ClippedGradients, GradientNorm
 from umem.streaming.plan.step_timing import GRADIENTS_AHEAD, UNITS_WITH_GRADIENTS
@@ -201,7 +202,7 @@ class CopiedGradients:
         # collector does not see them.
         arrive = functools.partial(_arrive, weakref.ref(self), name)
         for it in parameters:
-            self._handles.append(it.register_post_accumulate_grad_hook(arrive))
+            self._handles.append(hook_accumulation(it, arrive))
 
     def settle(self) -> None:
         """Let the current stream wait for copies under way: their gradients have moved now."""

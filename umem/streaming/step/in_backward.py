@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from umem.core.errors import PlanError
 from umem.runtime.aliases import has_alias
 from umem.runtime.guard import are_plain
+from umem.runtime.known_tensors import hook_accumulation
 from umem.streaming.gradients.freed_gradient import freed_gradient, is_freed
 from umem.streaming.plan.step_timing import UNITS_WITH_GRADIENTS
 from umem.streaming.stage.lanes import Lanes
@@ -162,7 +163,7 @@ class BackwardUpdates:
                 if updates is not None:
                     updates._arrived(arrivals, parameter, stream)
 
-        self._handles += [it.register_post_accumulate_grad_hook(arrive) for it in trained]
+        self._handles += [hook_accumulation(it, arrive) for it in trained]
         self._arrivals.append(arrivals)
 
     def _remove_hooks(self) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.runtime.guard import Guard, can_guard, guard_of
+from umem.runtime.known_tensors import KnownTensors
 from umem.streaming.stage.lanes import Lanes
 from umem.streaming.step.call import StepCall
 from umem.streaming.step.unit import StreamedUnit
@@ -53,7 +53,7 @@ class StepObserver:
             Guard(lambda: self.note_use("weights are used between backward() and step()")),
         )
         """Of gradients and of weights."""
-        self._stepped: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._stepped: KnownTensors[bool] = KnownTensors()
         """Gradients that a step has used."""
         self._call: StepCall | None = None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from umem.capture.live import NO_BLOCK, Block
+from umem.runtime.known_tensors import KnownTensors
 from umem.runtime.model_parts import memory_bytes
 
 __all__ = ["UnitNames", "is_outside"]
@@ -40,7 +40,7 @@ class UnitNames:
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.outside = [NO_BLOCK]
         """Units outside of blocks so far."""
-        self._names = WeakIdKeyDictionary()
+        self._names: KnownTensors[str] = KnownTensors()
         self._last_bytes = 0
         sizes = [0]
         are_whole = True
@@ -49,14 +49,15 @@ class UnitNames:
             sizes.append(sum(map(memory_bytes, parameters)))
             are_whole &= all(it.numel() for it in parameters)
             for parameter in parameters:
-                self._names.setdefault(parameter, block.name)
+                if parameter not in self._names:
+                    self._names[parameter] = block.name
         # ZeRO-3 takes the memory of parameters that are not in use: nothing tells a block's size.
         self.part_bytes = (max(sizes) if are_whole else 0) or _PART_BYTES
         """Parameters in a unit outside of blocks, at most."""
 
     def of(self, parameter: torch.Tensor) -> str:
         """The name of a parameter's unit, which is always the same."""
-        name: str | None = self._names.get(parameter)
+        name = self._names.get(parameter)
         if name is None:
             size_bytes = memory_bytes(parameter)
             if self._last_bytes and self._last_bytes + size_bytes > self.part_bytes:
