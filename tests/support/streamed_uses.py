@@ -115,6 +115,12 @@ def evaluate(program: Program) -> None:
         program.seen.append(program.model(torch.ones(2, 16)))
 
 
+def evaluate_in_inference_mode(program: Program) -> None:
+    """What umem makes meanwhile, it uses in later steps."""
+    with torch.inference_mode():
+        program.seen.append(program.model(torch.ones(2, 16)).clone())
+
+
 def call_one_layer(program: Program) -> None:
     program.seen.append(program.model.layers[2](torch.ones(2, 16)))
 
@@ -468,5 +474,5 @@ USES: list[Callable[[Program], None]] = [
     *(clip_late, hooks_on_gradients, norms_of_state, replace_values_of_state, replace_state),
     *(exchange_names_of_state, read_counts, view_of_counts, delete_gradients),
     *(scale_one_gradient, load_one_step_count, turn_weights, restore_weights_from_state),
-    *(convert_by_swapping, swap_weights, swap_state),
+    *(convert_by_swapping, swap_weights, swap_state, evaluate_in_inference_mode),
 ]

@@ -109,7 +109,8 @@ class Slot:
         typed = self._typed.get(dtype)
         if typed is None:
             whole = self.memory[: self.memory.nbytes // dtype.itemsize * dtype.itemsize]
-            typed = self._typed[dtype] = whole.view(dtype)
+            with InferenceMode(False):  # later uses may be outside of the program's
+                typed = self._typed[dtype] = whole.view(dtype)
         return typed, offset // dtype.itemsize
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
