@@ -379,6 +379,12 @@ def drop_gradients(program: Program) -> None:
 
 
 @between
+def exchange_gradients(program: Program) -> None:
+    one, other = program.model.layers[0].weight, program.model.layers[1].weight
+    one.grad, other.grad = other.grad, one.grad
+
+
+@between
 def replace_gradients(program: Program) -> None:
     for parameter in program.model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -452,7 +458,8 @@ def halve(parameter: torch.Tensor) -> None:
 BETWEEN = [
     *(clip, clip_values, log_norms, read_weights, read_state, evaluate_between, accumulate),
     *(change_the_rate_between, change_the_decay_between, schedule_between, skip_for_a_loss),
-    *(drop_gradients, replace_gradients, scale, use_a_closure, clear_state_between),
+    *(drop_gradients, replace_gradients, exchange_gradients, scale, use_a_closure),
+    clear_state_between,
     *(replace_state_between, fail_and_go_on, read_later_in_the_pass, keep_gradients_of_a_pass),
 ]
 

@@ -290,7 +290,8 @@ class BackwardUpdates:
             for unit in self._ahead:
                 if unit.state is None or not unit.state.is_current(optimizer.state):
                     raise self._refused("state is replaced between backward() and step()")
-                if not all(is_freed(parameter.grad) for parameter in unit.ahead):
+                # Each has its own: a program may exchange them.
+                if not all(it.grad is self._freed_gradient(it) for it in unit.ahead):
                     raise self._refused(
                         "gradients are set or dropped between backward() and step()"
                     )
