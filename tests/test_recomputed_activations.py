@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from umem.streaming.activations import repeatable
+from umem.streaming.activations.recomputed import RecomputedCall
 from umem.streaming.tune import planning
 from umem.streaming.tune.remaking import Remaking
 
@@ -437,3 +438,24 @@ def test_blocks_that_run_twice_take_as_much_memory_as_planned(
     assert status.recomputed_blocks > 0
     assert most_bytes <= status.plan.peak_bytes <= limit_bytes
     assert status.plan.peak_bytes - most_bytes < SCALAR_BYTES
+
+
+@pytest.mark.parametrize(("rows", "reason"), [((4, 2), "in place of"), ((2, 0), "fewer tensors")])
+def test_a_second_run_that_saves_something_else_is_an_error(
+    rows: tuple[int, int], reason: str
+) -> None:
+    """No proof sees what a program first changes behind it."""
+    left = list(rows)
+
+    class Changing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            count = left.pop(0)
+            return super().forward(x[:count]) if count else x
+
+    module, x = Changing(WIDTH, WIDTH), torch.ones(ROWS, WIDTH, requires_grad=True)
+    call = RecomputedCall(module, (x,), {})
+    call.begin()
+    loss = module(x).sum()
+    call.end()
+    with pytest.raises(RuntimeError, match=rf"Changing.*{reason}.*recompute: never"):
+        loss.backward()

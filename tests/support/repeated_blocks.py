@@ -41,6 +41,16 @@ class Dropping(Layer):
         return nn.functional.dropout(super().forward(x), 0.3, self.training)
 
 
+class Catching(Layer):
+    """Takes any error for one of a kernel, also what ends a second run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().forward(x)
+        except Exception:
+            return x
+
+
 class Attending(Layer):
     """Scores of attention, a mask in a keyword, and a tuple of results."""
 
@@ -321,7 +331,7 @@ class Checkpointed(Layer):
 CHANGING_BUFFERS = [Averaging, CountingInABuffer]
 REPEATABLE = [
     *(Layer, Dropping, Attending, Frozen, Checkpointed, WithACompiledFunction, WithUnsetMemory),
-    *(DroppingWithUnusedMemory, ReadingAnObject, *CHANGING_BUFFERS),
+    *(DroppingWithUnusedMemory, ReadingAnObject, Catching, *CHANGING_BUFFERS),
 ]
 OTHERS = [
     *(SavingItsBuffer, InPlaceHead, Counting, Listing, OwnGenerator, PythonsRandom, NumpysRandom),

@@ -85,6 +85,8 @@ class SecondRun:
         # Those of a tensor that no node holds any more are gone.
         self._places: list[weakref.ref[_Place]] = []
         self._is_early = self._has_begun = False
+        self._lock = threading.RLock()
+        """A backward pass has a thread for each device."""
         self.on_late: Callable[[], None] | None = None
         """Called where what was made ahead of an update of weights is used behind it."""
 
@@ -98,7 +100,9 @@ class SecondRun:
         """The tensor, from the second run."""
         while (tensor := place.tensor) is None:  # of a retained graph, at each use
             self._has_begun = True
-            self._run()
+            with self._lock:
+                if place.tensor is None:
+                    self._run()
         if not self._is_early:
             place.tensor = None
             return tensor
@@ -124,6 +128,8 @@ class SecondRun:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal reached
+            if reached == len(places):  # the program has caught what ends the run
+                raise _AllIsSaved
             place = places[reached]()
             reached += 1
             tensor = tensor.detach() if tensor.requires_grad else tensor
@@ -156,11 +162,12 @@ class SecondRun:
             try:
                 self._module(*args, **kwargs)
             except _AllIsSaved:
-                return
+                pass
             finally:
                 pop_if_innermost(hooks, _do_nothing)
                 _running.count -= 1
-            raise self._differs(f"fewer tensors, {reached} of {len(places)}")
+            if reached < len(places):
+                raise self._differs(f"fewer tensors, {reached} of {len(places)}")
 
     def _differs(self, how: str) -> RuntimeError:
         return RuntimeError(
