@@ -233,12 +233,12 @@ class RemadeResults(Listener):
         """A cheap module is called."""
         self._running.call = None
         is_one = not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor
-        if not now.is_training or not is_one:
+        if not (now.is_training and is_one) or self._signatures.get(name, name) is None:
             return
         module, x = self._modules[name], args[0]
         signature = call_signature(module)
         is_new = name not in self._signatures
-        if signature is None or not (is_new or self._signatures[name] == signature):
+        if signature is None or self._signatures.get(name, signature) != signature:
             return
         # Parameters may be away in the backward pass.
         if is_any_lent() and any(map(is_lent, module.parameters())):
