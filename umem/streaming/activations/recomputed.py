@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from umem.runtime.model_parts import tensors_in
+from umem.runtime.model_parts import lies_in_memory, tensors_in
 from umem.runtime.torch_hooks.saved_tensors import is_lent, pop_if_innermost
 from umem.streaming.activations.arguments import Arguments
 from umem.streaming.activations.buffer_values import BufferValues
@@ -119,7 +119,7 @@ class SecondRun:
         """Run now, ahead of a change of weights."""
         if not self._is_early:
             # A graph has a parameter itself, also once the program has given it other memory.
-            self._run({_layout(it): it for it in self._state.parameters})
+            self._run({_layout(it): it for it in self._state.parameters if lies_in_memory(it)})
             self._is_early = True
 
     def _run(self, itself: Mapping[tuple[object, ...], torch.Tensor] = _NOTHING) -> None:
@@ -134,7 +134,7 @@ class SecondRun:
             reached += 1
             tensor = tensor.detach() if tensor.requires_grad else tensor
             if place is not None:
-                if itself and not is_lent(tensor):
+                if itself and lies_in_memory(tensor) and not is_lent(tensor):
                     tensor = itself.get(_layout(tensor), tensor)
                 if place.shape != tensor.shape:
                     raise self._differs(f"{[*tensor.shape]} in place of {[*place.shape]}")
