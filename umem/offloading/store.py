@@ -696,9 +696,9 @@ class ActivationStore:
                 return 0
             try:
                 for place, stored in enumerate(group.stored(ordinals)):
-                    storage, size_bytes = stored.storage, stored.size_bytes
                     if place in stays:
                         continue
+                    storage, size_bytes = stored.storage, stored.size_bytes
                     # A storage that was resized since is not what was saved.
                     if storage is None or stored.buffer or storage.nbytes() != size_bytes:
                         continue

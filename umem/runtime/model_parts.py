@@ -213,7 +213,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def buffer_at(module: nn.Module, name: str) -> torch.Tensor:
-    """The buffer that ``named_buffers()`` tells by a name."""
+    """The buffer of a name, as ``get_buffer()`` finds it in many times the time."""
     *path, own = name.split(".")
     for step in path:
         module = vars(module)["_modules"][step]

@@ -197,9 +197,8 @@ def _swap(tensor: Any) -> None:
 
 
 def _tell_of_data(tensor: Any) -> None:
-    if _of_data and isinstance(tensor, torch.Tensor):
-        for listener in list(_of_data):
-            listener.data_is_taken(tensor)
+    for listener in list(_of_data):
+        listener.data_is_taken(tensor)
 
 
 def _get_data(tensor: Any) -> Any:

@@ -116,10 +116,11 @@ def _without_own(disabled: AbstractContextManager[None]) -> Iterator[None]:
             push_saved_tensor_hooks(*hooks)
 
 
-def pop_if_innermost(hooks: Hooks, forget: Callable[[], object]) -> bool:
+def pop_if_innermost(hooks: Hooks, forget: Callable[[], object] = bool) -> bool:
     """Take a pair away, unless a program has pushed others since.
 
-    `forget`, a function of C, is called where that is done: no interrupt comes between.
+    `forget`, a function of C, is called where that is done: no interrupt comes between. The default
+    does nothing.
     """
     top = innermost()
     if top is None or top[0] is not hooks[0]:

@@ -581,10 +581,9 @@ class CopiedActivations(Listener):
         if is_recomputed:
             proof = self.proofs[name]
             buffers = [buffer_at(module, it) for it in proof.buffers]
-            call.recomputed = RecomputedCall(module, args, kwargs, buffers)
-            if (second := call.recomputed.second()) is not None:
-                second.on_late = self._second_run_is_late
-                self._second_runs.add(second)
+            second = SecondRun(module, args, kwargs, buffers, self._second_run_is_late)
+            self._second_runs.add(second)
+            call.recomputed = RecomputedCall(second)
             call.recomputed.begin()
 
     def block_ends(self, _name: str, now: Pass, output: object, *, failed: bool) -> None:
@@ -728,15 +727,15 @@ class CopiedActivations(Listener):
 
         In a pass that is cut, but for what the program keeps in its hands.
         """
-        last: dict[Stored, _Stretch] = {}
+        last: dict[Stored, str] = {}
         shared: defaultdict[str, dict[_Place, str]] = defaultdict(dict)
         for call in reversed(forward.calls):
             for number, part in enumerate(call.parts):
                 for place, stored in enumerate(self._store.stored(*part)):
                     if (owner := last.get(stored)) is not None:
-                        shared[call.name][number, place] = owner.name
+                        shared[call.name][number, place] = owner
                         continue
-                    last[stored] = call
+                    last[stored] = call.name
                     if not (self._cuts and stored.is_kept()):
                         call.saved_bytes += stored.size_bytes
         self._shared = shared

@@ -40,16 +40,16 @@ class _Place:
 _NOTHING: Mapping[tuple[object, ...], torch.Tensor] = MappingProxyType({})
 
 
-class _Running(threading.local):
-    count = 0
+class _Thread(threading.local):
+    runs_again = False
 
 
-_running = _Running()
+_thread = _Thread()
 
 
 def is_second_run() -> bool:
     """Whether a block's call runs again in this thread."""
-    return _running.count > 0
+    return _thread.runs_again
 
 
 class _AllIsSaved(Exception):  # noqa: N818
@@ -59,10 +59,19 @@ class _AllIsSaved(Exception):  # noqa: N818
 class SecondRun:
     """The run of a block's call in the backward pass, which exists as long as it may come.
 
+    umem's own hooks run in it, too: the block's weights come as for any checkpoint.
+
     Parameters
     ----------
-    module, args, kwargs, buffers
-        As of :class:`RecomputedCall`.
+    module
+        The block.
+    args, kwargs
+        Its arguments.
+    buffers
+        Those that a call or the program changes: the second one begins with the values of the
+        first, and changes none. A change of others is autograd's error.
+    on_late
+        Called where what was made ahead of an update of weights is used behind it.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class SecondRun:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         buffers: Collection[torch.Tensor],
+        on_late: Callable[[], None],
     ) -> None:
         self._module, self._state = module, CallState(module, but=buffers)
         self._random = RandomStates(tensors_in((args, kwargs)))
@@ -87,8 +97,7 @@ class SecondRun:
         self._is_early = self._has_begun = False
         self._lock = threading.RLock()
         """A backward pass has a thread for each device."""
-        self.on_late: Callable[[], None] | None = None
-        """Called where what was made ahead of an update of weights is used behind it."""
+        self._on_late = on_late
 
     def pack(self, tensor: torch.Tensor) -> _Place:
         """Save nothing of the first run but the order."""
@@ -106,8 +115,7 @@ class SecondRun:
         if not self._is_early:
             place.tensor = None
             return tensor
-        if self.on_late is not None:
-            self.on_late()
+        self._on_late()
         return tensor.detach()
 
     def is_to_read(self, parameter: torch.Tensor) -> bool:
@@ -117,10 +125,11 @@ class SecondRun:
 
     def make_now(self) -> None:
         """Run now, ahead of a change of weights."""
-        if not self._is_early:
-            # A graph has a parameter itself, also once the program has given it other memory.
-            self._run({_layout(it): it for it in self._state.parameters if lies_in_memory(it)})
-            self._is_early = True
+        with self._lock:
+            if not self._is_early:
+                # A graph has a parameter itself, also once the program has given it other memory.
+                self._run({_layout(it): it for it in self._state.parameters if lies_in_memory(it)})
+                self._is_early = True
 
     def _run(self, itself: Mapping[tuple[object, ...], torch.Tensor] = _NOTHING) -> None:
         """Run, and have places those tensors `itself` whose layout one has that is saved."""
@@ -157,15 +166,16 @@ class SecondRun:
             args, kwargs = self._given.with_tensors(self._saved.grad_fn.saved_tensors)
             self._before.put_back()
             hooks = pack, _as_it_is
-            _running.count += 1
-            push_saved_tensor_hooks(*hooks)
-            try:
+            is_within = _thread.runs_again
+            try:  # an interrupt may come between any two calls
+                _thread.runs_again = True
+                push_saved_tensor_hooks(*hooks)
                 self._module(*args, **kwargs)
             except _AllIsSaved:
                 pass
             finally:
-                pop_if_innermost(hooks, _do_nothing)
-                _running.count -= 1
+                pop_if_innermost(hooks)
+                _thread.runs_again = is_within
             if reached < len(places):
                 raise self._differs(f"fewer tensors, {reached} of {len(places)}")
 
@@ -179,30 +189,11 @@ class SecondRun:
 class RecomputedCall:
     """A call of a block that runs again when its backward pass comes.
 
-    From `begin` to `end`, autograd saves nothing of the call but the tensors in its arguments.
-    umem's own hooks run the second time, too: the block's weights come as for any checkpoint.
-
-    Parameters
-    ----------
-    module
-        The block.
-    args, kwargs
-        Its arguments.
-    buffers
-        Those that a call or the program changes: the second one begins with the values of the
-        first, and changes none. A change of others is autograd's error.
+    From `begin` to `end`, autograd saves nothing of the call but the tensors in its arguments, and
+    the run to come.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        buffers: Collection[torch.Tensor] = (),
-    ) -> None:
-        second = SecondRun(module, args, kwargs, buffers)
-        self.second = weakref.ref(second)
-        """The run to come, for as long as autograd may ask for it."""
+    def __init__(self, second: SecondRun) -> None:
         self._hooks = second.pack, second.unpack
 
     def begin(self) -> None:
@@ -211,7 +202,7 @@ class RecomputedCall:
 
     def end(self) -> None:
         """The call is over, or an exception has ended it."""
-        pop_if_innermost(self._hooks, _do_nothing)
+        pop_if_innermost(self._hooks)
 
 
 class _Saved(torch.autograd.Function):
@@ -247,7 +238,3 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     place = storage_address(tensor), tensor.storage_offset()
     return *place, tensor.size(), tensor.stride(), tensor.dtype
-
-
-def _do_nothing() -> None:
-    """There is no list to take hooks from."""

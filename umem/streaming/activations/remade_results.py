@@ -105,10 +105,7 @@ class _Call:
             return self._function(x)
 
     def chain(self) -> Iterator[_Call]:
-        """The calls that make the result: this one, that of its argument if it is made, and so on.
-
-        None where the result is there already.
-        """
+        """The calls that are still to make it: this one, that of its argument, and so on."""
         call: Any = self
         while isinstance(call, _Call) and call._made is None:
             yield call
@@ -233,12 +230,12 @@ class RemadeResults(Listener):
         """A cheap module is called."""
         self._running.call = None
         is_one = not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor
-        if not (now.is_training and is_one) or self._signatures.get(name, name) is None:
+        is_new, known = name not in self._signatures, self._signatures.get(name)
+        if not (now.is_training and is_one and (is_new or known)):
             return
         module, x = self._modules[name], args[0]
         signature = call_signature(module)
-        is_new = name not in self._signatures
-        if signature is None or self._signatures.get(name, signature) != signature:
+        if signature is None or not (is_new or known == signature):
             return
         # Parameters may be away in the backward pass.
         if is_any_lent() and any(map(is_lent, module.parameters())):
