@@ -38,7 +38,7 @@ from streamed_programs import (
     nothing,
     stock_bits,
 )
-from streamed_uses import USES
+from streamed_uses import USES, swap_state, view_of_state
 from torch import nn
 
 from umem.core.errors import PlanError
@@ -297,6 +297,19 @@ def test_uses_in_any_order(
         compare(change, eagerness, seed, expected=expected, **options)
     except PlanError:
         assert engine.refuses  # one after another, such as a step behind a step
+
+
+@pytest.mark.parametrize("name", ["state", "in-backward"])
+def test_views_of_state_are_let_go_of(name: str) -> None:
+    """torch swaps no tensor that has a view."""
+
+    def change(program: Program) -> None:
+        view_of_state(program)
+        swap_state(program)
+
+    options = {**ENGINES[name].options}
+    del options["seed"]
+    compare(change, 0.0, 0, slots=0, resident=frozenset(), **options)
 
 
 # ---- several optimizers of one model ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
@@ -206,8 +207,8 @@ class StagedState:
                     for name, value in values.items()
                     if isinstance(value, torch.Tensor) and id(value) not in self._offsets
                 }
-        self.views: list[torch.Tensor] = []
-        """Others on the memory of homes, if all are known."""
+        self._views: list[weakref.ref[torch.Tensor]] = []
+        """The program may let go of them."""
         self.is_shared: bool = (whole is None or whole.is_shared) and self._have_alias()
         """Whether something may use the tensors that a guard would not see: an alias, or a tensor
         of another class. Later aliases come by a use, which the guard sees."""
@@ -281,7 +282,12 @@ class StagedState:
         if self.is_shared:
             return self.homes
         sharded = () if self.sharded is None else self.sharded.tensors
-        return [*self.homes, *self.others, *self.views, *sharded]
+        return [*self.homes, *self.others, *sharded]
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """Others on the memory of homes, if all are known, which are to be guarded, too."""
+        return [it for view in self._views if (it := view()) is not None]
 
     def _have_alias(self) -> bool:
         every = (*self.homes, *self.others)
@@ -295,7 +301,7 @@ class StagedState:
         found = None
         if has_guard() and self._can_guard_all() and not has_alias(self.others):
             found = views.of(self.homes)
-        self.views, self.is_shared = found or [], found is None
+        self._views, self.is_shared = [weakref.ref(it) for it in found or ()], found is None
 
     def is_current(self, state: OptimizerState) -> bool:
         """Whether an optimizer still has these very values as the state of these parameters.

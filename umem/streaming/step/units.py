@@ -401,6 +401,7 @@ class StreamedUnits:
                 unit.pieces.append(Piece(unit, queued, unit.state))
             unit.state_guard = Guard(functools.partial(self._touch, unit))
             unit.state_guard.hold(unit.state.guarded)
+            unit.state_guard.watch(unit.state.views)
 
     def _touch(self, unit: StreamedUnit) -> None:
         """Before something uses a home: wait until its contents are there, and fetch them anew."""
