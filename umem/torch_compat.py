@@ -14,7 +14,7 @@ import functools
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -303,9 +303,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         {"foreach_multiply": "torch:_foreach_mul_", "foreach_norm": "torch:_foreach_norm"},
     ),
     **_names(
-        "gives all buffers of a block their values again, in one call",
+        "copies all buffers of a block in one call",
         "blocks with averages, such as BatchNorm's, would be copied, and never computed again",
-        {"foreach_copy": "torch:_foreach_copy_"},
+        {
+            "flatten_tensors": "torch._C:_nn.flatten_dense_tensors",
+            "unflatten_tensors": "torch._C:_nn.unflatten_dense_tensors",
+        },
     ),
     **_names(
         "the class of what runs a process group's collectives on one kind of device",
@@ -547,9 +550,9 @@ flash_attention: Any
 flash_attention_backward: Any
 flash_attention_cpu: Any
 flash_attention_cpu_backward: Any
+flatten_tensors: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 foreach_add: Callable[..., None]
 foreach_subtract: Callable[..., None]
-foreach_copy: Callable[..., None]
 function_modes: Callable[[], list[Any]]
 function_transform_level: Callable[[], int | None]
 """None outside of all transforms of ``torch.func``."""

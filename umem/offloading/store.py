@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from umem.core.errors import OffloadError
-from umem.core.interrupts import call_all
 from umem.offloading.movers import CudaMover, HostBuffer, HostPool, Mover
 from umem.runtime.held_memory import is_storage_held
 from umem.runtime.torch_hooks import saved_tensors as saved_tensor_hooks
+from umem.runtime.torch_hooks.memory_access import original_storage
 from umem.runtime.torch_hooks.passes import is_forward_pass
 from umem.runtime.torch_hooks.saved_tensors import (
     Hooks,
@@ -33,7 +33,6 @@ from umem.runtime.torch_hooks.saved_tensors import (
 )
 from umem.runtime.unguarded import Unguarded
 from umem.torch_compat import (
-    pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks_enabled,
     storage_address,
@@ -295,20 +294,11 @@ class SavedHandle:
         return tensor.set_(storage, *self._layout)
 
 
-@dataclass
-class _Removed:
-    """Hooks of an open group that are taken away for a while."""
-
-    hooks: Hooks
-    below: Hooks | None = None
-    """Those that were under them."""
-
-
 class _HookStack(threading.local):
     """The saved-tensor hooks of this thread's open groups, beside hooks of other code."""
 
     def __init__(self) -> None:
-        self._pushed: list[Hooks | _Removed | None] = []
+        self._pushed: list[Hooks | None] = []
         # Hooks of closed groups that could not be removed yet, as others are on top of them.
         self._left: list[Hooks] = []
 
@@ -317,13 +307,8 @@ class _HookStack(threading.local):
         self._remove_left()
         if not is_forward_pass() or not torch.is_grad_enabled() or not saved_tensor_hooks_enabled():
             return False
-        top = saved_tensor_hooks.innermost()
-        return top is None or self._own_innermost(top) is not None
-
-    def _own_innermost(self, top: Hooks | None) -> Hooks | None:
-        """What was pushed last, if it is the innermost pair."""
-        own = self._pushed[-1] if self._pushed else None
-        return own if top and isinstance(own, tuple) and top[0] is own[0] else None
+        top, own = saved_tensor_hooks.innermost(), self._pushed[-1] if self._pushed else None
+        return top is None or (own is not None and top[0] is own[0])
 
     # An interrupt may come between any two calls: hooks that are installed are always on a list.
 
@@ -339,17 +324,6 @@ class _HookStack(threading.local):
         if hooks is not None:
             push_saved_tensor_hooks(*hooks)
 
-    def push_removal(self, group: _Group | None) -> None:
-        """Take hooks away until the next `pop`, if a group's are the innermost ones."""
-        own = self._own_innermost(saved_tensor_hooks.innermost())
-        is_groups = own is not None and getattr(own[0], "__self__", None) is group
-        if own is None or not is_groups or saved_tensor_hooks.is_any_lent():
-            self._pushed.append(None)
-            return
-        removed = _Removed(own)
-        call_all(pop_saved_tensor_hooks, partial(self._pushed.append, removed))
-        removed.below = saved_tensor_hooks.innermost()
-
     def pop(self) -> None:
         """Undo the last `push`."""
         if not self._pushed:
@@ -360,21 +334,11 @@ class _HookStack(threading.local):
         """Undo what was pushed last, until `depth` is so much."""
         while len(self._pushed) > depth:
             hooks = self._pushed[-1]
-            if isinstance(hooks, _Removed):
-                self._install_again(hooks)
-                continue
             if hooks is not None:
                 self._left.append(hooks)
             self._pushed.pop()
             self._remove_left()
         self._remove_left()
-
-    def _install_again(self, removed: _Removed) -> None:
-        top, below = saved_tensor_hooks.innermost(), removed.below
-        if (top and top[0]) is (below and below[0]):
-            call_all(partial(push_saved_tensor_hooks, *removed.hooks), self._pushed.pop)
-        else:  # the program has pushed others, and will expect to find them
-            self._pushed.pop()
 
     def _remove_left(self) -> None:
         if not self._left:
@@ -459,7 +423,7 @@ class ActivationStore:
         """
         with Unguarded():  # no memory is read: updates may be under way
             addresses = frozenset(
-                storage_key(tensor.untyped_storage())
+                storage_address(tensor)
                 for tensor in tensors
                 if tensor.layout is torch.strided
                 and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -468,6 +432,12 @@ class ActivationStore:
             self._always_stays = addresses
         else:
             self._stays = addresses
+
+    def is_large(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has memory that may leave, by its size."""
+        return (
+            tensor.layout is torch.strided and original_storage(tensor).nbytes() >= self._min_bytes
+        )
 
     def current_stream(self) -> Any:
         """The stream of this thread's work on the device."""
@@ -535,16 +505,8 @@ class ActivationStore:
         new.born = group.born
         group.follower = self._groups[new_key] = new
 
-    def leave_group(self, key: Hashable) -> None:
-        """Have an open group see nothing that autograd saves in this thread from now on.
-
-        That takes none of the time that hooks take. Call `close_group` behind it. Hooks stay where
-        another group's, or other code's, are innermost, or where memory is lent.
-        """
-        self._hooks.push_removal(self._groups.get(key))
-
     def close_group(self) -> None:
-        """End the last `open_group` or `leave_group` of this thread.
+        """End the last `open_group` of this thread.
 
         Raises
         ------
@@ -571,13 +533,14 @@ class ActivationStore:
         self._hooks.pop_to(left_open)
 
     def _admit(self, group: _Group, tensor: torch.Tensor) -> SavedHandle | None:
-        if tensor.device != self.device or not may_leave(tensor) or is_lent(tensor):
+        # Most of those that stay are small.
+        if tensor.device != self.device or tensor.layout is not torch.strided:
             return None
-        address = storage_address(tensor)
+        storage = original_storage(tensor)
+        if storage.nbytes() < self._min_bytes or not may_leave(tensor) or is_lent(tensor):
+            return None
+        address = storage_key(storage)
         if address in self._stays or address in self._always_stays:
-            return None
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < self._min_bytes:
             return None
         if self._mover.stream() != group.stream:
             return None  # neither the copy nor the memory's next user would wait for this stream

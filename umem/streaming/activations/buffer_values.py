@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
-from umem.torch_compat import foreach_copy
+from umem.runtime.model_parts import lies_in_memory, parts_of
+from umem.torch_compat import flatten_tensors, unflatten_tensors
 
 __all__ = ["BufferValues", "have_equal_bits"]
 
+_ALIGNED_BYTES = 16
+"""The kernels of cuDNN may read so many bytes at a time."""
+
 
 class BufferValues:
-    """Buffers, and values that they had at one moment.
+    """Values of buffers at one moment, with which a call can run that leaves the buffers alone.
 
-    To put them back counts as no change: autograd may have saved the buffers.
+    Those of one type are in one tensor: to copy each by itself takes the processor longer than some
+    blocks take it.
 
     Parameters
     ----------
@@ -26,35 +33,55 @@ class BufferValues:
     """
 
     def __init__(
-        self, buffers: Iterable[torch.Tensor], values: Iterable[torch.Tensor] | None = None
+        self, buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None = None
     ) -> None:
-        self.buffers = [it.data for it in buffers]
-        self._values = [it.clone() for it in self.buffers] if values is None else list(values)
+        self.buffers, values = buffers, buffers if values is None else values
+        kinds: defaultdict[object, list[int]] = defaultdict(list)
+        for number, it in enumerate(values):
+            kinds[(it.dtype, it.device) if _is_packed(it) else number].append(number)
+        with torch.no_grad():
+            self._packs = [(its, _pack([values[it] for it in its])) for its in kinds.values()]
 
     @property
     def size_bytes(self) -> int:
         """What they take."""
-        return sum(it.nbytes for it in self._values)
-
-    def are_there(self) -> bool:
-        """Whether the buffers have these bits."""
-        return all(map(have_equal_bits, self.buffers, self._values))
-
-    def put_back(self) -> None:
-        """Give the buffers these values again."""
-        with torch.no_grad():
-            for kind in {it.dtype for it in self.buffers}:  # one kernel for each
-                its = [number for number, it in enumerate(self.buffers) if it.dtype is kind]
-                values = [self._values[number] for number in its]
-                foreach_copy([self.buffers[number] for number in its], values)
+        return sum(pack.nbytes for _, pack in self._packs)
 
     @contextmanager
-    def put_back_at_end(self) -> Iterator[None]:
-        """Give the buffers these values again behind what changes them."""
+    def in_place_of_buffers(self, module: nn.Module) -> Iterator[list[torch.Tensor]]:
+        """Have a module find copies of these values where its buffers are, in their order."""
+        copies = list(self.buffers)
+        with torch.no_grad():
+            for its, pack in self._packs:
+                like = [self.buffers[it] for it in its]
+                parts = unflatten_tensors(pack.clone(), like) if len(its) > 1 else [pack.clone()]
+                for number, copy in zip(its, parts, strict=True):
+                    copies[number] = copy
+        copy_of = {id(it): copy for it, copy in zip(self.buffers, copies, strict=True)}
+        places = [
+            (own, name, it)
+            for part in parts_of(module)
+            for own in [vars(part)["_buffers"]]
+            for name, it in own.items()
+            if id(it) in copy_of
+        ]
         try:
-            yield
+            for own, name, it in places:
+                own[name] = copy_of[id(it)]
+            yield copies
         finally:
-            self.put_back()
+            for own, name, it in places:
+                own[name] = it
+
+
+def _is_packed(buffer: torch.Tensor) -> bool:
+    """Whether others may lie behind a buffer in a tensor of its type."""
+    is_aligned = buffer.dim() == 0 or not buffer.nbytes % _ALIGNED_BYTES
+    return lies_in_memory(buffer) and is_aligned and buffer.is_contiguous()
+
+
+def _pack(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    return flatten_tensors(values) if len(values) > 1 else values[0].clone()
 
 
 def have_equal_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:

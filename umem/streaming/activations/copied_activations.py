@@ -19,9 +19,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -91,8 +92,10 @@ class _Stretch:
 class _Call(_Stretch):
     """A call of a block, which is a stretch of its own unless the pass is cut."""
 
+    makes_graph: bool = True
+    """Not where gradients are off, as in a reentrant checkpoint."""
     is_open: bool = False
-    """Whether a group of the store is to be closed, or seen again, at its end."""
+    """Whether a group of the store is to be closed at its end."""
     has_group: bool = False
     """Whether the last part is what was saved in the call."""
     leaves_out: bool = False
@@ -127,8 +130,10 @@ class _Pass:
         """Blocks that were called."""
         self.counts: Counter[str] = Counter()
         """Tensors that were saved, by the block in whose calls."""
-        self.model_key = object()
+        self.model_key: object = None
         """The group of what the model saves between its blocks."""
+        self.is_open = False
+        """Whether it is to be closed at the next block."""
         self.taken = 0
         """How many tensors of this group belong to calls already."""
         self.at: int | None = None
@@ -276,8 +281,15 @@ class CopiedActivations(Listener):
         """Their dropout begins anew behind each backward pass through the program's checkpoints."""
         self._fetch_ahead = 1
         self._is_measuring = False
-        self._with_buffers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """The modules that had some when the plan was set: to search all of them takes long."""
+        self._order: Sequence[str] = ()
+        """Blocks in the order of their calls, as it was measured; empty where that does not tell
+        what is saved behind which: of a reentrant checkpoint, behind its block."""
+        self._hears_all = True
+        """Whether hooks are on all blocks, and what is saved between two of them is always seen."""
+        self._seen_behind: frozenset[str] = frozenset()
+        """Blocks behind which it is seen otherwise; with `NO_BLOCK` where the pass begins, too."""
+        self._with_buffers: list[weakref.ref[nn.Module]] = []
+        """The modules that had large ones when the plan was set: to look at all takes long."""
         self._hearing: Hearing | None = None
         self._may_recompute = may_recompute
         self._second_runs: weakref.WeakSet[SecondRun] = weakref.WeakSet()
@@ -353,11 +365,32 @@ class CopiedActivations(Listener):
         watch_data(self, bool(self._may_recompute and listens))
         if listens and model is not None:
             self._store.keep(model.parameters(), permanent=True)
-            self._with_buffers = weakref.WeakSet(
-                it for it in model.modules() if buffers_of(it, recurse=False)
-            )
-            blocks = {name: it.module for name, it in self._blocks.items()}
+            self._with_buffers = [
+                weakref.ref(it)
+                for it in model.modules()
+                if any(map(self._store.is_large, buffers_of(it, recurse=False)))
+            ]
+            heard = self._choose_heard()
+            blocks = {name: it.module for name, it in self._blocks.items() if name in heard}
             self._hearing = Hearing(self, Order.ACTIVATIONS, self._errors.on_error, model, blocks)
+
+    def _choose_heard(self) -> Collection[str]:
+        """The blocks of which to hear: hooks on others would take the processor's time for nothing.
+
+        Beside those with a part in the plan, that is the one before each, behind which the model
+        saves what leaves with it, and those from which its memory is fetched.
+        """
+        self._hears_all = bool(self._is_measuring or self._cuts or self._remakes or not self._order)
+        if self._hears_all:
+            return self.names
+        order, leaving = self._order, self._copied.keys() | self._following
+        places = [place for place, name in enumerate(order) if name in leaving]
+        self._seen_behind = frozenset(order[it - 1] if it else NO_BLOCK for it in places)
+        behind = (order[it + 1 : it + 1 + self._fetch_ahead] for it in places)
+        return {
+            *(*leaving, *self._left_out, *self._seen_behind, *chain.from_iterable(behind)),
+            *filter(None, self._copied.values()),
+        }
 
     @property
     def _remakes(self) -> bool:
@@ -457,14 +490,21 @@ class CopiedActivations(Listener):
         self._forget_pass()
         if not now.has_gradients:
             return
-        buffers = (buffer for it in self._with_buffers for buffer in buffers_of(it, recurse=False))
+        owners = filter(None, (it() for it in self._with_buffers))
+        buffers = (buffer for it in owners for buffer in buffers_of(it, recurse=False))
         self._store.keep([*buffers, *tensors_in((args, kwargs))])
         running.forward = forward = _Pass(self._store, self._fetch_ahead)
         self._held = HeldByProgram(self._store) if self._is_measuring else None
-        key = forward.model_key
-        self._open_group(forward, NO_BLOCK, key, moves=self._may_move(NO_BLOCK, NO_BLOCK))
+        if self._hears_all or NO_BLOCK in self._seen_behind:
+            self._see_between(forward)
         if self._cuts:
             self._begin_stretch(forward, NO_BLOCK, NO_BLOCK in self._copied)
+
+    def _see_between(self, forward: _Pass) -> None:
+        """See what the model saves, until its next block or, where all are heard, to the end."""
+        key = object()
+        forward.model_key, forward.taken, forward.is_open = key, 0, not self._hears_all
+        self._open_group(forward, NO_BLOCK, key, moves=self._may_move(NO_BLOCK, NO_BLOCK))
 
     def _open_group(self, forward: _Pass, name: str, key: object, *, moves: bool = True) -> bool:
         """Open a group for what a block's call saves, or the model outside of blocks."""
@@ -552,9 +592,13 @@ class CopiedActivations(Listener):
         is_recomputed = name in self.recomputed and self._may_run_again(name, args, kwargs)
         is_copied = name in (self._planned if is_recomputed else self._copied)
         running.call = call = _Call(name, is_copied, self._copied.get(name))
+        call.makes_graph = now.has_gradients
         if not self._cuts:
             self._release(forward, name)
             call.parts = forward.take_between()
+            if forward.is_open:
+                forward.is_open = False
+                self._store.close_group()
         elif name not in forward.entered:
             forward.entered.add(name)
             self._begin_stretch(forward, name, is_copied)
@@ -566,7 +610,7 @@ class CopiedActivations(Listener):
         moves = leaves or self._is_measuring or name in self._following
         if call.watched is not None:
             self.is_unusual = True
-        elif moves or self._cuts or self._remakes:
+        elif moves or self._hears_all:
             key, call.is_open = object(), True
             if forward.stretch is not None:
                 forward.stretch.parts.append((key, None))
@@ -574,10 +618,6 @@ class CopiedActivations(Listener):
             call.has_group = self._open_group(forward, name, key, moves=moves)
             if call.has_group:
                 call.parts.append((key, None))
-        else:
-            # Nothing of it leaves: hooks would take time of the processor.
-            self._store.leave_group(forward.model_key)
-            call.is_open = True
         if is_recomputed:
             proof = self.proofs[name]
             buffers = [buffer_at(module, it) for it in proof.buffers]
@@ -606,6 +646,8 @@ class CopiedActivations(Listener):
             forward.take_between()  # a block without a group of its own has saved it
         if failed:
             return
+        if not self._hears_all and call.name in self._seen_behind:
+            self._see_between(forward)
         if call.watched is not None and (proof := call.watched.end(output)) is not None:
             if self._has_dropping_cells:
                 proof = replace(proof, checkpointed_bytes=0)
@@ -739,6 +781,8 @@ class CopiedActivations(Listener):
                     if not (self._cuts and stored.is_kept()):
                         call.saved_bytes += stored.size_bytes
         self._shared = shared
+        makes_graphs = all(not isinstance(it, _Call) or it.makes_graph for it in forward.calls)
+        self._order = [call.name for call in forward.calls] if makes_graphs else ()
         calls = Counter(call.name for call in forward.calls)
         self._called_again = frozenset(name for name, count in calls.items() if count > 1)
 

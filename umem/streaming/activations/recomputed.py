@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
@@ -79,7 +79,7 @@ class SecondRun:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        buffers: Collection[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
         on_late: Callable[[], None],
     ) -> None:
         self._module, self._state = module, CallState(module, but=buffers)
@@ -157,14 +157,13 @@ class SecondRun:
             torch.enable_grad(),
             ExitStack() as autocast,
             self._state.put_back(),
-            BufferValues(self._before.buffers).put_back_at_end(),
+            self._before.in_place_of_buffers(self._module),
             self._random.put_back(),
         ):
             for kind, noted in self._autocast.items():
                 if noted != _autocast_of(kind):
                     autocast.enter_context(torch.autocast(kind, *noted))
             args, kwargs = self._given.with_tensors(self._saved.grad_fn.saved_tensors)
-            self._before.put_back()
             hooks = pack, _as_it_is
             is_within = _thread.runs_again
             try:  # an interrupt may come between any two calls

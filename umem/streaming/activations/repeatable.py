@@ -30,6 +30,7 @@ from umem.adapters import is_filled
 from umem.capture.live.saved_tensors import SavedTensorHooks
 from umem.runtime.model_parts import lies_in_memory, parts_of, tensors_in
 from umem.runtime.torch_hooks.backward import nodes_of
+from umem.runtime.torch_hooks.memory_access import original_data
 from umem.runtime.torch_hooks.saved_tensors import is_lent, may_leave
 from umem.streaming.activations.arguments import Arguments, told_of_filled
 from umem.streaming.activations.buffer_values import BufferValues, have_equal_bits
@@ -158,6 +159,8 @@ class WatchedCall:
         self._random = RandomStates(self._arguments())
         self._around = around
         self._saved: list[_Saved] = []
+        self._copies: set[int] = set()
+        """Storages of the buffers' copies that the second call has had."""
         self._until_end = ExitStack()
         self._within = self._until_end.enter_context(noting())
         # What a checkpoint around the call would compute again need not be held.
@@ -192,10 +195,18 @@ class WatchedCall:
             return None
         # Some kernels change statistics without a count of changes.
         changed = {name: pair for name, pair in self._buffers.items() if not have_equal_bits(*pair)}
-        pairs = changed.values()
-        self._before = BufferValues([it for it, _ in pairs], [value for _, value in pairs])
-        if self._before.size_bytes > _MOST_BUFFER_BYTES:
+        if sum(it.nbytes for it, _ in changed.values()) > _MOST_BUFFER_BYTES:
             return None
+        # Another call may change others, and so may the program, between both.
+        small = {
+            name: pair
+            for name, pair in self._buffers.items()
+            if lies_in_memory(it := pair[0]) and it.is_contiguous() and not it.is_inference()
+        }
+        kept = {**changed, **small}
+        if sum(it.nbytes for it, _ in kept.values()) > _MOST_BUFFER_BYTES:
+            kept = changed
+        self._before = BufferValues(*zip(*kept.values(), strict=True)) if kept else BufferValues([])
         is_random = RandomStates(self._arguments()) != self._random
         freed_bytes = checkpointed_bytes = 0
         if self._around is None:
@@ -220,15 +231,6 @@ class WatchedCall:
         if self._around is not None and checkpointed_bytes <= 0:
             return None
         assert self._signature is not None
-        # Another call may change others, and so may the program, between both.
-        small = {
-            name: pair
-            for name, pair in self._buffers.items()
-            if lies_in_memory(it := pair[0]) and it.is_contiguous() and not it.is_inference()
-        }
-        kept = {**changed, **small}
-        if sum(self._buffers[name][0].nbytes for name in kept) > _MOST_BUFFER_BYTES:
-            kept = changed
         return CallProof(self._signature, freed_bytes, max(0, checkpointed_bytes), tuple(kept))
 
     def _is_repeated(self, saved: list[_Saved], output: object, *, is_random: bool) -> bool:
@@ -239,7 +241,10 @@ class WatchedCall:
             and _are_all_alike(output, again)
             and all(
                 stays == stays_too
-                and (_are_alike(tensor, other) or _are_unset(tensor, other, is_random=is_random))
+                and (
+                    _are_alike(tensor, other, anywhere=_storage(other) in self._copies)
+                    or _are_unset(tensor, other, is_random=is_random)
+                )
                 for (tensor, stays), (other, stays_too) in zip(saved, others, strict=True)
             )
         )
@@ -255,19 +260,23 @@ class WatchedCall:
     def _run_again(self) -> tuple[list[_Saved], object]:
         """Call the block with the random numbers of the first time, past its hooks."""
         saved: list[_Saved] = []
+        buffers = self._before.buffers
+        after = [it.detach().clone() for it in buffers]
         hooks = _see(saved, alone=True)
-        after = BufferValues(self._before.buffers)
         try:
-            with self._random.put_back(), after.put_back_at_end():
-                self._before.put_back()
+            with self._random.put_back(), self._before.in_place_of_buffers(self._module) as copies:
                 # As in the backward pass, whose tensors are other objects.
                 args, kwargs = self._given.with_tensors([it.view_as(it) for it in self._tensors])
                 output = self._module.forward(*args, **kwargs)
-                if not after.are_there():
+                self._copies = set(map(_storage, copies))
+                if not all(map(have_equal_bits, copies, after)):
                     raise ValueError("a second call leaves other values in buffers")
                 return saved, output
         finally:
             hooks.close()
+            for buffer, value in zip(buffers, after, strict=True):
+                if not have_equal_bits(buffer, value):  # the program holds it elsewhere, too
+                    original_data.__get__(buffer).copy_(value)
 
     def _freed_bytes(self, saved: list[_Saved], output: object) -> int:
         """Bytes of the storages that nothing but autograd holds from the end of the call on."""
@@ -347,11 +356,13 @@ def _are_unset(tensor: torch.Tensor, other: torch.Tensor, *, is_random: bool) ->
     return all(it.dtype in kinds and it.numel() <= _MOST_SEEDS for it in some)
 
 
-def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same layout and bits."""
+def _are_alike(tensor: torch.Tensor, other: torch.Tensor, *, anywhere: bool = False) -> bool:
+    """Whether two tensors have the same layout and bits, `anywhere` in their storages or not."""
     one, two = ((it.dtype, it.size(), it.stride()) for it in (tensor, other))
     if tensor.is_meta or other.is_meta:  # weights, of which the other call may have had no copy
         return one == two
+    if anywhere:
+        return one == two and have_equal_bits(tensor, other)
     place, its = ((it.device, it.storage_offset()) for it in (tensor, other))
     return (one, place) == (two, its) and have_equal_bits(tensor, other)
 
