@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 model: Any = Net()
 model = model.to(program.device, memory_format=torch.channels_last)
-optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
+optimizer = torch.optim.SGD(model.parameters(), 0.002, momentum=0.9, weight_decay=1e-4)
 for _ in range(program.steps):
     image = program.noise(images, 3, pixels, pixels).to(memory_format=torch.channels_last)
     loss = cross_entropy(model(image), program.numbers(CLASSES, images))

@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import re
 import tempfile
@@ -215,6 +216,9 @@ class Program:
         """
         if self.rank != self.options.writer:
             return
+        losses = [float(loss) for loss in self._losses]
+        if not all(map(math.isfinite, losses)):
+            raise SystemExit("a loss is not finite: of what follows, equal bits tell nothing")
         found: dict[str, Any] = {}
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -226,7 +230,7 @@ class Program:
             took_s = [end - begin for begin, end in pairwise(self._marks)]
         found |= {
             "process": os.getpid(),
-            "losses": [float(loss).hex() for loss in self._losses],
+            "losses": [loss.hex() for loss in losses],
             "seconds": took_s,
             "work_seconds": self._work_s[1:],
             "parameters": sum(weight.numel() for weight in model.parameters()),
