@@ -48,10 +48,17 @@ would trigger the out-of-memory killer. 2 GiB holds a few batches and one checkp
 CUDA_HOST_REGISTER_PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every CUDA context of the process."""
 
+_EVENT_BYTES = 16 << 20
+"""Copies to the device have a common end up to so many bytes, which take 0.3 ms: an event takes the
+processor as long as some 100 KiB take the link."""
+
 MADV_WIPEONFORK = 18
 """Missing in Python's ``mmap`` module."""
 
 _LOG = logging.getLogger("umem")
+
+_Copy = tuple[int, int, int]
+"""To, from, and bytes."""
 
 
 class HostBuffer:
@@ -313,14 +320,9 @@ class CudaMover(Mover):
         self, pairs: Sequence[tuple[torch.UntypedStorage, HostBuffer]], stream: torch.cuda.Stream
     ) -> list[torch.cuda.Event]:
         """Start copying storages into buffers, after the work that the stream holds now."""
-        events = []
         ready = self._out.wait_stream(stream)
-        for storage, buffer in pairs:
-            # A copy of an earlier step may still read the buffer.
-            addresses = buffer.memory.data_ptr(), storage.data_ptr()
-            buffer.event = event = self._out.copy(*addresses, storage.nbytes(), ready, buffer.event)
-            events.append(event)
-        return events
+        copies = [(it.memory.data_ptr(), own.data_ptr(), own.nbytes()) for own, it in pairs]
+        return self._out.copy(copies, ready, [buffer for _, buffer in pairs])
 
     def copy_in(
         self, buffers: Sequence[tuple[HostBuffer, int]], stream: torch.cuda.Stream
@@ -335,12 +337,10 @@ class CudaMover(Mover):
         storages = allocate() if is_current else run_on(stream, allocate)
         # The allocator may return memory that earlier work of the stream still uses.
         ready = self._in.wait_stream(stream)
-        moved: list[tuple[torch.UntypedStorage, Any]] = []
-        for storage, (buffer, size_bytes) in zip(storages, buffers, strict=True):
-            addresses = storage.data_ptr(), buffer.memory.data_ptr()
-            buffer.event = event = self._in.copy(*addresses, size_bytes, ready, buffer.event)
-            moved.append((storage, event))
-        return moved
+        pairs = list(zip(storages, buffers, strict=True))
+        copies = [(own.data_ptr(), it.memory.data_ptr(), size) for own, (it, size) in pairs]
+        events = self._in.copy(copies, ready, [buffer for buffer, _ in buffers])
+        return list(zip(storages, events, strict=True))
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Let later work of the stream wait for an event."""
@@ -412,62 +412,90 @@ class _CopyStreams:
 
     def wait_stream(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Let later copies wait for the work that a stream holds now, whose end is returned."""
-        event = new_event()
-        event.record(stream)
+        event = _recorded(stream)
         event.wait(self._link)
         return event
 
     def copy(
         self,
-        to: int,
-        source: int,
-        size_bytes: int,
+        copies: Sequence[_Copy],
         ready: torch.cuda.Event,
-        after: torch.cuda.Event | None,
-    ) -> torch.cuda.Event:
-        """Start copying bytes between addresses of the device and of page-locked memory.
+        buffers: Sequence[HostBuffer],
+    ) -> list[torch.cuda.Event]:
+        """Start copies between the device and page-locked memory.
 
         Parameters
         ----------
-        to, source
-            The addresses.
-        size_bytes
-            Bytes.
+        copies
+            The addresses to and from which to copy, and the bytes.
         ready
             What :meth:`wait_stream` has returned.
-        after
-            The end of the last copy from or to the page-locked memory.
+        buffers
+            The page-locked memory of each. A copy first waits for the last one from or to it, and
+            the end of this one becomes the buffer's.
 
         Returns
         -------
-        torch.cuda.Event
-            The end of the copy.
+        list[torch.cuda.Event]
+            The end of each copy. Those that leave together have one, for nothing waits for a part
+            of them; of those that come, small ones next to each other.
         """
-        if after is not None:
-            after.wait(self._link)
-        on_device = source if self._to_host else to
-        with copy_counts.counted(self._way, TensorClass.ACTIVATIONS, size_bytes, self._link):
-            end = None
-            if self._may_be_managed and native().memory_type(on_device) == "managed":
-                end = run_on(self._pages, lambda: self._copy_managed(to, source, size_bytes, ready))
-            if end is None:
-                end = self._link
-                self._queue_copies([(to, source, size_bytes)], end.cuda_stream, self._to_host, 0)
-        event = new_event()
-        event.record(end)
-        return event
+        for after in dict.fromkeys(it.event for it in buffers):
+            if after is not None:
+                after.wait(self._link)
+        plain: list[_Copy] = []
+        ends: list[torch.cuda.Event] = []
+        for copy, buffer in zip(copies, buffers, strict=True):
+            if self._is_staged(*copy[:2]):
+                ends += self._start(plain, buffers[len(ends) :])
+                plain = []
+                ends += self._copy_managed(copy, buffer, ready)
+                continue
+            plain.append(copy)
+            if not self._to_host and sum(it[2] for it in plain) >= _EVENT_BYTES:
+                ends += self._start(plain, buffers[len(ends) :])
+                plain = []
+        return ends + self._start(plain, buffers[len(ends) :])
+
+    def _start(
+        self, copies: Sequence[_Copy], buffers: Sequence[HostBuffer]
+    ) -> list[torch.cuda.Event]:
+        """Start copies of plain device memory, which end together."""
+        if not copies:
+            return []
+        size_bytes = sum(it[2] for it in copies)
+        try:
+            with copy_counts.counted(self._way, TensorClass.ACTIVATIONS, size_bytes, self._link):
+                self._queue_copies(copies, self._link.cuda_stream, self._to_host, 0)
+        finally:  # some may have been started before an error
+            event = _recorded(self._link)
+            for buffer, _ in zip(buffers, copies, strict=False):
+                buffer.event = event
+        return [event] * len(copies)
 
     def _copy_managed(
-        self, to: int, source: int, size_bytes: int, ready: torch.cuda.Event
-    ) -> torch.cuda.Stream | None:
-        """Start a copy and return the stream on which it ends; None where it cannot be staged."""
+        self, copy: _Copy, buffer: HostBuffer, ready: torch.cuda.Event
+    ) -> list[torch.cuda.Event]:
+        """Start a copy of managed memory."""
+        pages, link = self._pages, self._link
+
+        def start() -> None:
+            ready.wait(pages)
+            self._staged.copy(*copy, pages.cuda_stream, link.cuda_stream)
+
+        with copy_counts.counted(self._way, TensorClass.ACTIVATIONS, copy[2], link):
+            run_on(pages, start)
+        buffer.event = _recorded(link if self._to_host else pages)
+        return [buffer.event]
+
+    def _is_staged(self, to: int, source: int) -> bool:
+        """Whether a copy goes by way of plain device memory."""
+        on_device = source if self._to_host else to
+        if not self._may_be_managed or native().memory_type(on_device) != "managed":
+            return False
         if self._staged is None:
-            self._make_staged()
-        if self._staged is None or not self._staged.fits(to, source):
-            return None
-        ready.wait(self._pages)
-        self._staged.copy(to, source, size_bytes, self._pages.cuda_stream, self._link.cuda_stream)
-        return self._link if self._to_host else self._pages
+            run_on(self._pages, self._make_staged)
+        return self._staged is not None and self._staged.fits(to, source)
 
     def _make_staged(self) -> None:
         try:
@@ -477,6 +505,13 @@ class _CopyStreams:
             _LOG.warning(
                 "umem: activations go by cudaMemcpyAsync, which keeps kernels waiting: %s", error
             )
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event of what the stream holds now."""
+    event = new_event()
+    event.record(stream)
+    return event
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -542,7 +542,8 @@ class ActivationStore:
         address = storage_key(storage)
         if address in self._stays or address in self._always_stays:
             return None
-        if self._mover.stream() != group.stream:
+        stream = self._mover.stream()
+        if stream is not group.stream and stream != group.stream:  # to compare takes longer
             return None  # neither the copy nor the memory's next user would wait for this stream
         stored = self._stored_of(group, tensor, storage, address) if group.moves else None
         handle = SavedHandle(tensor, stored, group, address)
@@ -592,19 +593,20 @@ class ActivationStore:
             assert kept is not None
             return kept.untyped_storage()
         with self._lock:
-            stream = self._mover.stream()
             if stored.storage is None:
                 stored.wanted_by.add(saved.group.reference)
                 if not stored.find_on_device():
                     self._totals.late_fetches += 1
-                    self._copy_in([stored], stream)
+                    self._copy_in([stored], self._mover.stream())
             storage = stored.storage
             assert storage is not None
-            if stored.is_arriving and stream == stored.stream:
-                self._settle(stored)
-            elif stored.is_arriving:
-                self._mover.wait(stream, stored.event)
-                self._mover.record_use(storage, stream)
+            if stored.is_arriving:
+                stream = self._mover.stream()
+                if stream is stored.stream or stream == stored.stream:
+                    self._settle(stored)
+                else:
+                    self._mover.wait(stream, stored.event)
+                    self._mover.record_use(storage, stream)
         return storage
 
     def saved_count(self, key: Hashable) -> int:
