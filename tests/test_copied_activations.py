@@ -179,6 +179,25 @@ def test_no_bit_changes(
     assert copied.late == 0
 
 
+def test_passes_of_several_orders_are_known() -> None:
+    """As much is copied as where all blocks are heard of, as they are before any was measured."""
+    orders = [0, 1, 2, 3, 4], [3, 1, 4, 0, 2]
+    counts = []
+    for is_measured in (True, False):
+        model, expected = make(), make()
+        copied = Copied(model, {})
+        copied.activations.set_plan({}, 1, is_measuring=is_measured)
+        for model.order in orders:
+            model(batch())
+        copied.activations.set_plan({"layers.0": None, "layers.1": None}, 1, is_measuring=False)
+        for number, model.order in enumerate(orders):
+            expected.order = model.order
+            assert train(model, number) == train(expected, number)
+        assert copied.late == 0
+        counts.append((copied.store.statistics.tensors_out, copied.store.statistics.tensors_in))
+    assert counts[0] == counts[1] > (0, 0)
+
+
 def test_copies_start_and_end_where_the_plan_says() -> None:
     model = make()
     plan = {"layers.0": "layers.2", "layers.2": "layers.4"}

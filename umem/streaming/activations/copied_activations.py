@@ -19,10 +19,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -281,9 +280,10 @@ class CopiedActivations(Listener):
         """Their dropout begins anew behind each backward pass through the program's checkpoints."""
         self._fetch_ahead = 1
         self._is_measuring = False
-        self._order: Sequence[str] = ()
-        """Blocks in the order of their calls, as it was measured; empty where that does not tell
-        what is saved behind which: of a reentrant checkpoint, behind its block."""
+        self._orders: set[tuple[str, ...]] = set()
+        """Blocks in the order of their calls, of each kind of pass that was measured; an empty one
+        where that does not tell what is saved ahead of which: of a reentrant checkpoint, behind its
+        block."""
         self._hears_all = True
         """Whether hooks are on all blocks, and what is saved between two of them is always seen."""
         self._seen_behind: frozenset[str] = frozenset()
@@ -358,7 +358,7 @@ class CopiedActivations(Listener):
         self._fetch_ahead = fetch_ahead
         self._is_measuring = is_measuring
         if is_measuring:
-            self.saved_bytes, self._unread = {}, Counter()
+            self.saved_bytes, self._unread, self._orders = {}, Counter(), set()
         self._stop_hearing()
         model = self._model()
         listens = self._copied or self._left_out or is_measuring or self._remakes
@@ -380,15 +380,20 @@ class CopiedActivations(Listener):
         Beside those with a part in the plan, that is the one before each, behind which the model
         saves what leaves with it, and those from which its memory is fetched.
         """
-        self._hears_all = bool(self._is_measuring or self._cuts or self._remakes or not self._order)
+        is_unknown = not self._orders or () in self._orders
+        self._hears_all = self._is_measuring or self._remakes or is_unknown or bool(self._cuts)
         if self._hears_all:
             return self.names
-        order, leaving = self._order, self._copied.keys() | self._following
-        places = [place for place, name in enumerate(order) if name in leaving]
-        self._seen_behind = frozenset(order[it - 1] if it else NO_BLOCK for it in places)
-        behind = (order[it + 1 : it + 1 + self._fetch_ahead] for it in places)
+        leaving = self._copied.keys() | self._following
+        ahead, behind = set[str](), set[str]()
+        for order in self._orders:
+            for place, name in enumerate(order):
+                if name in leaving:
+                    ahead.add(order[place - 1] if place else NO_BLOCK)
+                    behind.update(order[place + 1 : place + 1 + self._fetch_ahead])
+        self._seen_behind = frozenset(ahead)
         return {
-            *(*leaving, *self._left_out, *self._seen_behind, *chain.from_iterable(behind)),
+            *(*leaving, *self._left_out, *ahead, *behind),
             *filter(None, self._copied.values()),
         }
 
@@ -782,7 +787,7 @@ class CopiedActivations(Listener):
                         call.saved_bytes += stored.size_bytes
         self._shared = shared
         makes_graphs = all(not isinstance(it, _Call) or it.makes_graph for it in forward.calls)
-        self._order = [call.name for call in forward.calls] if makes_graphs else ()
+        self._orders.add(tuple(call.name for call in forward.calls) if makes_graphs else ())
         calls = Counter(call.name for call in forward.calls)
         self._called_again = frozenset(name for name, count in calls.items() if count > 1)
 
