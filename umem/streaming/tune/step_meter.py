@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from umem.capture.live import NO_BLOCK, Block, StepListener
@@ -31,6 +30,8 @@ class _Phase:
     """The least that plans have placed meanwhile: those of other trainings may change."""
     calls: int
     """Forward passes of all trainings when it begins."""
+    end: Any = None
+    """The mark at its end: the time of what is noted between two phases is of neither."""
     peak_bytes: int = 0
     home_bytes: int = 0
     """Activations that are on the host only when it is fullest."""
@@ -127,11 +128,11 @@ class StepMeter(StepListener):
         if self._phases and self._is_usable and self._clock.is_usable():
             self._phases[-1].waits.append(self._clock.mark())
 
-    def _seconds(self, phase: _Phase, following: _Phase) -> float:
+    def _seconds(self, phase: _Phase) -> float:
         """Of a phase, without waits. Those of another thread may be a part of one only."""
         seconds, marks = self._clock.seconds, phase.waits
         waited_s = sum(seconds(*pair) for pair in zip(marks[::2], marks[1::2], strict=False))
-        return max(0.0, seconds(phase.mark, following.mark) - waited_s)
+        return max(0.0, seconds(phase.mark, phase.end) - waited_s)
 
     # ------------------------------------------------------------------ the listener
 
@@ -146,6 +147,9 @@ class StepMeter(StepListener):
 
     def phase_begins(self, label: str) -> None:
         """A phase begins, and the one before it ends."""
+        self._is_usable &= self._clock.is_usable()
+        if self._phases and self._is_usable:
+            self._phases[-1].end = self._clock.mark()
         peak_bytes, away_bytes = self._room.take_peak_bytes(), self._away()
         placed_bytes = self._placed()
         if self._phases:
@@ -155,7 +159,6 @@ class StepMeter(StepListener):
             # Forward, activations leave at the end of a block; backward, they come at the begin.
             is_backward = last.label in self._backward or last.label == BACKWARD_LOSS
             last.home_bytes = away_bytes if is_backward else last.away_bytes
-        self._is_usable &= self._clock.is_usable()
         if self._is_usable:
             mark, stretch = self._clock.mark(), self._stretch()
             calls = self._calls()
@@ -172,7 +175,8 @@ class StepMeter(StepListener):
         labels = [phase.label for phase in self._phases]
         if self._is_usable and not is_broken and labels[-1:] == [OPTIMIZER]:
             self._found = self._figures() if BACKWARD_LOSS in labels else None
-        self._clock.release([it for phase in self._phases for it in (phase.mark, *phase.waits)])
+        marks = ((it.mark, it.end, *it.waits) for it in self._phases)
+        self._clock.release([it for some in marks for it in some if it is not None])
         self._phases.clear()
 
     # ------------------------------------------------------------------ sums
@@ -215,8 +219,8 @@ class StepMeter(StepListener):
         forward_s: defaultdict[str, float] = defaultdict(float)
         backward_s: defaultdict[str, float] = defaultdict(float)
         before = NO_BLOCK  # memory between two blocks counts for the one that ran before
-        for number, (phase, following) in enumerate(pairwise(phases)):
-            seconds = self._seconds(phase, following)
+        for number, phase in enumerate(phases[:-1]):
+            seconds = self._seconds(phase)
             found.peak_bytes = max(found.peak_bytes, phase.peak_bytes)
             need_bytes = phase.peak_bytes + phase.home_bytes - phase.placed_bytes
             if number in others_forward:
