@@ -378,9 +378,9 @@ def test_results_are_made_again_where_steps_are_measured_to_be_shorter(
 
     rounds: list[TuningEvent] = []
 
-    def begin_round(self: Any, its: Any) -> None:
-        rounds.append(its.occasion)
-        begin(self, its)
+    def begin_round(self: Any) -> None:
+        rounds.append(self.round.occasion)
+        begin(self)
 
     monkeypatch.setattr(Remaking, "begins", seen)
     monkeypatch.setattr(Watching, "take_measured_s", measured_s)

@@ -76,6 +76,23 @@ class MeasuredStep:
         passes = (max(it.forward_peak_bytes, it.backward_peak_bytes) for it in self.blocks.values())
         return max(self.step_peak_bytes, *passes)
 
+    def with_memory_of(self, other: MeasuredStep) -> MeasuredStep:
+        """The times of this step, with the memory of another one."""
+        blocks = {
+            name: replace(
+                other.blocks.get(name, it), forward_s=it.forward_s, backward_s=it.backward_s
+            )
+            for name, it in self.blocks.items()
+        }
+        return replace(
+            other,
+            blocks=blocks,
+            other_s=self.other_s,
+            batches=self.batches,
+            spilled_bytes=self.spilled_bytes,
+            spills=self.spills,
+        )
+
     def exceeds(self, other: MeasuredStep) -> bool:
         """Whether the step has needed more memory than another one."""
         return self.need_bytes > other.need_bytes / AS_LARGE

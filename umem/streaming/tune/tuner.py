@@ -256,6 +256,8 @@ class StreamTuner:
         elif self._measuring.add(figures) and not self._waits():
             self._measuring.stop()
             self._plan_measured(self._measuring.round)
+        elif self._measuring.is_otherwise:
+            self._copy_activations()
         if not is_again:
             self._known_plans = self._others_plans
 
@@ -300,10 +302,9 @@ class StreamTuner:
         # A deferred update would take memory and time of the next forward pass.
         self._optimizers.join()
         self._enter(event)
-        # Only copies show how much memory a block takes that runs twice. Times are measured
-        # without: the copies would have host memory locked amid the passes.
-        self._copy_activations(copies_recomputed=event is not TuningEvent.TIMES_DISTURBED)
-        self._measuring.begin(Round(event, steps, peak_bytes, self._watching.spilled_bytes))
+        self._measuring.round = Round(event, steps, peak_bytes, self._watching.spilled_bytes)
+        self._copy_activations()
+        self._measuring.begin()
 
     def _start_over(self) -> None:
         """Measure and plan anew: optimizers, or what else is on the device, have changed."""
@@ -405,16 +406,18 @@ class StreamTuner:
         self._corrections += was_slowed and not is_late
         return was_slowed
 
-    def _copy_activations(self, *, copies_recomputed: bool = False) -> None:
+    def _copy_activations(self) -> None:
         if self._activations is not None:
-            planning = self._planning
+            planning, measured = self._planning, self._measuring.round
             copied, recomputed, named = planning.copied, planning.recomputed, planning.named
-            if copies_recomputed:
+            # Only copies show how much memory a block takes that runs twice. Times are measured
+            # without: the copies would have host memory locked amid the passes.
+            if self.is_measuring and measured.occasion is not TuningEvent.TIMES_DISTURBED:
                 copied, recomputed = {**recomputed, **copied}, {}
             self._activations.set_plan(
                 copied,
                 1 if named is None else named.fetch_ahead,
-                is_measuring=self.is_measuring,
+                is_measuring=self.is_measuring and self._measuring.sets_out(),
                 recomputed=recomputed,
                 left_out=() if self.is_measuring else planning.left_out,
             )
