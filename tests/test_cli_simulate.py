@@ -147,6 +147,15 @@ def test_the_table_has_a_row_for_each_planner_and_fits_80_columns(run: Run, laye
     assert "published" not in output
 
 
+@pytest.mark.slow
+def test_a_published_share_stands_below_the_table(run: Run, layers: Path) -> None:
+    layers.write_text(json.dumps(layers_document("llama-2-7b-lora")), encoding="utf-8")
+    status, output, errors = run("simulate", "--trace", layers, "--budget", "1GiB")
+    assert (status, errors) == (0, "")
+    assert "published: 1.1 % of memory operations" in output
+    assert "NVIDIA" in output
+
+
 def test_verbose_shows_causes_and_stalls(run: Run, layers: Path) -> None:
     arguments = ("simulate", "--trace", layers, "--budget", "1GiB", "--planner", "fault", "-v")
     _, output, _ = run(*arguments)

@@ -42,7 +42,7 @@ _loads_names = loads_names(
         "umem.predict.prediction": "predict report_row",
         "umem.predict.prediction_cache": "predict_once",
         "umem.predict.stream_prediction": "predict_stream stream_row",
-        "umem.trace.published": "published_share",
+        "umem.trace.published": "PUBLISHED_BY published_share",
     },
 )
 
