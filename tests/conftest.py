@@ -145,7 +145,6 @@ def machine() -> Hardware:
         mapped_write_bytes_per_s=40e3 * mebibyte,
         mapped_bytes_per_s=60e3 * mebibyte,
         mapped_slowdown_s_per_byte=0.0,
-        lock_bytes_per_s=10e9,
         host_update_bytes_per_s=100e9,
         fault_batch_s=50e-6,
         faults_per_batch=256,

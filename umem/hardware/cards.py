@@ -206,11 +206,6 @@ _EVERYWHERE: _Figures = {
         f"{_ON_H200}: the chunk with which both directions at once did not slow computation; with "
         "32 MiB one run in four fell to 4 and 10 GB/s",
     ),
-    "lock_bytes_per_s": (
-        "9.5 GB/s",
-        "assumed: as measured on the host of one H100, 2026-11-23: 37 GiB in 2.5 to 7 s, the "
-        "geometric mean",
-    ),
     "host_update_bytes_per_s": (
         "123 GB/s",
         "assumed: as measured on the host of one H100, 16 cores of a Xeon with DDR5: 4.4 G "

@@ -6,7 +6,6 @@ Figures of the driver's work are those of the nearest profile, marked as assumpt
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import statistics
 import time
@@ -150,7 +149,6 @@ class _Bench:
         yield "kernels that torch does not vectorise", self._unvectorised
         yield "launches", self._launches
         yield "copies", self._copies
-        yield "page-locking of host memory", self._page_locking
         yield "AdamW on the host", partial(host_update, self._host_bytes, self._for_s)
         managed_bytes = self._managed_bytes()
         if managed_bytes:
@@ -294,25 +292,6 @@ class _Bench:
             yield Measured(f"copy_{name}_bytes_per_s", rate, how)
         # Noise may put the sum of both below the faster of them.
         yield Measured("copy_link_bytes_per_s", max(both, *rates.values()), f"{how}, both ways")
-
-    def _page_locking(self) -> Iterator[Measured]:
-        size_bytes = min((256 if self._short else 2048) * _MIB, self._host_bytes)
-        if size_bytes < _MIB:
-            return
-        with mmap.mmap(-1, size_bytes) as memory:
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            began_s = time.perf_counter()
-            touched = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
-            address, runtime = touched.data_ptr(), torch.cuda.cudart()
-            error = runtime.cudaHostRegister(address, size_bytes, 0)
-            took_s = time.perf_counter() - began_s
-            if int(error) == 0:
-                runtime.cudaHostUnregister(address)
-            del touched  # else the mapping cannot be closed
-        if int(error) == 0:
-            how = f"{size_bytes // _MIB} MiB in huge pages, touched by all cores"
-            yield Measured("lock_bytes_per_s", size_bytes / took_s, how)
 
     # Pages of managed memory.
 

@@ -263,8 +263,6 @@ class Hardware:
     """Host memory used in place by kernels, reads and writes together."""
     mapped_slowdown_s_per_byte: SecondsPerByte
     """Time that each byte used in place adds to the computation beside it."""
-    lock_bytes_per_s: BytesPerSecond
-    """Page-locking of host memory in huge pages, which all cores touch before."""
     host_update_bytes_per_s: BytesPerSecond
     """Host memory that AdamW in float32 reads and writes on all cores, 28 bytes a parameter."""
     fault_batch_s: Seconds
