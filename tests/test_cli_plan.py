@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import Run
+from umem_bench.published import MACHINE
 
 from umem.core.schedule import HintOp
 from umem.hardware import load_hardware, with_durations
@@ -19,7 +20,7 @@ from umem.trace import load_trace
 
 MIB = 1 << 20
 LAYERS = 8
-PAGES = ("--budget", "256MiB", "--hardware", "a100-g10")
+PAGES = ("--budget", "256MiB", "--hardware", str(MACHINE))
 """Half of the layers, on a machine where nothing gains by being used in place."""
 LAYER_BYTES = 64 * MIB
 
@@ -61,7 +62,7 @@ def test_the_summary_is_of_the_plan(run: Run, layers: str) -> None:
     data = planned(run, "--trace", layers, *PAGES)
     assert data["planning_s"] > 0
     assert data["device_budget_bytes"] == 256 * MIB
-    hardware = load_hardware("a100-g10")
+    hardware = load_hardware(MACHINE)
     trace = with_durations(load_trace(layers), hardware)
     policy = resolve(load_policy("managed"), hardware, {"UMEM_DEVICE_BUDGET": "256MiB"})
     schedule = plan(trace, hardware, policy)

@@ -12,6 +12,7 @@ import pytest
 from training_runs import made_up_header
 from umem_bench.published import (
     BUDGETS_PERCENT,
+    MACHINE,
     OWN_ADDRESSES,
     PLANNERS,
     PUBLISHED,
@@ -67,7 +68,7 @@ def test_a_fresh_run_holds_against_the_published_times(fresh: Run, name: str) ->
     paging = own[OWN_ADDRESSES.strip("`")]
     assert paging["step_s"] == pytest.approx(published_s["naive_um_lru"], rel=0.02)
 
-    device_bytes = load_hardware("a100-g10").device_bytes
+    device_bytes = load_hardware(MACHINE).device_bytes
     tight = [it for it in TIGHT_PERCENT if device_bytes * it // 100 < trace["peak_live_bytes"]]
     assert len(tight) >= 3
     for percent in TIGHT_PERCENT:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from umem import load_hardware, load_policy, load_trace
+from umem_bench.published import MACHINE
 from umem_bench.results import Measurement, Run, median
 from umem_bench.tables import Check, Table, at_most, provenance, seconds
 
@@ -39,8 +40,6 @@ MODEL_PERCENT = 60
 LIMIT = 1.05
 """Planned steps are to take at most this many times the fluid bound."""
 
-_TRACE_MACHINE = "a100-g10"
-
 _OVER_IDEAL = ("step_s", "without_write_backs_s", "quick_s", "fluid_s")
 
 
@@ -52,8 +51,8 @@ def run_bounds(
     for path in sorted(folder.glob("*.json.gz")):
         trace = load_trace(path)
         for percent in BUDGETS_PERCENT:
-            on_progress(f"{trace.name}, {percent} % of {_TRACE_MACHINE}")
-            found.append(_measure(trace, load_hardware(_TRACE_MACHINE), percent))
+            on_progress(f"{trace.name}, {percent} % of {MACHINE.stem}")
+            found.append(_measure(trace, load_hardware(MACHINE), percent))
     for trace in _recorded(models, on_progress):
         for machine in MODEL_MACHINES:
             on_progress(f"{trace.name}, {MODEL_PERCENT} % of {machine}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUDGETS_PERCENT",
+    "MACHINE",
     "OWN_ADDRESSES",
     "PLANNERS",
     "PUBLISHED",
@@ -26,7 +27,10 @@ __all__ = [
     "tables",
 ]
 
-SETTINGS: dict[str, Any] = {"hardware": "a100-g10", "policy": "managed-all"}
+MACHINE = Path(__file__).with_name("a100-g10.yaml")
+"""The profile of the machine that the traces were published for."""
+
+SETTINGS: dict[str, Any] = {"hardware": MACHINE.stem, "policy": "managed-all"}
 """The machine that the traces were published for; a policy without a budget of its own."""
 
 BUDGETS_PERCENT = (100, 90, 75, 50, 25)
@@ -69,7 +73,7 @@ def compare(folder: Path, progress: Callable[[str], None] = lambda _: None) -> l
             f"{folder}: {len(paths)} files *.json.gz: give a folder of 1 to {_MAX_TRACES} "
             "published traces"
         )
-    hardware, policy = load_hardware(SETTINGS["hardware"]), load_policy(SETTINGS["policy"])
+    hardware, policy = load_hardware(MACHINE), load_policy(SETTINGS["policy"])
     found: list[Measurement] = []
     for path in paths:
         progress(f"{path.name}: planning and simulating")

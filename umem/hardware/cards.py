@@ -598,8 +598,6 @@ def _by_rule(card: Card) -> dict[str, tuple[Any, str]]:
 @cache
 def card_profile(name: str) -> Mapping[str, Any] | None:
     """The profile of this name, as the keys of a file; None for one that umem does not have."""
-    if name == _G10["name"]:
-        return _G10
     card = CARDS.get(name)
     if card is None:
         return None
@@ -625,68 +623,3 @@ def _as_file(name: str, description: str, figures: _Figures) -> dict[str, Any]:
 
 _ASSUMED = "assumed: "
 _OF_H200_ITSELF = ("measured", "derived")
-
-# "The artifact" is github.com/platformxlab/G10 at de2c8c6: its configurations come from
-# src/resources/genconfigs.py, and its published milliseconds are example_results/overall_batchsize
-# at 1.2 GHz.
-_UNUSED = "assumed: the artifact has no such copies: link speed, at no cost beside the transfer"
-_ARTIFACT_LINK = (
-    "the artifact: CPU_PCIe_bandwidth_GBps 15.754, times 10^9 in src/simulationComponents.cc"
-)
-_G10 = {
-    **_as_file(
-        "a100-g10",
-        "The machine of the G10 artifact: A100 40 GB, 15.754 GB/s each way, host memory only",
-        {
-            "device_bytes": (
-                "40 GiB",
-                "the artifact: GPU_memory_size_GB 40, which src/simulationComponents.cc multiplies "
-                "by 1024^3",
-            ),
-            "host_bytes": (
-                "128 GiB",
-                "the artifact: CPU_memory_line_GB 128, likewise times 1024^3. Its configurations "
-                "have an SSD of 3.2 GB/s below that; BERT at batch 256 (148 GiB of tensors) and "
-                "ViT at batch 768 (111 GiB) leave less than 128 GiB for the host, and G10's result "
-                "for this BERT is the same from 16 to 256 GiB of host memory "
-                "(example_results/sensitivity_cpumem), so that the SSD is not needed",
-            ),
-            "page_bytes": (
-                "64 KiB",
-                "assumed: the driver's. The artifact follows pages of 4 KiB (PAGE_SIZE in "
-                "src/simulationUtils.h) and takes the cost of faults from kernel times measured "
-                "with faults, not from batches of pages",
-            ),
-            "to_device_bytes_per_s": ("15.754 GB/s", _ARTIFACT_LINK),
-            "to_host_bytes_per_s": ("15.754 GB/s", _ARTIFACT_LINK),
-            "link_bytes_per_s": (
-                "31.508 GB/s",
-                "the artifact: the batches in and out of src/simulationEvents.cc are bounded one "
-                "by one, so both directions run at full speed at once",
-            ),
-            "call_s": ("0 s", "the artifact charges a migration for its bytes alone"),
-            "copy_to_device_bytes_per_s": ("15.754 GB/s", _UNUSED),
-            "copy_to_host_bytes_per_s": ("15.754 GB/s", _UNUSED),
-            "copy_link_bytes_per_s": ("31.508 GB/s", _UNUSED),
-            "copy_slowdown_s_per_byte": ("0 ms/GiB", _UNUSED),
-            "page_slowdown_s_per_byte": ("0 ms/GiB", _UNUSED),
-            "mapped_read_bytes_per_s": ("15.754 GB/s", _UNUSED),
-            "mapped_write_bytes_per_s": ("15.754 GB/s", _UNUSED),
-            "mapped_bytes_per_s": ("31.508 GB/s", _UNUSED),
-            "mapped_slowdown_s_per_byte": ("0 ms/GiB", _UNUSED),
-            "fault_batch_s": ("45 us", "the artifact: system_latency_us 45"),
-            "fault_service_s": (
-                "0 us",
-                "assumed: the artifact has no cost per fault besides latency and transfer",
-            ),
-            "fault_eviction": (
-                "overlapped",
-                "the artifact: src/simulationEvents.cc moves pages in and out in the same interval",
-            ),
-            "eviction_order": ("access", "the artifact: eviction_policy LRU"),
-        },
-    ),
-    "extends": "a100-40-pcie",
-}
-"""The machine of published results, which is no card: loaded by its name, and never listed."""
-del _G10["flops_per_s"]

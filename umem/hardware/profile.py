@@ -185,8 +185,5 @@ def load_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> Hardware
 
 
 def hardware_names() -> tuple[str, ...]:
-    """Names of umem's own hardware profiles, sorted.
-
-    One more is loaded by its name alone: ``a100-g10``, the machine of published results.
-    """
+    """Names of umem's own hardware profiles, sorted."""
     return _KIND.own_names
