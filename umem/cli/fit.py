@@ -126,7 +126,6 @@ def fit(
         str | None,
         typer.Option(
             "--quantised",
-            "--quantized",
             metavar="FORMAT",
             help="How bitsandbytes keeps frozen weights: nf4 (QLoRA), nf4-double or int8 (default: "
             "as the configuration says).",
