@@ -339,11 +339,9 @@ def test_a_budget_below_a_phase_turns_the_manager_off_with_one_warning(
     assert training.equals(stock)
 
 
-def test_planners_that_run_no_training_are_refused() -> None:
+def test_a_planner_that_runs_no_training_is_refused() -> None:
     training = Training()
-    with pytest.raises(PlanError, match=r"'plannd' runs no training, did you mean 'planned'\?"):
-        training.manage("plannd")
-    with pytest.raises(PlanError, match="'none' runs no training"):
+    with pytest.raises(PlanError, match=r"'none' runs no training: .*planned, lookahead, fault"):
         training.manage("none")
     assert hook_count(training) == 0
 
@@ -366,11 +364,6 @@ def test_an_optimizer_has_one_manager() -> None:
     training = Training()
     manager = training.manage()
     assert training.manage() is manager
-    assert training.manage(None) is manager
-    with pytest.raises(PlanError, match=r"managed with planner 'planned' already: .* close\(\)"):
-        training.manage("fault")
-    with pytest.raises(PlanError, match="with another model, a Net, already"):
-        manage_on(Net(), training.optimizer, lambda: host_machine(TIGHT), "planned")
     assert hook_count(training) == OWN_HOOKS
     manager.close()
     assert manager not in managers()
@@ -381,21 +374,22 @@ def test_an_optimizer_has_one_manager() -> None:
 
 
 @pytest.mark.slow
-def test_a_default_manager_is_replaced_until_it_has_a_plan() -> None:
-    """A manager made by `umem.enable` is such a default."""
-    training = Training()
-    first = training.manage(None)
+def test_a_manager_gives_way_to_one_of_another_model_until_it_has_a_plan() -> None:
+    """`umem.enable` may have taken a module of the model that the program calls."""
+    training, other = Training(), Net()
+
+    def manage_other() -> Any:
+        return manage_on(other, training.optimizer, lambda: host_machine(TIGHT), "planned")
+
+    first = manage_other()
     training.step()
-    chosen = training.manage("lookahead")
+    manager = training.manage()
     assert first.is_closed
-    assert chosen.status().planner == "lookahead"
     assert hook_count(training) == OWN_HOOKS
 
-    training = Training()
-    manager = training.manage(None)
     training.steps(BEFORE_PLANNED + 1)
-    with pytest.raises(PlanError, match="with planner 'planned' already"):
-        training.manage("fault")
+    with pytest.raises(PlanError, match=r"another model, a Net, already: .* close\(\)"):
+        manage_other()
     assert training.manage() is manager
 
 

@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from types import NoneType
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -14,7 +13,6 @@ from torch.optim.optimizer import Optimizer
 from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
-from umem.io.problems import did_you_mean
 from umem.pages.run.machine import Machine, cuda_machine
 from umem.pages.run.manager import Manager
 from umem.pages.run.status import ManagerState
@@ -44,15 +42,12 @@ _managers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Manager]] = weakref.
 """Managers by optimizer. The hooks on model and optimizer keep a manager alive."""
 _LOG = logging.getLogger("umem")
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_by_default: weakref.WeakSet[Manager] = weakref.WeakSet()
-"""Managers made with default arguments, such as those that :func:`umem.enable` makes."""
 
 
 def manage(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    planner: PolicyPlanner | None = None,
     step_in_backward: bool = False,
 ) -> Manager | StreamedTraining | ModelWeights:
     """Keep a training, or a model alone, within the policy's device budget.
@@ -60,7 +55,7 @@ def manage(
     Under a policy with streamed optimizer state, the state streams through buffers on the device.
     Under a policy that plans pages, the next steps are recorded, then planned; from then on hints
     move memory ahead of need. :func:`umem.enable` does either after the optimizer's first step.
-    Call `manage` to choose a planner or `step_in_backward`, or to read the status.
+    Call `manage` to choose `step_in_backward`, or to read the status.
 
     Parameters
     ----------
@@ -69,8 +64,6 @@ def manage(
     optimizer
         The optimizer whose steps delimit training steps. None for a model that is not trained: its
         weights that the budget has no room for are streamed.
-    planner
-        ``planned``, ``lookahead`` or ``fault``; by default the policy's.
     step_in_backward
         Update each block's parameters in the backward pass as soon as their gradients are
         complete, and free the gradients: for trainings that use no gradient between the backward
@@ -81,8 +74,8 @@ def manage(
     -------
     Manager, StreamedTraining or ModelWeights
         Its ``status()`` has state and counts. A second call for the same optimizer returns the
-        same manager until it is closed. A manager with default arguments, such as the one that
-        :func:`umem.enable` makes, is replaced by another choice as long as no step was planned.
+        same manager until it is closed. With another model it replaces the manager as long as no
+        step was planned.
 
     Raises
     ------
@@ -91,9 +84,9 @@ def manage(
     TypeError
         If `model` is no module, `optimizer` no optimizer, or another argument of another type.
     PlanError
-        For an unknown planner or ``none``; for `step_in_backward` under a policy whose optimizer
-        state is not streamed; and if the optimizer is already managed with other arguments or
-        another model.
+        If the policy's planner is ``none``, and it streams no optimizer state; for
+        `step_in_backward` under such a policy; and if the optimizer is already managed with other
+        arguments or another model.
 
     Examples
     --------
@@ -104,14 +97,9 @@ def manage(
         return manage_weights(model)
     optimizer = innermost(optimizer)
     check_argument("optimizer", optimizer, Optimizer, "give the torch.optim.Optimizer that steps")
-    check_argument("planner", planner, (str, NoneType), "give a planner's name, or None")
     check_argument("step_in_backward", step_in_backward, bool, "give True or False")
     state = runtime()
-    if (
-        state.resolved.streams_state
-        and planner is None
-        and (step_in_backward or state.resolved.planner == "none")
-    ):
+    if state.resolved.streams_state and (step_in_backward or state.resolved.planner == "none"):
         return stream_state(model, optimizer, step_in_backward=step_in_backward)
     if step_in_backward:
         raise PlanError(
@@ -125,8 +113,7 @@ def manage(
         model,
         optimizer,
         lambda: cuda_machine(device.index or 0, model, optimizer, _unpromised_share),
-        planner,
-        default_planner=state.resolved.planner,
+        state.resolved.planner,
     )
 
 
@@ -134,36 +121,30 @@ def manage_on(
     model: nn.Module,
     optimizer: Optimizer,
     make_machine: Callable[[], Machine],
-    planner: PolicyPlanner | None,
-    *,
-    default_planner: PolicyPlanner = "planned",
+    planner: PolicyPlanner,
 ) -> Manager:
     """Manage a training on any machine; `make_machine` is called for a new manager only."""
     optimizer = innermost(optimizer)
-    chosen = planner or default_planner
-    if chosen not in _PLANNERS:
-        hint = did_you_mean(chosen, _PLANNERS) or "."
+    if planner not in _PLANNERS:
         raise PlanError(
-            f"planner {chosen!r} runs no training{hint} Planners: {', '.join(_PLANNERS)}"
+            f"planner {planner!r} runs no training: set the policy's planner, or UMEM_PLANNER, to "
+            f"one of {', '.join(_PLANNERS)}"
         )
     reference = _managers.get(optimizer)
     known = None if reference is None else reference()
     if known is not None and not known.is_closed:
-        difference = _difference(known, model, planner)
-        if not difference:
+        if known.model is model:
             return known
-        if known.model is not None and (known not in _by_default or known.status().plans):
+        if known.model is not None and known.status().plans:
             raise PlanError(
-                f"this optimizer is managed {difference} already: call umem.manage so before the "
-                "first step, or close() the manager that the earlier call has returned "
-                "(umem.manage with the earlier arguments returns it too)"
+                f"this optimizer is managed with another model, a {type(known.model).__name__}, "
+                "already: call umem.manage so before the first step, or close() the manager that "
+                "the earlier call has returned (umem.manage with the earlier model returns it too)"
             )
         known.close()
-    manager = Manager(model, optimizer, make_machine(), chosen)
+    manager = Manager(model, optimizer, make_machine(), planner)
     _managers[optimizer] = weakref.ref(manager)
     _plan_once(model)
-    if planner is None:
-        _by_default.add(manager)
     return manager
 
 
@@ -207,15 +188,6 @@ def unpromised_bytes(share_bytes: int) -> int:
 def _unpromised_share() -> int | None:
     own_bytes = share_bytes()
     return None if own_bytes is None else unpromised_bytes(own_bytes)
-
-
-def _difference(known: Manager, model: nn.Module, planner: PolicyPlanner | None) -> str:
-    """How an existing manager differs from the one asked for; empty if it does not."""
-    if known.model is not model:
-        return f"with another model, a {type(known.model).__name__},"
-    if planner is not None and planner != known.status().planner:
-        return f"with planner {known.status().planner!r}"
-    return ""
 
 
 def managers() -> list[Manager]:
