@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,16 @@ from managed_training import TIGHT, Training
 
 import umem
 from umem.core.classes import TensorClass
-from umem.core.errors import PlanError
-from umem.hardware import Hardware
-from umem.pages.plan.plan_search import RUNNABLE_PLANNERS
+from umem.pages.plan import PLANNERS
 from umem.pages.plan.running_step import with_whole_optimizer_step
-from umem.policy import load_policy, resolve
-from umem.predict.prediction import predict, report_row
-from umem.trace import Trace, check_trace, require_durations, save_trace
+from umem.predict.prediction import report_row
+from umem.trace import check_trace, require_durations, save_trace
 
 BEFORE_PLANNED = 7
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planner", RUNNABLE_PLANNERS)
+@pytest.mark.parametrize("planner", PLANNERS)
 def test_the_command_predicts_what_the_executor_predicts(
     planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -66,10 +62,3 @@ def test_a_step_in_parts_is_planned_as_a_whole() -> None:
     assert set(np.flatnonzero(state)) <= set(used.tolist())
     assert len(used) == len(set(used.tolist()))
     assert with_whole_optimizer_step(whole) is whole
-
-
-def test_only_known_planners_run(make_trace: Callable[..., Trace], machine: Hardware) -> None:
-    trace = make_trace({"a": (4096, TensorClass.WEIGHTS)}, [(1e-3, ["a"], [])])
-    policy = resolve(load_policy("managed"), machine, {})
-    with pytest.raises(PlanError, match=r"'belady'.* planned, lookahead, fault"):
-        predict(trace, machine, policy, ["belady"], runnable=True)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from umem.core.arguments import check_argument
 from umem.core.classes import TensorClass
 from umem.core.errors import PlanError
+from umem.pages.plan import PLANNERS
 from umem.pages.run.machine import Machine, cuda_machine
 from umem.pages.run.manager import Manager
 from umem.pages.run.status import ManagerState
@@ -37,7 +38,6 @@ __all__ = [
     "unpromised_bytes",
 ]
 
-_PLANNERS = ("planned", "lookahead", "fault")
 _managers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Manager]] = weakref.WeakKeyDictionary()
 """Managers by optimizer. The hooks on model and optimizer keep a manager alive."""
 _LOG = logging.getLogger("umem")
@@ -125,10 +125,10 @@ def manage_on(
 ) -> Manager:
     """Manage a training on any machine; `make_machine` is called for a new manager only."""
     optimizer = innermost(optimizer)
-    if planner not in _PLANNERS:
+    if planner == "none":
         raise PlanError(
-            f"planner {planner!r} runs no training: set the policy's planner, or UMEM_PLANNER, to "
-            f"one of {', '.join(_PLANNERS)}"
+            "planner 'none' runs no training: set the policy's planner, or UMEM_PLANNER, to one of "
+            f"{', '.join(PLANNERS)}"
         )
     reference = _managers.get(optimizer)
     known = None if reference is None else reference()

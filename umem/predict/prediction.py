@@ -53,7 +53,7 @@ def predict(
     TraceError
         If all phases of the trace take no time.
     PlanError
-        If a planner is unknown, or runs in no training, or a phase does not fit the device budget.
+        If a planner is unknown, or a phase does not fit the device budget.
     """
     # Here, because they load numba, and the commands import this module at their start.
     from umem.hardware import with_durations

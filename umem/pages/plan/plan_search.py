@@ -25,9 +25,7 @@ from umem.pages.simulate import simulate
 from umem.policy import ClassRule, ResolvedPolicy
 from umem.trace import Trace
 
-__all__ = ["RUNNABLE_PLANNERS", "PlanCandidate", "search_plan"]
-
-RUNNABLE_PLANNERS = ("planned", "lookahead", "fault")
+__all__ = ["PlanCandidate", "search_plan"]
 
 _BY_POLICY = -1
 
@@ -69,7 +67,7 @@ def search_plan(
     hardware, policy
         The machine and the rules.
     planner
-        ``planned``, ``lookahead`` or ``fault``.
+        One of :data:`umem.pages.plan.PLANNERS`.
     saved
         Activations that autograd saves in a block's forward pass: hooks can move these only. None
         for all activations.
@@ -84,14 +82,9 @@ def search_plan(
     Raises
     ------
     PlanError
-        If a phase's working set does not fit the budget all the same, or the host lacks memory, or
-        if no training runs plans of this planner.
+        If a phase's working set does not fit the budget all the same, or the host lacks memory;
+        and for an unknown planner.
     """
-    if planner not in RUNNABLE_PLANNERS:
-        raise PlanError(
-            f"no training runs plans of the planner {planner!r}: give one of "
-            f"{', '.join(RUNNABLE_PLANNERS)}"
-        )
     trace = with_gradient_lifetimes(with_whole_optimizer_step(trace))
     best: PlanCandidate | None = None
     first_error: PlanError | None = None
