@@ -17,7 +17,6 @@ from torch.cuda import _memory_viz
 from umem.core.classes import TensorClass
 from umem.hardware import load_hardware
 from umem.policy import load_policy, resolve
-from umem.runtime.inspection import MemorySummary
 from umem.runtime.memory_stats import install_memory_stats
 from umem.runtime.native_library import native
 from umem.runtime.state import native_config
@@ -204,19 +203,3 @@ def test_what_is_held_goes_before_cache(allocator: Any, monkeypatch: pytest.Monk
     assert allocator.kind_stats(0)["device"]["reserved_bytes"]
     torch.cuda.empty_cache()
     assert not allocator.kind_stats(0)["device"]["reserved_bytes"]
-
-
-def test_a_notebook_shows_the_summary_as_a_table() -> None:
-    rows = [("class", "now"), ("weights", "1 <GiB>"), ("all", "1 GiB")]
-    summary = MemorySummary("GPU 0", rows, "reserved\npaused")
-    rule = "-" * 16
-    assert summary.splitlines() == [
-        *("GPU 0", rule, "class        now", rule, "weights  1 <GiB>"),
-        *(rule, "all        1 GiB", rule, "reserved", "paused"),
-    ]
-    html = summary._repr_html_()
-    assert "<p>GPU 0</p><table><tr><th" in html
-    assert ">weights</td>" in html
-    assert ">1 &lt;GiB&gt;</td>" in html
-    assert html.endswith("</table><p>reserved<br>paused</p>")
-    assert MemorySummary("not in use")._repr_html_().startswith("<p>not in use</p>")

@@ -88,6 +88,9 @@ def test_statistics_tell_of_the_pause(allocator: Any) -> None:
     Table(allocator, TABLE_BYTES)
     before = umem.memory_summary(0)
     assert "reserved 48 MiB" in before
+    lines = before.splitlines()
+    assert [line.split()[0] for line in lines[4:-4]] == list(TensorClass)
+    assert len({len(line) for line in lines[1:-1]}) == 1
     with umem.paused(0):
         assert allocator.is_paused(0)
         stats = allocator.stats(0)

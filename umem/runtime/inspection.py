@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
-from itertools import chain, repeat
 from types import NoneType
-from typing import Self
 
 import torch
 
@@ -97,48 +94,15 @@ def memory_by_class(device: int | None = None) -> dict[TensorClass, ClassMemory]
     }
 
 
-class MemorySummary(str):
-    """Text with a table, which a notebook shows as HTML."""
-
-    _parts: tuple[str, Sequence[Sequence[str]], str]
-
-    def __new__(cls, title: str, rows: Sequence[Sequence[str]] = (), end: str = "") -> Self:
-        """Lay out a title, rows from the heading to the sums, and an end."""
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in rows
-        ]
-        if lines:
-            rule = "-" * len(lines[0])
-            lines = [rule, lines[0], rule, *lines[1:-1], rule, lines[-1], rule, end]
-        made = super().__new__(cls, "\n".join([title, *lines]))
-        made._parts = title, rows, end
-        return made
-
-    def _repr_html_(self) -> str:
-        title, rows, end = self._parts
-        lines = [
-            "".join(
-                f'<{tag} style="text-align: {"right" if column else "left"}">{escape(cell)}</{tag}>'
-                for column, cell in enumerate(row)
-            )
-            for tag, row in zip(chain(["th"], repeat("td")), rows, strict=False)
-        ]
-        table = "".join(f"<tr>{line}</tr>" for line in lines)
-        words = escape(end).replace("\n", "<br>")
-        return f"<p>{escape(title)}</p><table>{table}</table><p>{words}</p>"
-
-
-def memory_summary(device: int | None = None) -> MemorySummary:
-    """A GPU's memory by tensor class, as a table to print, which a notebook shows as HTML.
+def memory_summary(device: int | None = None) -> str:
+    """A GPU's memory by tensor class, as a table to print.
 
     After a fallback to torch's allocator, a sentence that says so. ``EnableError`` if umem is not
     enabled.
     """
     reason = fallback_reason()
     if reason is not None:
-        return MemorySummary(f"umem is not in use, torch's own allocator stays: {reason}")
+        return f"umem is not in use, torch's own allocator stays: {reason}"
     state, number = runtime(), device_number(device)
     stats, kinds = state.allocator.stats(number), state.allocator.kind_stats(number)
     allocated, blocks = stats["allocated_bytes"]["all"], stats["allocation"]["all"]
@@ -163,7 +127,13 @@ def memory_summary(device: int | None = None) -> MemorySummary:
         end += f": {', '.join(by_kind)}"
     if state.allocator.is_paused(number):
         end += "\npaused: what was in expandable segments is on the host until umem.resume()"
-    return MemorySummary(f"GPU {number}, policy {state.policy.name}", rows, end)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    heading, *lines, sums = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
+    rule = "-" * len(heading)
+    title = f"GPU {number}, policy {state.policy.name}"
+    return "\n".join([title, rule, heading, rule, *lines, rule, sums, rule, end])
 
 
 @contextmanager
