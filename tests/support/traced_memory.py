@@ -16,7 +16,7 @@ def accesses(trace: Trace, phase: int) -> dict[str, Access]:
     """How a phase uses tensors, by name."""
     span = slice(trace.access_start[phase], trace.access_start[phase + 1])
     names = [trace.tensor_names[tensor] for tensor in trace.access_tensor[span]]
-    return dict(zip(names, map(Access, trace.access_mode[span]), strict=True))
+    return dict(zip(names, map(Access, trace.access_mode[span].tolist()), strict=True))
 
 
 def class_bytes(trace: Trace, tensor_class: TensorClass, *, persistent: bool) -> int:
