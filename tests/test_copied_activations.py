@@ -12,14 +12,16 @@ import pytest
 import torch
 from activation_chain import LazyMover
 from faults import let_out
+from lazy_lanes import HostStateMemory, LazyLanes, NoRoom
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from umem.capture.live import find_blocks
 from umem.offloading import ActivationStore, Mover
-from umem.runtime.torch_hooks.saved_tensors import innermost
+from umem.runtime.torch_hooks.saved_tensors import innermost, is_lent
 from umem.streaming.activations import CopiedActivations
+from umem.streaming.weights import ModelWeights
 
 WIDTH, ROWS, LAYERS = 32, 16, 5
 ALL_COPIED = {f"layers.{it}": f"layers.{it + 1}" for it in range(LAYERS - 1)}
@@ -196,6 +198,26 @@ def test_passes_of_several_orders_are_known() -> None:
         assert copied.late == 0
         counts.append((copied.store.statistics.tensors_out, copied.store.statistics.tensors_in))
     assert counts[0] == counts[1] > (0, 0)
+
+
+@pytest.mark.parametrize("order", [[1, 3, 0, 4, 2], [0, 4, 1, 2, 3], [2, 0, 1, 3]])
+@pytest.mark.parametrize("name", ["layers.0", "layers.2"])
+def test_lent_weights_are_never_saved_as_they_are(name: str, order: list[int]) -> None:
+    """Also where a pass has another order than the plan knows, in which others have hooks."""
+    model, expected = make(), make()
+    lanes = LazyLanes(model, 0.0, 1)
+    memory = HostStateMemory(parameters=model.parameters(), lanes=lanes)
+    store = ActivationStore("cpu")
+    ModelWeights(model, lanes, memory, NoRoom(), store, min_bytes=64).begin_call()
+    Copied(model, {name: None}, is_measured=True)
+    seen: list[bool] = []
+    for layer in model.layers:
+        layer.up.register_forward_hook(
+            lambda module, *_: seen.append(is_lent(module.weight) and innermost() is not None)
+        )
+    model.order = expected.order = order
+    assert train(model, 0, 1) == train(expected, 0, 1)
+    assert seen == [True] * 2 * len(order)
 
 
 def test_copies_start_and_end_where_the_plan_says() -> None:

@@ -38,6 +38,7 @@ from umem.runtime.torch_hooks.clock import Hearing, Listener, Order
 from umem.runtime.torch_hooks.memory_access import watch_data
 from umem.runtime.torch_hooks.modules import HookErrors
 from umem.runtime.torch_hooks.passes import Pass
+from umem.runtime.torch_hooks.saved_tensors import is_any_lent
 from umem.streaming.activations import program_checkpoints
 from umem.streaming.activations.call_states import versions_of
 from umem.streaming.activations.held_by_program import HeldByProgram, HeldBytes
@@ -132,7 +133,7 @@ class _Pass:
         self.model_key: object = None
         """The group of what the model saves between its blocks."""
         self.is_open = False
-        """Whether it is to be closed at the next block."""
+        """Whether it is to be closed with the next block."""
         self.taken = 0
         """How many tensors of this group belong to calls already."""
         self.at: int | None = None
@@ -515,8 +516,14 @@ class CopiedActivations(Listener):
         if self._cuts:
             self._begin_stretch(forward, NO_BLOCK, NO_BLOCK in self._copied)
 
+    def _see_no_more(self, forward: _Pass) -> None:
+        """See what the model saves no more, where not all blocks are heard."""
+        if forward.is_open:
+            forward.is_open = False
+            self._store.close_group()
+
     def _see_between(self, forward: _Pass) -> None:
-        """See what the model saves, until its next block or, where all are heard, to the end."""
+        """See what the model saves, to its next block or, where all are heard, to the end."""
         key = object()
         forward.model_key, forward.taken, forward.is_open = key, 0, not self._hears_all
         self._open_group(forward, NO_BLOCK, key, moves=self._may_move(NO_BLOCK, NO_BLOCK))
@@ -611,9 +618,6 @@ class CopiedActivations(Listener):
         if not self._cuts:
             self._release(forward, name)
             call.parts = forward.take_between()
-            if forward.is_open:
-                forward.is_open = False
-                self._store.close_group()
         elif name not in forward.entered:
             forward.entered.add(name)
             self._begin_stretch(forward, name, is_copied)
@@ -633,6 +637,8 @@ class CopiedActivations(Listener):
             call.has_group = self._open_group(forward, name, key, moves=moves)
             if call.has_group:
                 call.parts.append((key, None))
+        elif is_recomputed or not is_any_lent():  # which autograd must not save as they are
+            self._see_no_more(forward)
         if is_recomputed:
             proof = self.proofs[name]
             buffers = [buffer_at(module, it) for it in proof.buffers]
@@ -661,6 +667,7 @@ class CopiedActivations(Listener):
             forward.take_between()  # a block without a group of its own has saved it
         if failed:
             return
+        self._see_no_more(forward)
         if not self._hears_all and call.name in self._seen_behind:
             self._see_between(forward)
         if call.watched is not None and (proof := call.watched.end(output)) is not None:
