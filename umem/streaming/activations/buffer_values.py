@@ -42,11 +42,6 @@ class BufferValues:
         with torch.no_grad():
             self._packs = [(its, _pack([values[it] for it in its])) for its in kinds.values()]
 
-    @property
-    def size_bytes(self) -> int:
-        """What they take."""
-        return sum(pack.nbytes for _, pack in self._packs)
-
     @contextmanager
     def in_place_of_buffers(self, module: nn.Module) -> Iterator[list[torch.Tensor]]:
         """Have a module find copies of these values where its buffers are, in their order."""

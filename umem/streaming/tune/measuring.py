@@ -102,8 +102,8 @@ class Measuring:
     def sees_saved(self) -> bool:
         """Whether the next step is to show what blocks save.
 
-        To look at that takes the processor up to twice the time of the step: of the last step of a
-        round the times count, and of those before the memory.
+        To look at that takes the processor longer than the whole step of a net of small kernels. So
+        the last step of a round shows times alone, of which the shorter ones count.
         """
         activations, known = self._activations, self._steps.figures
         if activations is None or activations.is_cut or known is None:
