@@ -310,11 +310,6 @@ class CopiedActivations(Listener):
         return frozenset(self._blocks)
 
     @property
-    def is_copying(self) -> bool:
-        """Whether any activations leave."""
-        return bool(self._copied)
-
-    @property
     def is_cut(self) -> bool:
         """Whether passes are cut by what they save, so that other units than blocks leave."""
         return bool(self._cuts)

@@ -19,10 +19,6 @@ from umem.streaming.tune.step_meter import StepMeter
 
 __all__ = ["Measuring", "Round"]
 
-_MOST_LARGER = 1
-"""As many such steps may be those in which a program makes something that lasts: later ones are of
-a program whose steps have several sizes."""
-
 _LONGEST_SEARCH = 16
 """Steps to measure in the search for one as large as that in which memory ran short."""
 
@@ -74,10 +70,6 @@ class Measuring:
     ) -> None:
         self.round = Round(TuningEvent.BEGINS, 0)
         """The present round."""
-        self._saw = True
-        """Whether the present step shows what blocks save."""
-        self._larger = 0
-        """How many steps that were to show times alone were larger than those before."""
         self._steps, self._room, self._shared = steps, room, shared
         self._activations = activations
         root = Block(NO_BLOCK, model)
@@ -100,27 +92,14 @@ class Measuring:
 
     @property
     def sees_saved(self) -> bool:
-        """Whether the next step is to show what blocks save.
+        """Whether the steps of this round show what blocks save.
 
         To look at that takes the processor longer than the whole step of a net of small kernels. So
-        the last step of a round shows times alone, of which the shorter ones count.
+        steps that are to show times alone do not.
         """
         activations, known = self._activations, self._steps.figures
-        if activations is None or activations.is_cut or known is None:
-            return True
-        if self._larger > _MOST_LARGER:
-            return True
-        return self.round.left > 1 and self.round.occasion is not TuningEvent.TIMES_DISTURBED
-
-    def sets_out(self) -> bool:
-        """Have the next step show what :attr:`sees_saved` says, which is returned."""
-        self._saw = self.sees_saved
-        return self._saw
-
-    @property
-    def is_otherwise(self) -> bool:
-        """Whether the next step is to show something else than the one before."""
-        return self._saw != self.sees_saved
+        is_needed = activations is None or activations.is_cut or known is None
+        return is_needed or self.round.occasion is not TuningEvent.TIMES_DISTURBED
 
     def away_bytes(self) -> int:
         """Bytes of activations that are on the host only."""
@@ -167,14 +146,8 @@ class Measuring:
             return False
         known = self._steps.figures
         activations = self._activations
-        if not self._saw and known is not None:
-            if activations is not None and activations.is_copying:
-                figures = figures.with_memory_of(known)
-            elif figures.exceeds(known):  # what it has saved is to be seen, too
-                self._larger += 1
-                self.round.left += 1
-                self.round.tried += 1
-                return self.round.is_complete
+        if known is not None and not self.sees_saved:
+            figures = figures.with_memory_of(known)
         saved_bytes = {} if activations is None else activations.saved_bytes
         held_bytes = {} if activations is None else activations.held_bytes
         self.round.add(figures, known)

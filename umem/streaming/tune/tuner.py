@@ -256,8 +256,6 @@ class StreamTuner:
         elif self._measuring.add(figures) and not self._waits():
             self._measuring.stop()
             self._plan_measured(self._measuring.round)
-        elif self._measuring.is_otherwise:
-            self._copy_activations()
         if not is_again:
             self._known_plans = self._others_plans
 
@@ -417,7 +415,7 @@ class StreamTuner:
             self._activations.set_plan(
                 copied,
                 1 if named is None else named.fetch_ahead,
-                is_measuring=self.is_measuring and self._measuring.sets_out(),
+                is_measuring=self.is_measuring and self._measuring.sees_saved,
                 recomputed=recomputed,
                 left_out=() if self.is_measuring else planning.left_out,
             )
