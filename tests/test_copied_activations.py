@@ -257,6 +257,22 @@ def test_fetch_ahead_bounds_what_is_back() -> None:
         assert first == expected
 
 
+@pytest.mark.parametrize("fetch_ahead", [1, 2, 3])
+def test_blocks_without_hooks_count_for_what_is_fetched_ahead(fetch_ahead: int) -> None:
+    model = make()
+    copied = Copied(model, {"layers.0": None}, fetch_ahead, is_measured=True)
+    fetched: dict[int, bool] = {}
+
+    def reached(number: int) -> None:
+        fetched[number] = any(verb == "fetch" for verb, _ in copied.store.log)
+
+    for number, layer in enumerate(model.layers):
+        layer.down.register_full_backward_pre_hook(lambda *_, n=number: reached(n))
+    train(model)
+    assert fetched == {number: number <= fetch_ahead for number in range(LAYERS)}
+    assert copied.late == 0
+
+
 def test_what_is_copied_frees_memory() -> None:
     model = make()
     copied = Copied(model, ALL_COPIED)

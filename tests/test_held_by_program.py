@@ -94,7 +94,7 @@ def residual_net() -> nn.Sequential:
     ("make", "percent"),
     [
         *((UNet, percent) for percent in (45, 50, 55, 60, 70)),
-        *((residual_net, percent) for percent in (50, 60, 80)),
+        *((residual_net, percent) for percent in (50, 60, 80, 93)),
     ],
 )
 def test_a_net_takes_as_much_memory_and_copies_as_much_as_planned(

@@ -384,7 +384,8 @@ class CopiedActivations(Listener):
         """The blocks of which to hear: hooks on others would take the processor's time for nothing.
 
         Beside those with a part in the plan, that is the one before each, behind which the model
-        saves what leaves with it, and those from which its memory is fetched.
+        saves what leaves with it, those from which its memory is fetched, and the last one: where
+        the backward pass begins, it is reached.
         """
         is_unknown = not self._orders or () in self._orders
         self._hears_all = self._is_measuring or self._remakes or is_unknown or bool(self._cuts)
@@ -393,6 +394,7 @@ class CopiedActivations(Listener):
         leaving = self._copied.keys() | self._following
         ahead, behind = set[str](), set[str]()
         for order in self._orders:
+            behind.add(order[-1])
             for place, name in enumerate(order):
                 if name in leaving:
                     ahead.add(order[place - 1] if place else NO_BLOCK)
