@@ -108,9 +108,11 @@ class Guard(object if _native is None else _native.Guard):  # type: ignore[misc]
 
         Without memory, code that takes a tensor's memory and asks nobody gets an error.
         """
-        _guards.add(self)
-        _see_attributes()
-        super().hold(list(tensors), None, None, not has_memory)
+        some = list(tensors)
+        if some:
+            _guards.add(self)
+            _see_attributes()
+            super().hold(some, None, None, not has_memory)
 
     def release(self) -> None:
         """Guard nothing any more. What an interrupt cuts short, another call completes."""

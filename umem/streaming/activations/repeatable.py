@@ -206,7 +206,8 @@ class WatchedCall:
         kept = {**changed, **small}
         if sum(it.nbytes for it, _ in kept.values()) > _MOST_BUFFER_BYTES:
             kept = changed
-        self._before = BufferValues(*zip(*kept.values(), strict=True)) if kept else BufferValues([])
+        pairs = kept.values()
+        self._before = BufferValues([it for it, _ in pairs], [value for _, value in pairs])
         is_random = RandomStates(self._arguments()) != self._random
         freed_bytes = checkpointed_bytes = 0
         if self._around is None:
